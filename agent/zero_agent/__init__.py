@@ -1,0 +1,1 @@
+"""Node level: whatever touches a pid, a file descriptor or a signal. No torch."""

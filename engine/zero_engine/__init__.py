@@ -1,0 +1,1 @@
+"""The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""

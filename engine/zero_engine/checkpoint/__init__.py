@@ -1,0 +1,1 @@
+"""Universal checkpoints: one format, readable at any world size and ZeRO stage."""

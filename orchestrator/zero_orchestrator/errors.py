@@ -1,0 +1,31 @@
+"""The errors of the job level: one tree, each message naming what, where and the remedy."""
+
+from __future__ import annotations
+
+
+class ZeroError(Exception):
+    """Anything the orchestrator or the agent reports to a user; never shown as a traceback."""
+
+
+class SpecError(ZeroError):
+    """A job was described wrongly: a flag, a bound, or a specification that differs."""
+
+
+class StoreError(ZeroError):
+    """The key-value store did not do what it was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """The store could not be reached, or did not answer in time; trying again may help."""
+
+
+class StoreRefused(StoreError):
+    """The store answered and said no (login, permission, size); trying again does not help."""
+
+
+class Compacted(StoreError):
+    """The history asked for is gone; read the keys afresh and watch from there."""
+
+
+class LeaseLost(StoreError):
+    """The lease ran out: other nodes may already think that this one is gone."""
