@@ -1,0 +1,68 @@
+"""What the engine and the checkpoint say to each other: plain records, no behaviour.
+
+The atom of a checkpoint is a run of elements of one tensor, counted in the row-major flattened
+*unpadded* tensor: `(kind, fqn)[start : start + len]`. A rank owns some pieces; the owned pieces
+of all ranks cover every tensor exactly once, at any ZeRO stage and world size. The same list of
+pieces serves to save (read from) and to load (filled in place), so a change of world size or
+stage is nothing but interval intersection.
+
+Source of the idea: DeepSpeed's universal checkpoint atoms (arXiv 2406.18820), without the
+conversion; torchsnapshot's plan of plain requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, dtype
+
+PARAM = "param"
+"""The highest-precision copy of a parameter."""
+BUFFER = "buffer"
+"""A module buffer, owned whole by rank 0."""
+# Any other kind is a per-element optimizer key under its own name: "exp_avg", "momentum_buffer".
+
+
+@dataclass(frozen=True, slots=True)
+class TensorId:
+    """Which tensor: its kind and its fully qualified name in the user's module."""
+
+    kind: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and dtype of a whole, unsharded tensor."""
+
+    shape: tuple[int, ...]
+    dtype: dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + data.numel()) of one flattened tensor, owned by this rank.
+
+    `data` is one-dimensional, contiguous, and of the tensor's dtype: a view of live state.
+    """
+
+    id: TensorId
+    start: int
+    data: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything a rank contributes to a checkpoint, or wants from one.
+
+    `tensors` and `meta` are equal on every rank; `pieces` are this rank's share.
+    """
+
+    tensors: Mapping[TensorId, TensorInfo]
+    pieces: tuple[Piece, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied parameters: other name -> the name under which the tensor is stored."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """JSON: step, counters, param groups by FQN, scheduler, data position, seeds, weight hash."""

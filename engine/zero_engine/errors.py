@@ -1,0 +1,31 @@
+"""The errors of the engine: one tree, each message naming what, where and the remedy."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Anything the engine reports to a user."""
+
+
+class ConfigError(EngineError, ValueError):
+    """The configuration is wrong: an unknown key, a value out of bounds, a contradiction."""
+
+
+class PeerLost(EngineError):
+    """A collective failed because another rank is gone; this rank itself is healthy."""
+
+
+class CheckpointError(EngineError):
+    """A checkpoint could not be saved or loaded."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Bytes on disk are not the bytes that were saved: truncated, flipped, missing, swapped."""
+
+
+class ModelMismatch(CheckpointError):
+    """The checkpoint is intact but belongs to another model."""
+
+
+class CommitRefused(CheckpointError):
+    """The round of this worker is over, or its agent is cut off: nothing was published."""
