@@ -1,0 +1,5 @@
+"""`python -m zero_agent`."""
+
+from zero_agent.cli import main
+
+main()

@@ -1,0 +1,64 @@
+"""What one agent was asked to do, checked and complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from zero_agent.worker_main import Program
+from zero_orchestrator.errors import ZeroError
+from zero_orchestrator.rounds import Timing
+from zero_orchestrator.spec import JobSpec
+
+
+class AgentExit(IntEnum):
+    """Exit codes of `zero-agent`; an agent ended by a signal exits with 128 + its number."""
+
+    OK = 0
+    """The job is done (also for an agent that comes late, or was a spare)."""
+    JOB_FAILED = 1
+    """The job has failed; the root cause is printed."""
+    USAGE = 2
+    """The command line, the script or the job's specification is wrong; nothing was started."""
+    NO_STORE = 3
+    """etcd could not be reached, at the start or for longer than --etcd-grace."""
+    NO_NODES = 4
+    """Too few nodes came within --join-timeout."""
+
+
+class AgentFailed(ZeroError):
+    """The agent itself cannot go on; `code` is its exit code."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """One agent's configuration, resolved from flags, environment and defaults by `cli.py`."""
+
+    spec: JobSpec
+    program: Program
+    slots: int
+    """Workers on this node."""
+    job: str | None
+    """The job's name, or None: the current run of this very command."""
+    node_id: str
+    endpoints: str
+    """`HOST:PORT[,HOST:PORT...]` of etcd."""
+    address: str
+    """Under which the other nodes reach this one."""
+    timing: Timing
+    log_dir: Path | None = None
+    preload: tuple[str, ...] = ("torch", "numpy", "zero_engine")
+    """Modules that every worker finds imported."""
+    shutdown_timeout_s: float = 30.0
+    """From SIGTERM to SIGKILL for workers that are asked to end."""
+    boundary_timeout_s: float = 300.0
+    """How long workers may take to reach a step boundary before they are stopped."""
+    etcd_grace_s: float = 600.0
+    """How long the workers may go on while etcd cannot be reached."""
+    join_timeout_s: float = 600.0
+    """How long to wait for enough nodes."""

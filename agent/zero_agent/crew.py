@@ -1,0 +1,265 @@
+"""The crew of a node: its workers of the current round, and all that they need around them.
+
+Owns the nursery that forks workers, the sockets and pipes that connect them to the agent, and
+the TCPStore of a round whose first node this is. It knows nothing of the job's state; the
+agent tells it what to do, and it tells the agent what has happened.
+
+Must always hold: every method returns at once; what comes back from processes arrives through
+`post`, on the agent's own thread; after `close` no process of this node is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_agent.channel import Channel
+from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.exits import Exit
+from zero_agent.hub import Hub
+from zero_agent.network import interface_of
+from zero_agent.supervise import Workers
+from zero_agent.worker_env import nursery_env, places, worker_env
+from zero_agent.workers import Nursery, Order, WorkerGroup
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.contract import (
+    Ability,
+    CommitReply,
+    CommitRequest,
+    Hello,
+    Leave,
+    Left,
+    Message,
+    Progress,
+    When,
+)
+from zero_orchestrator.job_state import Node, Snapshot
+from zero_orchestrator.journal import Journal
+
+log = logging.getLogger("zero")
+
+Post = Callable[[Callable[..., None]], Callable[..., None]]
+"""Wraps a handler so that it runs on the agent's thread."""
+
+
+class Crew:
+    """This node's workers; nothing runs before `start`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        job: str,
+        log_dir: Path,
+        *,
+        clock: Clock,
+        journal: Journal,
+        environ: Mapping[str, str],
+        post: Post,
+        on_port: Callable[[int, int], None],
+        on_commit: Callable[[CommitRequest], tuple[bool, str]],
+    ) -> None:
+        """Start the nursery, so that its imports overlap with the rendezvous.
+
+        Args:
+            config: Of the agent.
+            job: The job's name.
+            log_dir: Where the workers leave their error files, and their output if it is kept.
+            clock: Measures how long workers take to leave or stop.
+            journal: Receives what happens to the workers.
+            environ: The environment workers inherit.
+            post: Wraps handlers so that they run on the agent's thread.
+            on_port: Called with a round and the port of the TCPStore opened for it.
+            on_commit: Answers a worker's wish to publish a checkpoint: granted, and why not.
+        """
+        self._config = config
+        self._job = job
+        self._log_dir = log_dir
+        self._clock = clock
+        self._journal = journal
+        self._post = post
+        self._on_port = on_port
+        self._on_commit = on_commit
+        self._env = nursery_env(environ, config.slots, interface_of(config.address))
+        self._hub = Hub()
+        self._channel = Channel(self._hub, post(self._on_message))
+        self._nursery = self._open_nursery()
+        self._group: WorkerGroup | None = None
+        self._can_leave: set[int] = set()
+        self._asked_s: float | None = None
+        self._stop_s: float | None = None
+        self._stores: dict[int, int] = {}
+        """TCPStores hosted here: id of the process -> its round."""
+
+    # ---- how it stands ----
+
+    @property
+    def state(self) -> Workers:
+        """The workers, taken together."""
+        return self._group.state if self._group else Workers.NONE
+
+    @property
+    def round(self) -> int:
+        """The round of the workers; 0 before the first."""
+        return self._group.round if self._group else 0
+
+    @property
+    def fence(self) -> int:
+        """The fence of that round."""
+        return self._group.fence if self._group else 0
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """The workers were asked to stop at a step boundary."""
+        return self._asked_s is not None
+
+    @property
+    def can_leave(self) -> bool:
+        """Every worker has said that it can."""
+        return len(self._can_leave) == self._config.slots
+
+    @property
+    def overdue(self) -> bool:
+        """They were asked too long ago."""
+        return self._past(self._asked_s, self._config.boundary_timeout_s)
+
+    @property
+    def first_failure(self) -> Exit:
+        """The exit that ended the group."""
+        assert self._group is not None
+        return self._group.first_failure
+
+    def hosts_store_of(self, n: int) -> bool:
+        """Whether the TCPStore of round n is, or is about to be, on this node."""
+        return n in self._stores.values()
+
+    # ---- what to do ----
+
+    def host_store(self, n: int) -> None:
+        """Open a TCPStore for round n; `on_port` is called when it listens."""
+        self._stores[self._nursery.host_store()] = n
+
+    def start(self, job: Snapshot, node: Node) -> None:
+        """Start the workers of the job's round on this node."""
+        self._forget_last_round(job.n)
+        self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
+        orders = []
+        for place in places(job, node):
+            log_dir = self._log_dir / f"round{job.n}" / f"rank{place.rank}"
+            log_dir.mkdir(parents=True, exist_ok=True)
+            env = worker_env(
+                job,
+                node,
+                place,
+                name=self._job,
+                socket_path=self._channel.path,
+                error_file=str(log_dir / "error.json"),
+            )
+            keep_output = log_dir if self._config.log_dir else None
+            orders.append(Order(rank=place.rank, env=env, log_dir=keep_output))
+        self._group.start(self._config.program, orders)
+        self._journal.tell(
+            "start",
+            f"round {job.n}: this node runs rank {', '.join(str(o.rank) for o in orders)} "
+            f"of {job.members.world_size}",
+            round=job.n,
+            world_size=job.members.world_size,
+        )
+
+    def ask_to_leave(self, reason: str) -> None:
+        """Ask the workers to stop at their next step boundary."""
+        self._asked_s = self._clock.now()
+        for rank in self._can_leave:
+            self._channel.send(rank, Leave(round=self.round, when=When.BOUNDARY, reason=reason))
+        self._journal.tell("leave", f"{reason}: the workers stop at the next step boundary")
+
+    def stop(self, reason: str) -> None:
+        """SIGTERM now, SIGKILL after the shutdown timeout."""
+        self._stop_s = self._clock.now()
+        self._end(signal.SIGTERM, reason)
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL."""
+        self._end(signal.SIGKILL, reason)
+
+    def check_limits(self) -> None:
+        """Kill workers that were asked to stop too long ago."""
+        if self._past(self._stop_s, self._config.shutdown_timeout_s):
+            self._stop_s = None
+            self.kill("the workers did not stop in time")
+
+    def close(self) -> None:
+        """End every process of this node."""
+        self._nursery.close()
+        self._channel.close()
+        self._hub.close()
+
+    def _end(self, number: signal.Signals, reason: str) -> None:
+        assert self._group is not None
+        self._journal.tell("stop", reason, round=self.round, signal=number.name)
+        self._group.stop(number)
+
+    def _forget_last_round(self, n: int) -> None:
+        self._can_leave.clear()
+        self._asked_s = self._stop_s = None
+        for store, of_round in list(self._stores.items()):
+            if of_round != n:
+                del self._stores[store]
+                self._nursery.signal(store, signal.SIGKILL)
+
+    def _past(self, since_s: float | None, limit_s: float) -> bool:
+        return since_s is not None and self._clock.now() - since_s > limit_s
+
+    # ---- what has happened ----
+
+    def _open_nursery(self) -> Nursery:
+        return Nursery(self._hub, self._env, self._config.preload, self._post(self._on_news))
+
+    def _on_news(self, nursery: Nursery, news: dict[str, Any]) -> None:
+        """What the nursery says."""
+        if nursery is not self._nursery:
+            return
+        if "gone" in news:
+            self._nursery_is_gone()
+        elif "port" in news and news["id"] in self._stores:
+            self._on_port(self._stores[news["id"]], news["port"])
+        elif "status" in news:
+            self._process_ended(news["id"], news["status"])
+
+    def _process_ended(self, process: int, status: int) -> None:
+        self._stores.pop(process, None)
+        end = self._group.ended(process, status) if self._group else None
+        if end is not None and end.status != 0 and not end.wanted:
+            self._journal.tell("exit", end.summary, round=self.round, rank=end.rank)
+
+    def _nursery_is_gone(self) -> None:
+        if not self._nursery.ready:
+            raise AgentFailed(
+                AgentExit.JOB_FAILED,
+                "the process that starts the workers ended while it imported "
+                f"{', '.join(self._config.preload)}; its own message is above",
+            )
+        self._journal.tell("nursery", "the parent of the workers is gone", level=logging.WARNING)
+        if self._group is not None:
+            self._group.orphaned()
+        self._stores.clear()
+        self._nursery.close()
+        self._nursery = self._open_nursery()
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        """What a worker says."""
+        match message:
+            case Hello() if Ability.BOUNDARY in message.can:
+                self._can_leave.add(rank)
+            case CommitRequest():
+                granted, reason = self._on_commit(message)
+                reply = CommitReply(request=message.request, granted=granted, reason=reason)
+                self._channel.send(rank, reply)
+            case Left():
+                self._journal.tell("left", f"rank {rank} left at step {message.step}")
+            case Progress():
+                log.debug("rank %d: step %d, loss %.4f", rank, message.step, message.loss)
+            case _:
+                pass

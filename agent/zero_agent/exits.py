@@ -1,0 +1,62 @@
+"""How a worker ended, in words, and what it left behind to say why."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_orchestrator.contract import ExitCode
+
+TRACEBACK_LIMIT = 16_000
+"""Characters of a traceback that travel through the store; the end of it says most."""
+
+
+def describe(status: int) -> str:
+    """`-9` -> `killed by SIGKILL`; `3` -> `exit code 3`."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """The end of one worker."""
+
+    rank: int
+    status: int
+    """Exit code, or the negative number of the signal that ended it."""
+    wanted: bool
+    """Its agent was stopping it."""
+    message: str
+    """The exception in one line, if it left one."""
+    traceback: str
+
+    @classmethod
+    def of(cls, rank: int, status: int, error_file: Path, *, wanted: bool) -> Exit:
+        """The end of a worker, with what it wrote into its error file."""
+        message, traceback = ("", "") if status == ExitCode.OK else read_error_file(error_file)
+        return cls(rank=rank, status=status, wanted=wanted, message=message, traceback=traceback)
+
+    @property
+    def summary(self) -> str:
+        """`rank 1: ValueError: no (exit code 1)`."""
+        if self.message:
+            return f"rank {self.rank}: {self.message} ({describe(self.status)})"
+        return f"rank {self.rank}: {describe(self.status)}"
+
+
+def read_error_file(path: Path) -> tuple[str, str]:
+    """The message and traceback in a torchelastic error file; empty where there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))["message"]
+        if isinstance(record, str):
+            return record, ""
+        traceback = str(record.get("extraInfo", {}).get("py_callstack", ""))
+        return str(record.get("message", "")), traceback[-TRACEBACK_LIMIT:]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return "", ""

@@ -1,0 +1,183 @@
+"""What an agent does next: a pure function of the job and of its own workers.
+
+The agent's loop gathers a `Situation`, asks `next_action`, and carries the answer out; it takes
+no decision of its own. The round machine decides for the job, this decides for the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_orchestrator.job_state import Node, Snapshot, State
+
+
+class Workers(StrEnum):
+    """The state of this node's workers, taken together."""
+
+    NONE = "none"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    SUCCEEDED = "succeeded"
+    LEFT = "left"
+    PEER_LOST = "peer lost"
+    FAILED = "failed"
+
+
+class Action(StrEnum):
+    """What the agent can do."""
+
+    WAIT = "wait"
+    HOST_STORE = "host store"
+    START = "start"
+    ASK_TO_LEAVE = "ask to leave"
+    STOP = "stop"
+    KILL = "kill"
+    REPORT_DONE = "report done"
+    REPORT_QUIET = "report quiet"
+    REPORT_FAILURE = "report failure"
+    EXIT = "exit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Everything the next action depends on."""
+
+    job: Snapshot
+    node: Node
+    workers: Workers
+    round: int
+    """The round of these workers; 0 before the first."""
+    asked_to_leave: bool = False
+    can_leave: bool = False
+    """Every worker has said that it can stop at a step boundary."""
+    overdue: bool = False
+    """The workers were asked to leave and have not for too long."""
+    hosting: bool = False
+    """This agent hosts, or is about to host, the TCPStore of the job's round."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether processes are there."""
+        return self.workers in {Workers.RUNNING, Workers.STOPPING}
+
+    @property
+    def reported(self) -> bool:
+        """Whether this node has said how its part of the job's round ended."""
+        failed = {failure.node for failure in self.job.failures}
+        return self.node.id in self.job.quiet | self.job.done | failed
+
+
+Step = tuple[Action, str]
+
+
+def next_action(now: Situation) -> Step:
+    """The next thing to do and its reason; WAIT until something changes."""
+    return _BY_STATE[now.job.state](now)
+
+
+def _not_begun(now: Situation) -> Step:
+    return Action.WAIT, "the job has not begun"
+
+
+def _forming(now: Situation) -> Step:
+    job = now.job
+    if now.busy:
+        return _kill(now, f"round {job.n} is over: {job.cause}")
+    if job.has_member(now.node) and now.node.id not in job.quiet:
+        return Action.REPORT_QUIET, f"the workers of round {job.n} are gone"
+    if now.node.draining:
+        return Action.EXIT, "drained"
+    return Action.WAIT, f"round {job.n + 1} is forming"
+
+
+def _active(now: Situation) -> Step:
+    job = now.job
+    if now.busy and now.round != job.n:
+        return _kill(now, f"round {now.round} is over, round {job.n} runs")
+    index = job.members.index(now.node)
+    if index is None:
+        return _outside(now)
+    if now.round != job.n and not now.reported:
+        return _enter(now, index)
+    return _IN_ROUND[now.workers](now)
+
+
+def _outside(now: Situation) -> Step:
+    if now.node.draining:
+        return Action.EXIT, "drained"
+    return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
+
+
+def _enter(now: Situation, index: int) -> Step:
+    job = now.job
+    if now.node.draining:
+        return Action.REPORT_QUIET, "draining: no workers are started"
+    if job.master is not None:
+        return Action.START, f"round {job.n} begins"
+    if index == 0 and not now.hosting:
+        return Action.HOST_STORE, f"first node of round {job.n}"
+    return Action.WAIT, f"the store of round {job.n} is being opened"
+
+
+def _running(now: Situation) -> Step:
+    job = now.job
+    if job.yielding is None:
+        return Action.WAIT, f"round {job.n} runs"
+    if not now.can_leave:
+        return Action.STOP, f"{job.yielding}; these workers cannot stop at a step boundary"
+    if now.overdue:
+        return Action.STOP, f"{job.yielding}; no step boundary came in time"
+    if not now.asked_to_leave:
+        return Action.ASK_TO_LEAVE, job.yielding
+    return Action.WAIT, f"{job.yielding}; waiting for the step boundary"
+
+
+def _stopping(now: Situation) -> Step:
+    return Action.WAIT, "the workers are stopping"
+
+
+def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
+    """Report how this node's part of the round ended, unless that is done."""
+
+    def rule(now: Situation) -> Step:
+        if not now.reported:
+            return action, reason
+        if now.node.draining:
+            return Action.EXIT, "drained"
+        return Action.WAIT, f"{reason}; waiting for the job"
+
+    return rule
+
+
+def _ended(now: Situation) -> Step:
+    if now.busy:
+        return _kill(now, f"the job is {now.job.state}")
+    return Action.EXIT, f"the job is {now.job.state}: {now.job.cause}"
+
+
+def _kill(now: Situation, reason: str) -> Step:
+    if now.workers is Workers.STOPPING:
+        return Action.WAIT, reason
+    return Action.KILL, reason
+
+
+_IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
+    Workers.NONE: _stopping,
+    Workers.RUNNING: _running,
+    Workers.STOPPING: _stopping,
+    Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
+    Workers.LEFT: _once(Action.REPORT_QUIET, "the workers left at a step boundary"),
+    Workers.SUCCEEDED: _once(Action.REPORT_DONE, "the workers have finished"),
+    Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),
+    Workers.FAILED: _once(Action.REPORT_FAILURE, "a worker failed"),
+}
+_BY_STATE: Mapping[State | None, Callable[[Situation], Step]] = {
+    None: _not_begun,
+    State.FORMING: _forming,
+    State.ACTIVE: _active,
+    State.DONE: _ended,
+    State.FAILED: _ended,
+}

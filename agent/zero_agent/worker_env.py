@@ -1,0 +1,90 @@
+"""The environment of a worker: torchrun's variables, and ours beside them.
+
+Source of the names: torch.distributed.elastic.agent.server.local_elastic_agent; scripts written
+for torchrun find everything they know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_orchestrator.contract import ENV_FENCE, ENV_JOB, ENV_NODE, ENV_ROUND, ENV_SOCKET
+from zero_orchestrator.job_state import Node, Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one worker stands in a round."""
+
+    rank: int
+    local_rank: int
+
+
+def places(job: Snapshot, node: Node) -> list[Place]:
+    """The places of a member's workers, in local order."""
+    index = job.members.index(node)
+    assert index is not None, f"{node.id} is no member of round {job.n}"
+    first = job.members.first_rank(index)
+    return [Place(rank=first + local, local_rank=local) for local in range(node.slots)]
+
+
+def worker_env(
+    job: Snapshot, node: Node, place: Place, *, name: str, socket_path: str, error_file: str
+) -> dict[str, str]:
+    """What to add to the agent's own environment for one worker of the job's round.
+
+    Args:
+        job: The round must be ACTIVE and its master known.
+        node: The agent's node, a member.
+        place: Which of its workers.
+        name: The job's name.
+        socket_path: Where the worker reaches its agent.
+        error_file: Where it leaves its traceback.
+    """
+    assert job.master is not None, f"round {job.n} has no master yet"
+    host, _, port = job.master.rpartition(":")
+    world_size = str(job.members.world_size)
+    values: dict[str, object] = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": node.slots,
+        "GROUP_RANK": job.members.index(node),
+        "GROUP_WORLD_SIZE": len(job.members.nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": job.members.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": job.spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": name,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        ENV_JOB: name,
+        ENV_NODE: node.id,
+        ENV_ROUND: job.n,
+        ENV_FENCE: job.fence,
+        ENV_SOCKET: socket_path,
+    }
+    return {key: str(value) for key, value in values.items()}
+
+
+def nursery_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
+    """The environment that must be right before torch is imported, the same for all rounds.
+
+    Args:
+        environ: The agent's own.
+        slots: Workers on this node.
+        interface: The network interface that has the node's address, if it is known; gloo
+            would otherwise take the one that the host's name resolves to.
+    """
+    env = dict(environ)
+    if slots > 1:  # as torchrun: several workers must not each take every core
+        env.setdefault("OMP_NUM_THREADS", "1")
+    if interface is not None:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env

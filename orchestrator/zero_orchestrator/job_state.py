@@ -1,0 +1,254 @@
+"""What a job's keys mean: the records in them, and the snapshot every decision looks at.
+
+Keys, under `/zero/v1/<job>/` (all values JSON):
+
+    spec                    the JobSpec, written once
+    nodes/<id>              a live agent; leased
+    round                   {n, state, cause}: the round that is ACTIVE, or being left (FORMING)
+    rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
+    rounds/<n>/master       where the round's TCPStore listens; written once by rank 0's agent
+    rounds/<n>/yield        why the workers are asked to stop at the next step boundary
+    rounds/<n>/quiet/<id>   the node's workers of round n are gone
+    rounds/<n>/done/<id>    the node's workers of round n have all exited with 0
+    rounds/<n>/fail/<id>    the node's workers of round n failed, and how
+    charged/<n>             round n ended in a failure: one charge to the restart budget
+    ckpt/latest             the newest published checkpoint
+
+`rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from zero_orchestrator.kv import KeyValue, Range
+from zero_orchestrator.spec import JobSpec
+
+
+class State(StrEnum):
+    """The state of a job's current round."""
+
+    FORMING = "FORMING"
+    ACTIVE = "ACTIVE"
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one job's keys."""
+
+    job: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of them start with."""
+        return f"/zero/v1/{self.job}/"
+
+    @property
+    def spec(self) -> str:
+        """The job's specification."""
+        return self.prefix + "spec"
+
+    @property
+    def round(self) -> str:
+        """The state of the current round."""
+        return self.prefix + "round"
+
+    @property
+    def latest(self) -> str:
+        """The newest published checkpoint."""
+        return self.prefix + "ckpt/latest"
+
+    def node(self, node: str) -> str:
+        """A live agent."""
+        return f"{self.prefix}nodes/{node}"
+
+    def charged(self, n: int) -> str:
+        """The charge for round n."""
+        return f"{self.prefix}charged/{n}"
+
+    def of_round(self, n: int, *parts: str) -> str:
+        """A key of round n."""
+        return "/".join((f"{self.prefix}rounds/{n}", *parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """An agent that is alive, as it describes itself."""
+
+    id: str
+    incarnation: str
+    """Differs for each agent process, so that a restarted one is not taken for the old."""
+    address: str
+    slots: int
+    """Workers on this node."""
+    draining: bool = False
+    """It wants to leave: it keeps its round until the next step boundary and joins no other."""
+    host: str = ""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class Members:
+    """The immutable membership of a round, in rank order."""
+
+    nodes: tuple[Node, ...] = ()
+    restarts: int = 0
+    """Failures charged to the job before this round."""
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all nodes."""
+        return sum(node.slots for node in self.nodes)
+
+    def index(self, node: Node) -> int | None:
+        """The place of this very agent process among the nodes, or None."""
+        ids = [(member.id, member.incarnation) for member in self.nodes]
+        key = (node.id, node.incarnation)
+        return ids.index(key) if key in ids else None
+
+    def first_rank(self, index: int) -> int:
+        """The rank of the first worker of the node at `index`; ranks of a node are contiguous."""
+        return sum(node.slots for node in self.nodes[:index])
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+NOBODY = Members()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What one node reports of its failed workers."""
+
+    node: str
+    symptom: bool
+    """The workers were healthy and lost their peers: the cause is elsewhere."""
+    summary: str
+    rank: int = -1
+    exit: str = ""
+    traceback: str = ""
+    revision: int = 0
+    """Store revision of the report: orders failures across nodes without comparing clocks."""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job as read at one revision of the store; every decision looks at nothing else."""
+
+    spec: JobSpec
+    n: int = 0
+    state: State | None = None
+    cause: str = ""
+    fence: int = 0
+    """mod_revision of the `round` key; 0 when there is none."""
+    nodes: tuple[Node, ...] = ()
+    """Live agents in order of arrival."""
+    members: Members = NOBODY
+    """Of round n."""
+    master: str | None = None
+    yielding: str | None = None
+    yield_revision: int = 0
+    quiet: frozenset[str] = frozenset()
+    done: frozenset[str] = frozenset()
+    failures: tuple[Failure, ...] = ()
+    """Reports of round n, first one first."""
+    charges: int = 0
+
+    @cached_property
+    def alive(self) -> frozenset[tuple[str, str]]:
+        """(id, incarnation) of the live agents."""
+        return frozenset((node.id, node.incarnation) for node in self.nodes)
+
+    @cached_property
+    def live_members(self) -> tuple[Node, ...]:
+        """Members of round n whose agents are alive."""
+        return tuple(m for m in self.members.nodes if (m.id, m.incarnation) in self.alive)
+
+    @cached_property
+    def lost(self) -> tuple[Node, ...]:
+        """Members of round n whose agents vanished with work in hand."""
+        gone = (m for m in self.members.nodes if (m.id, m.incarnation) not in self.alive)
+        return tuple(m for m in gone if m.id not in self.quiet and m.id not in self.done)
+
+    @cached_property
+    def eligible(self) -> tuple[Node, ...]:
+        """Live agents that may take part in the next round."""
+        return tuple(node for node in self.nodes if not node.draining)
+
+    @cached_property
+    def joiners(self) -> tuple[Node, ...]:
+        """Eligible agents that are no members of round n."""
+        return tuple(node for node in self.eligible if self.members.index(node) is None)
+
+    def has_member(self, node: Node) -> bool:
+        """Whether this agent process is a member of round n."""
+        return self.members.index(node) is not None
+
+
+def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
+    """The snapshot in the keys of a job, as `KeyValueStore.range(keys.prefix)` returned them."""
+    items = {item.key: item for item in found.items}
+    head = items.get(keys.round)
+    if head is None:
+        return Snapshot(spec=spec, nodes=_nodes(keys, found))
+    record = json.loads(head.value)
+    n = record["n"]
+    members, master, yielded = (
+        items.get(keys.of_round(n, part)) for part in ("members", "master", "yield")
+    )
+    return Snapshot(
+        spec=spec,
+        n=n,
+        state=State(record["state"]),
+        cause=record["cause"],
+        fence=head.mod_revision,
+        nodes=_nodes(keys, found),
+        members=_members(members),
+        master=master.value if master else None,
+        yielding=json.loads(yielded.value) if yielded else None,
+        yield_revision=yielded.create_revision if yielded else 0,
+        quiet=_names(found, keys.of_round(n, "quiet/")),
+        done=_names(found, keys.of_round(n, "done/")),
+        failures=_failures(found, keys.of_round(n, "fail/")),
+        charges=len(_names(found, keys.prefix + "charged/")),
+    )
+
+
+def _names(found: Range, prefix: str) -> frozenset[str]:
+    return frozenset(i.key.removeprefix(prefix) for i in found.items if i.key.startswith(prefix))
+
+
+def _nodes(keys: Keys, found: Range) -> tuple[Node, ...]:
+    live = [item for item in found.items if item.key.startswith(keys.node(""))]
+    live.sort(key=lambda item: item.create_revision)
+    return tuple(Node(**json.loads(item.value)) for item in live)
+
+
+def _members(item: KeyValue | None) -> Members:
+    if item is None:
+        return NOBODY
+    record = json.loads(item.value)
+    return Members(tuple(Node(**node) for node in record["nodes"]), record["restarts"])
+
+
+def _failures(found: Range, prefix: str) -> tuple[Failure, ...]:
+    reports = [item for item in found.items if item.key.startswith(prefix)]
+    reports.sort(key=lambda item: item.create_revision)
+    return tuple(
+        Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports
+    )

@@ -1,0 +1,310 @@
+"""One agent's part in the round machine: it registers, reads, decides, and applies.
+
+`Rendezvous.poll` is the driver of `rounds.decide`. It keeps the snapshot fresh (a watch marks
+it stale), measures how long things have been as they are, and tries the transition that is
+due. Agents try in an order that differs from round to round, the k-th k * TURN_S later than
+the first, so that normally one transaction is made and the death of any agent delays a round
+by a fraction of a second.
+
+Must always hold: nothing here is written unless the store still is as it was read (the fence);
+an agent that cannot reach the store changes nothing, keeps what it knows and says so.
+Who calls it: the agent's loop. Thread-safe: `commit` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
+from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.kv import Change, Compare, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.lease import LeaseKeeper
+from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
+from zero_orchestrator.spec import JobSpec
+
+TURN_S = 0.25
+"""How much longer the next agent in turn waits before it tries a transition itself."""
+REREAD_S = 2.0
+"""The snapshot is read again after so long even without a watched change."""
+
+
+class NodeTaken(ZeroError):
+    """Another agent registered under this agent's node id."""
+
+
+class Rendezvous:
+    """An agent's membership in one job."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        job: str,
+        spec: JobSpec,
+        node: Node,
+        *,
+        clock: Clock,
+        journal: Journal,
+        timing: Timing | None = None,
+        lease_ttl_s: int = 3,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is written before `register`.
+
+        Args:
+            store: Shared by all agents of the job; the caller closes it.
+            job: Job name, part of every key.
+            spec: This agent's idea of the job.
+            node: This agent.
+            clock: Measures durations; never compared with another node's.
+            journal: Receives every transition this agent makes.
+            timing: The job's patience.
+            lease_ttl_s: Others take this agent for lost so long after its last sign of life.
+            on_change: Called on a thread of the store when a poll is worth while.
+        """
+        self.keys = Keys(job)
+        self._store = store
+        self._spec = spec
+        self._node = node
+        self._clock = clock
+        self._journal = journal
+        self._timing = timing or Timing()
+        self._ttl_s = lease_ttl_s
+        self._on_change = on_change
+        self._stale = threading.Event()
+        self._stale.set()
+        self._lease: LeaseKeeper | None = None
+        self._lost_lease = threading.Event()
+        self._ages = _Ages(clock)
+        self._snapshot = Snapshot(spec=spec)
+        self._read_s = 0.0
+        self._reason = ""
+
+    @property
+    def node(self) -> Node:
+        """This agent as it is registered."""
+        return self._node
+
+    @property
+    def reason(self) -> str:
+        """What the job is doing or waiting for, as of the last poll."""
+        return self._reason
+
+    def register(self) -> None:
+        """Agree on the specification and become a live node of the job.
+
+        Raises:
+            SpecError: The job runs with another specification.
+            StoreUnavailable: The store did not answer.
+        """
+        self._store.txn([absent(self.keys.spec)], [Put(self.keys.spec, self._spec.to_json())])
+        agreed = self._store.get(self.keys.spec)
+        if agreed is None:
+            raise StoreUnavailable(f"{self.keys.spec} vanished while it was read; try again")
+        self._spec.check_same(JobSpec.from_json(agreed.value), self.keys.job)
+        self._announce()
+        found = self._store.range(self.keys.prefix)
+        self._watch = self._store.watch(
+            self.keys.prefix, self._changed, after=found.revision, on_compacted=self._compacted
+        )
+
+    def poll(self) -> Snapshot:
+        """The job as it is now, after this agent has done its share to move it on.
+
+        Raises:
+            StoreUnavailable: The store did not answer; the last snapshot still is `snapshot`.
+            NodeTaken: Another agent runs under this node id.
+        """
+        if self._lost_lease.is_set():
+            self._announce()
+            self._journal.tell("lease", f"node {self._node.id} has registered again")
+        if self._stale.is_set() or self._clock.now() - self._read_s > REREAD_S:
+            self._read()
+        while self._advance():
+            self._read()
+        return self._snapshot
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The job as last read."""
+        return self._snapshot
+
+    def drain(self) -> None:
+        """Ask to leave: no further round includes this node."""
+        self._node = dataclasses.replace(self._node, draining=True)
+        self._announce()
+
+    def publish_master(self, n: int, address: str) -> None:
+        """Say where the TCPStore of round n listens, `host:port`."""
+        self._note(n, "master", address)
+
+    def report_quiet(self, n: int) -> None:
+        """This node's workers of round n are gone."""
+        self._note(n, f"quiet/{self._node.id}", "")
+
+    def report_done(self, n: int) -> None:
+        """This node's workers of round n have all exited with 0."""
+        self._note(n, f"done/{self._node.id}", "")
+
+    def report_failure(self, n: int, failure: Failure) -> None:
+        """This node's workers of round n failed."""
+        self._note(n, f"fail/{self._node.id}", failure.to_json())
+
+    def commit(self, fence: int, *, step: int, tag: str, digest: str, samples: int) -> bool:
+        """Publish a checkpoint, if the round with this fence still is the current one.
+
+        Raises:
+            StoreUnavailable: The store did not answer; the checkpoint must not be published.
+        """
+        record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
+        put = Put(self.keys.latest, json.dumps(record))
+        return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
+
+    def close(self) -> None:
+        """Leave: the other agents see it at once."""
+        if watch := getattr(self, "_watch", None):
+            watch.cancel()
+        if self._lease is not None:
+            self._lease.close()
+
+    # ---- reading ----
+
+    def _changed(self, changes: object) -> None:
+        self._stale.set()
+        self._on_change()
+
+    def _compacted(self, revision: int) -> None:
+        self._changed(revision)
+
+    def _read(self) -> None:
+        self._stale.clear()  # before the read: a change during it must cause another one
+        try:
+            found = self._store.range(self.keys.prefix)
+        except StoreUnavailable:
+            self._stale.set()
+            raise
+        self._snapshot = parse(self.keys, found, self._spec)
+        self._read_s = self._clock.now()
+        self._ages.look(self._snapshot)
+        for node in self._snapshot.nodes:
+            if node.id == self._node.id and node.incarnation != self._node.incarnation:
+                raise NodeTaken(
+                    f"another agent has registered as node {node.id}; this one stops. "
+                    "Give each agent its own --node-id, or none"
+                )
+
+    # ---- moving on ----
+
+    def _advance(self) -> bool:
+        """Try the transition that is due; whether the snapshot is to be read again."""
+        job = self._snapshot
+        decision = decide(job, self._ages.observed(), self._timing)
+        self._reason = decision.reason
+        if decision.transition is None or not self._my_turn(decision):
+            return False
+        compares, writes = transaction(self.keys, job, decision.transition)
+        if self._store.txn(compares, writes).succeeded:
+            self._tell(job, decision)
+        return True
+
+    def _my_turn(self, decision: Decision) -> bool:
+        assert decision.transition is not None
+        due_s = self._ages.pending(decision.transition.move)
+        return due_s >= TURN_S * self._place()
+
+    def _place(self) -> int:
+        """This agent's place among those who may try; another order at each revision."""
+
+        def turn(node: Node) -> bytes:
+            return hashlib.sha256(f"{self._snapshot.fence}/{node.id}".encode()).digest()
+
+        ahead = sorted(self._snapshot.nodes, key=turn)
+        ids = [node.id for node in ahead]
+        return ids.index(self._node.id) if self._node.id in ids else len(ids)
+
+    def _tell(self, job: Snapshot, decision: Decision) -> None:
+        assert decision.transition is not None
+        move = decision.transition.move
+        failed = move in {Move.INTERRUPT, Move.FAIL}
+        self._journal.tell(
+            move,
+            decision.reason,
+            level=logging.WARNING if failed else logging.INFO,
+            round=job.n + 1 if move is Move.ACTIVATE else job.n,
+            nodes=[node.id for node in decision.transition.members.nodes],
+        )
+
+    # ---- writing ----
+
+    def _announce(self) -> None:
+        """(Re-)register under a lease that is alive."""
+        if self._lease is None or self._lost_lease.is_set():
+            self._lost_lease.clear()
+            if self._lease is not None:
+                self._lease.close()
+            self._lease = LeaseKeeper(
+                self._store, self._ttl_s, clock=self._clock, on_lost=self._lease_lost
+            )
+        try:
+            self._store.put(
+                self.keys.node(self._node.id), self._node.to_json(), lease=self._lease.lease
+            )
+        except LeaseLost:
+            self._lost_lease.set()
+            raise StoreUnavailable("the lease ended while this node registered") from None
+        self._stale.set()
+
+    def _lease_lost(self, reason: str) -> None:
+        self._lost_lease.set()
+        self._journal.tell("lease", f"node {self._node.id} may be out: {reason}")
+        self._on_change()
+
+    def _note(self, n: int, part: str, value: str) -> None:
+        """Write a key of round n once; a second write changes nothing."""
+        key = self.keys.of_round(n, part)
+        compares: list[Compare] = [absent(key)]
+        self._store.txn(compares, [Put(key, value)])
+        self._stale.set()
+
+
+class _Ages:
+    """Since when this observer has seen things as they are."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._nodes: frozenset[tuple[str, str]] | None = None
+        self._nodes_since_s = 0.0
+        self._symptom: int | None = None
+        self._symptom_since_s = 0.0
+        self._pending: tuple[int, Move] | None = None
+        self._pending_since_s = 0.0
+        self._fence = 0
+
+    def look(self, job: Snapshot) -> None:
+        now_s = self._clock.now()
+        self._fence = job.fence
+        if job.alive != self._nodes:
+            self._nodes, self._nodes_since_s = job.alive, now_s
+        symptom = job.failures[0].revision if job.failures else None
+        if symptom != self._symptom:
+            self._symptom, self._symptom_since_s = symptom, now_s
+
+    def observed(self) -> Observed:
+        now_s = self._clock.now()
+        return Observed(
+            nodes_s=now_s - self._nodes_since_s,
+            symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
+        )
+
+    def pending(self, move: Move) -> float:
+        """For how long this move has been due on this revision of the round."""
+        now_s = self._clock.now()
+        if self._pending != (self._fence, move):
+            self._pending, self._pending_since_s = (self._fence, move), now_s
+        return now_s - self._pending_since_s

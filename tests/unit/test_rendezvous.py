@@ -1,0 +1,174 @@
+"""Several agents and one store, moved on by a manual clock: no process, no waiting."""
+
+import pytest
+
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.job_state import Failure, Node, State
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.rendezvous import NodeTaken, Rendezvous
+from zero_orchestrator.runs import current_run
+from zero_orchestrator.spec import JobSpec
+
+
+class Cluster:
+    """Agents of one job; `settle` lets time pass until nothing changes any more."""
+
+    def __init__(self, **spec: int) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(self.clock)
+        self.spec = JobSpec(**{"min_nodes": 1, "max_nodes": 4, "max_restarts": 3, **spec})
+        self.agents: dict[str, Rendezvous] = {}
+
+    def join(self, name: str, incarnation: str = "1", spec: JobSpec | None = None) -> Rendezvous:
+        agent = Rendezvous(
+            self.store.client(),
+            "job",
+            spec or self.spec,
+            Node(id=name, incarnation=incarnation, address=name, slots=1),
+            clock=self.clock,
+            journal=Journal(name),
+        )
+        agent.register()
+        self.agents[name] = agent
+        return agent
+
+    def kill(self, name: str) -> None:
+        """The process is gone: its lease is not kept alive any more."""
+        lease = self.agents.pop(name)._lease
+        lease._repeating.cancel()
+
+    def settle(self, seconds: float = 10.0) -> None:
+        for _ in range(int(seconds / 0.1)):
+            self.clock.advance(0.1)
+            for agent in list(self.agents.values()):
+                self.react(agent)
+
+    def react(self, agent: Rendezvous) -> None:
+        """Poll, and do an agent's part of leaving a round."""
+        job = agent.poll()
+        leaving = job.state is State.FORMING or job.yielding is not None
+        if leaving and job.has_member(agent.node) and agent.node.id not in job.quiet:
+            agent.report_quiet(job.n)
+
+    @property
+    def view(self):
+        views = [agent.snapshot for agent in self.agents.values()]
+        assert all(
+            (v.n, v.state, v.members) == (views[0].n, views[0].state, views[0].members)
+            for v in views
+        ), "every agent sees the same round"
+        return views[0]
+
+    def order(self) -> str:
+        return "".join(node.id for node in self.view.members.nodes)
+
+
+def test_four_agents_form_one_round():
+    cluster = Cluster()
+    for name in "abcd":
+        cluster.join(name)
+    cluster.settle()
+    assert (cluster.view.state, cluster.view.n, cluster.order()) == (State.ACTIVE, 1, "abcd")
+
+
+def test_the_job_goes_on_without_a_lost_node_for_one_restart():
+    cluster = Cluster()
+    for name in "abcd":
+        cluster.join(name)
+    cluster.settle()
+    cluster.kill("a")
+    cluster.settle()
+    assert (cluster.view.n, cluster.order(), cluster.view.charges) == (2, "bcd", 1)
+
+
+def test_a_late_node_joins_and_costs_nothing():
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.settle()
+    cluster.join("b")
+    cluster.settle()
+    assert (cluster.view.n, cluster.order(), cluster.view.charges) == (2, "ab", 0)
+
+
+def test_a_drained_node_leaves_and_costs_nothing():
+    cluster = Cluster()
+    for name in "abc":
+        cluster.join(name)
+    cluster.settle()
+    cluster.agents["a"].drain()
+    cluster.settle()
+    cluster.agents.pop("a").close()
+    assert (cluster.order(), cluster.view.charges) == ("bc", 0)
+
+
+def test_the_death_of_any_agent_does_not_stop_the_others_from_deciding():
+    """Without a leader: whoever is first in turn may be the one that died."""
+    for victim in "abcd":
+        cluster = Cluster()
+        for name in "abcd":
+            cluster.join(name)
+        cluster.settle()
+        cluster.kill(victim)
+        cluster.settle()
+        assert cluster.order() == "abcd".replace(victim, "")
+
+
+def test_a_commit_is_published_by_the_current_round_only():
+    cluster = Cluster()
+    agent = cluster.join("a")
+    cluster.settle()
+    fence = agent.snapshot.fence
+    assert agent.commit(fence, step=1, tag="t", digest="d", samples=8)
+    agent.report_failure(1, Failure(node="a", symptom=False, summary="broke"))
+    cluster.settle()
+    assert agent.snapshot.n == 2
+    assert not agent.commit(fence, step=2, tag="t", digest="d", samples=16)
+    assert agent.commit(agent.snapshot.fence, step=2, tag="t", digest="d", samples=16)
+
+
+def test_an_agent_with_another_specification_is_refused():
+    cluster = Cluster()
+    cluster.join("a")
+    with pytest.raises(SpecError, match="max_nodes is 4 there and 3 here"):
+        cluster.join("b", spec=JobSpec(min_nodes=1, max_nodes=3, max_restarts=3))
+
+
+def test_a_second_agent_under_the_same_name_replaces_the_first_which_says_so():
+    cluster = Cluster()
+    first = cluster.join("a")
+    cluster.settle()
+    cluster.join("a", incarnation="2")
+    with pytest.raises(NodeTaken, match="own --node-id"):
+        first.poll()
+
+
+def test_an_agent_whose_lease_lapsed_while_nobody_looked_goes_on_without_a_restart():
+    cluster = Cluster()
+    agent = cluster.join("a")
+    cluster.settle()
+    cluster.store.revoke(agent._lease.lease)
+    cluster.settle()
+    assert (agent.snapshot.n, agent.snapshot.charges) == (1, 0)
+    assert [node.id for node in agent.snapshot.nodes] == ["a"]
+
+
+def test_the_same_command_again_is_a_new_run_only_after_the_old_one_has_ended():
+    store = MemoryStore(ManualClock())
+    assert current_run(store, "train") == "train.1"
+    assert current_run(store, "train") == "train.1"
+    round_key = "/zero/v1/train.1/round"
+    lease = store.grant(3)
+    store.put("/zero/v1/train.1/nodes/a", "{}", lease=lease)
+    store.put(round_key, '{"n": 1, "state": "ACTIVE", "cause": ""}')
+    assert current_run(store, "train") == "train.1"
+    store.put(round_key, '{"n": 1, "state": "DONE", "cause": ""}')
+    assert current_run(store, "train") == "train.2"
+
+
+def test_a_run_that_all_its_agents_have_left_is_over():
+    store = MemoryStore(ManualClock())
+    assert current_run(store, "train") == "train.1"
+    store.put("/zero/v1/train.1/round", '{"n": 1, "state": "ACTIVE", "cause": ""}')
+    assert current_run(store, "train") == "train.2"

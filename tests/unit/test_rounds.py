@@ -1,0 +1,189 @@
+"""What the round machine decides, and the sentence it gives for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_orchestrator.job_state import Failure, Keys, Members, Node, Snapshot, State
+from zero_orchestrator.rounds import LEGAL, Move, Observed, Timing, Transition, decide, transaction
+from zero_orchestrator.spec import JobSpec
+
+STEADY = Observed(nodes_s=60.0, symptom_s=60.0)
+JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
+TIMING = Timing()
+
+
+def node(name: str, *, incarnation: str = "1", draining: bool = False) -> Node:
+    return Node(id=name, incarnation=incarnation, address=name, slots=1, draining=draining)
+
+
+def forming(live: str, former: str = "", *, quiet: str = "", low: int = 1, high: int = 4):
+    return Snapshot(
+        JobSpec(min_nodes=low, max_nodes=high, max_restarts=1),
+        n=1 if former else 0,
+        state=State.FORMING,
+        cause="because",
+        nodes=tuple(map(node, live)),
+        members=Members(tuple(map(node, former))),
+        quiet=frozenset(quiet),
+    )
+
+
+def active(members: str, live: str | None = None, *, high: int = 4) -> Snapshot:
+    return Snapshot(
+        JobSpec(min_nodes=1, max_nodes=high, max_restarts=1),
+        n=1,
+        state=State.ACTIVE,
+        nodes=tuple(map(node, members if live is None else live)),
+        members=Members(tuple(map(node, members))),
+    )
+
+
+def failed(name: str, *, symptom: bool = False, revision: int = 10) -> Failure:
+    return Failure(node=name, symptom=symptom, summary=f"{name} broke", revision=revision)
+
+
+def verdict(job: Snapshot, seen: Observed = STEADY) -> tuple[Move | None, str]:
+    decision = decide(job, seen, TIMING)
+    return decision.transition and decision.transition.move, decision.reason
+
+
+def test_a_job_begins_with_its_first_node():
+    job = Snapshot(JobSpec(min_nodes=1, max_nodes=4), nodes=(node("a"),))
+    assert verdict(job) == (Move.OPEN, "the job begins")
+
+
+def test_a_round_waits_for_the_minimum():
+    assert verdict(forming("a", low=2)) == (None, "1 of 2:4 nodes are here; waiting for 1")
+
+
+def test_a_first_round_below_the_maximum_waits_until_nobody_comes():
+    assert verdict(forming("ab"), JUST_NOW) == (None, "2 of 1:4 nodes are here; more may be coming")
+    assert verdict(forming("ab"))[0] is Move.ACTIVATE
+
+
+def test_a_full_round_begins_at_once():
+    assert verdict(forming("abcd"), JUST_NOW) == (
+        Move.ACTIVATE,
+        "round 1 begins with 4 of 1:4 nodes, world size 4",
+    )
+
+
+def test_survivors_go_on_at_once_without_waiting_for_newcomers():
+    assert verdict(forming("abd", former="abcd", quiet="abd"), JUST_NOW) == (
+        Move.ACTIVATE,
+        "round 2 begins with 3 of 1:4 nodes, world size 3",
+    )
+
+
+def test_a_round_does_not_begin_before_the_workers_of_the_last_one_are_gone():
+    assert verdict(forming("ab", former="abc", quiet="a")) == (
+        None,
+        "waiting for the workers of b to stop",
+    )
+
+
+def test_a_draining_node_is_in_no_further_round():
+    job = replace(
+        forming("a", former="ab", quiet="ab"), nodes=(node("a"), node("b", draining=True))
+    )
+    decision = decide(job, STEADY, TIMING)
+    assert [member.id for member in decision.transition.members.nodes] == ["a"]
+
+
+def test_more_nodes_than_the_maximum_leave_spares():
+    decision = decide(forming("abcdef"), JUST_NOW, TIMING)
+    assert [member.id for member in decision.transition.members.nodes] == list("abcd")
+
+
+def test_a_lost_node_costs_one_restart():
+    assert verdict(active("abc", live="ab")) == (Move.INTERRUPT, "lost node c; restart 1 of 1")
+
+
+def test_a_node_that_came_back_as_another_process_was_lost():
+    job = replace(active("ab"), nodes=(node("a"), node("b", incarnation="2")))
+    assert verdict(job) == (Move.INTERRUPT, "lost node b; restart 1 of 1")
+
+
+def test_a_failed_worker_costs_one_restart_however_many_report():
+    job = replace(active("ab"), failures=(failed("b"), failed("a", revision=11)))
+    assert verdict(job) == (Move.INTERRUPT, "b broke; restart 1 of 1")
+
+
+def test_a_failure_with_the_budget_spent_ends_the_job():
+    job = replace(active("ab"), failures=(failed("b"),), charges=1)
+    assert verdict(job) == (
+        Move.FAIL,
+        "b broke; all 1 restarts are spent (--max-restarts)",
+    )
+
+
+def test_a_lost_peer_waits_for_its_cause_and_then_counts_itself():
+    job = replace(active("ab"), failures=(failed("a", symptom=True),))
+    assert verdict(job, JUST_NOW) == (None, "a broke; waiting for the cause")
+    assert verdict(job)[0] is Move.INTERRUPT
+
+
+def test_the_cause_of_a_lost_peer_is_named_instead_of_it():
+    job = replace(active("ab"), failures=(failed("a", symptom=True), failed("b", revision=11)))
+    assert verdict(job, JUST_NOW) == (Move.INTERRUPT, "b broke; restart 1 of 1")
+
+
+def test_joiners_are_let_in_when_the_nodes_are_steady():
+    job = active("ab", live="abc")
+    assert verdict(job, JUST_NOW) == (None, "c will join when the set of nodes is steady")
+    assert verdict(job) == (Move.YIELD, "c joins")
+
+
+def test_a_full_round_keeps_spares_waiting():
+    assert verdict(active("ab", live="abc", high=2)) == (None, "round 1 is full; spare: c")
+
+
+def test_a_yielding_round_is_left_free_of_charge_when_all_have_stopped():
+    job = replace(active("ab", live="abc"), yielding="c joins", yield_revision=5)
+    assert verdict(replace(job, quiet=frozenset("a"))) == (None, "c joins; waiting for b to stop")
+    assert verdict(replace(job, quiet=frozenset("ab"))) == (Move.FORM, "c joins")
+
+
+def test_what_breaks_while_others_already_leave_is_free():
+    job = replace(active("ab", live="abc"), yielding="c joins", yield_revision=5)
+    assert verdict(replace(job, failures=(failed("a", revision=6),))) == (Move.FORM, "c joins")
+
+
+def test_what_broke_before_anybody_was_asked_to_leave_is_charged():
+    job = replace(active("ab", live="abc"), yielding="c joins", yield_revision=5)
+    broken = replace(job, failures=(failed("a", revision=4),))
+    assert verdict(broken) == (Move.INTERRUPT, "a broke; restart 1 of 1")
+
+
+def test_a_member_that_drains_lets_the_workers_stop_at_a_boundary():
+    job = replace(active("ab"), nodes=(node("a"), node("b", draining=True)))
+    assert verdict(job) == (Move.YIELD, "b is leaving")
+
+
+def test_a_drained_node_that_is_gone_was_not_lost():
+    job = replace(active("ab", live="a"), yielding="b is leaving", quiet=frozenset("ab"))
+    assert verdict(job) == (Move.FORM, "b is leaving")
+
+
+def test_the_job_is_done_when_all_are_even_if_one_has_gone_since():
+    job = replace(active("ab", live="a"), done=frozenset("ab"))
+    assert verdict(job) == (Move.FINISH, "every worker has exited with 0")
+
+
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+def test_an_ended_job_never_moves(state):
+    job = replace(active("ab", live="abc"), state=state, failures=(failed("a"),))
+    assert verdict(job)[0] is None
+
+
+@pytest.mark.parametrize("state", [None, *State])
+@pytest.mark.parametrize("move", list(Move))
+def test_an_illegal_move_is_refused_and_a_legal_one_compares_the_fence(state, move):
+    job = replace(active("ab"), state=state, fence=7)
+    if LEGAL[move][0] is not state:
+        with pytest.raises(ValueError, match=move):
+            transaction(Keys("job"), job, Transition(move, "why"))
+        return
+    compares, _ = transaction(Keys("job"), job, Transition(move, "why"))
+    assert ("/zero/v1/job/round", 7) in [(c.key, c.revision) for c in compares]

@@ -1,0 +1,52 @@
+"""Bounds, names and specifications, and what a user reads when they are wrong."""
+
+import pytest
+
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.spec import JobSpec, check_job_name, parse_nnodes
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"), [("4", (4, 4)), ("1:4", (1, 4)), (" 2:2 ", (2, 2)), ("1:1000", (1, 1000))]
+)
+def test_nnodes_is_a_number_or_a_range(text, bounds):
+    assert parse_nnodes(text) == bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4:2", "--nnodes=4:2: minimum 4 exceeds maximum 2; write 2:4"),
+        ("0:2", "--nnodes=0:2: a job needs at least 1 node; write 1:2"),
+        ("two", "--nnodes=two: not a number of nodes; write 4, or 1:4 for 1 to 4 nodes"),
+        ("1:2:3", "--nnodes=1:2:3: not a number of nodes; write 4, or 1:4 for 1 to 4 nodes"),
+        ("-1", "--nnodes=-1: not a number of nodes; write 4, or 1:4 for 1 to 4 nodes"),
+    ],
+)
+def test_wrong_bounds_are_refused_with_the_remedy(text, message):
+    with pytest.raises(SpecError) as refused:
+        parse_nnodes(text)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "-x", "a b", "x" * 129])
+def test_a_job_name_that_cannot_be_part_of_a_key_is_refused(name):
+    with pytest.raises(SpecError, match="use letters, digits"):
+        check_job_name(name)
+
+
+def test_a_specification_survives_its_key():
+    spec = JobSpec(min_nodes=1, max_nodes=4, max_restarts=3, command=("train.py", "--lr", "1"))
+    assert JobSpec.from_json(spec.to_json()) == spec
+
+
+def test_an_agent_with_another_specification_reads_every_difference():
+    running = JobSpec(min_nodes=1, max_nodes=4, max_restarts=3, command=("train.py", "--lr", "1"))
+    mine = JobSpec(min_nodes=1, max_nodes=2, max_restarts=3, command=("train.py",))
+    with pytest.raises(SpecError) as refused:
+        mine.check_same(running, "gpt")
+    assert str(refused.value) == (
+        "job gpt runs with another specification: max_nodes is 4 there and 2 here; "
+        "command is train.py --lr 1 there and train.py here. "
+        "Start this agent with the same values, or choose another --rdzv-id"
+    )

@@ -1,0 +1,104 @@
+"""What an agent does next, in every situation that a user can get it into."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_agent.supervise import Action, Situation, Workers, next_action
+from zero_orchestrator.job_state import Failure, Members, Node, Snapshot, State
+from zero_orchestrator.spec import JobSpec
+
+ME = Node(id="me", incarnation="1", address="me", slots=1)
+OTHER = replace(ME, id="other")
+SPEC = JobSpec(min_nodes=1, max_nodes=2)
+
+
+def job(state: State | None, *, n: int = 2, members=(ME, OTHER), **facts) -> Snapshot:
+    return Snapshot(SPEC, n=n, state=state, nodes=members, members=Members(members), **facts)
+
+
+def action(snapshot: Snapshot, workers: Workers, round: int = 2, **facts) -> Action:
+    now = Situation(job=snapshot, node=ME, workers=workers, round=round, **facts)
+    return next_action(now)[0]
+
+
+RUNS = job(State.ACTIVE, master="host:1")
+FORMS = job(State.FORMING)
+FAILURE = Failure(node="me", symptom=False, summary="")
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "workers", "expected"),
+    [
+        (job(None), Workers.NONE, Action.WAIT),
+        (job(State.ACTIVE), Workers.NONE, Action.HOST_STORE),
+        (job(State.ACTIVE, members=(OTHER, ME)), Workers.NONE, Action.WAIT),
+        (RUNS, Workers.NONE, Action.START),
+        (job(State.ACTIVE, members=(OTHER,)), Workers.NONE, Action.WAIT),
+        (FORMS, Workers.NONE, Action.REPORT_QUIET),
+        (job(State.DONE), Workers.NONE, Action.EXIT),
+        (job(State.FAILED), Workers.NONE, Action.EXIT),
+    ],
+)
+def test_an_agent_without_workers(snapshot, workers, expected):
+    assert action(snapshot, workers, round=0) is expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        (Workers.RUNNING, Action.WAIT),
+        (Workers.STOPPING, Action.WAIT),
+        (Workers.SUCCEEDED, Action.REPORT_DONE),
+        (Workers.FAILED, Action.REPORT_FAILURE),
+        (Workers.PEER_LOST, Action.REPORT_FAILURE),
+        (Workers.LEFT, Action.REPORT_QUIET),
+        (Workers.STOPPED, Action.REPORT_QUIET),
+    ],
+)
+def test_how_the_workers_of_a_running_round_end_is_reported_once(workers, expected):
+    assert action(RUNS, workers) is expected
+    reported = replace(RUNS, done=frozenset({"me"}))
+    assert action(reported, workers) is Action.WAIT
+
+
+@pytest.mark.parametrize("state", [State.FORMING, State.DONE, State.FAILED])
+def test_workers_of_a_round_that_is_over_are_killed(state):
+    assert action(job(state), Workers.RUNNING) is Action.KILL
+    assert action(job(state), Workers.STOPPING) is Action.WAIT
+
+
+def test_workers_of_an_older_round_are_killed_before_new_ones_start():
+    assert action(RUNS, Workers.RUNNING, round=1) is Action.KILL
+    assert action(RUNS, Workers.STOPPED, round=1) is Action.START
+
+
+def test_a_failed_report_is_not_followed_by_a_start_in_the_same_round():
+    assert action(replace(RUNS, failures=(FAILURE,)), Workers.FAILED) is Action.WAIT
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"can_leave": True}, Action.ASK_TO_LEAVE),
+        ({"can_leave": True, "asked_to_leave": True}, Action.WAIT),
+        ({"can_leave": True, "asked_to_leave": True, "overdue": True}, Action.STOP),
+        ({"can_leave": False}, Action.STOP),
+    ],
+)
+def test_workers_leave_at_a_step_boundary_or_are_stopped(facts, expected):
+    assert action(replace(RUNS, yielding="other joins"), Workers.RUNNING, **facts) is expected
+
+
+def test_a_draining_agent_leaves_when_its_workers_have():
+    me = replace(ME, draining=True)
+
+    def act(snapshot: Snapshot, workers: Workers, round: int = 2) -> Action:
+        now = Situation(job=snapshot, node=me, workers=workers, round=round)
+        return next_action(now)[0]
+
+    assert act(RUNS, Workers.LEFT) is Action.REPORT_QUIET
+    assert act(replace(RUNS, quiet=frozenset({"me"})), Workers.LEFT) is Action.EXIT
+    assert act(replace(FORMS, quiet=frozenset({"me"})), Workers.LEFT) is Action.EXIT
+    assert act(job(State.ACTIVE, members=(OTHER,)), Workers.NONE, 0) is Action.EXIT
+    assert act(RUNS, Workers.NONE, 0) is Action.REPORT_QUIET
