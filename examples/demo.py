@@ -186,7 +186,7 @@ def disturbed_run(demo: Demo) -> float:
     with progress_line(steps) as watch:
         for node in NODES:
             demo.start(node)
-        demo.wait("20 steps at world size 4", lambda r: world_after(r, 20) == 4, watch)
+        demo.wait("25 steps at world size 4", lambda r: world_after(r, 25) == 4, watch)
         before = demo.ledger().steps
         console.print(f"  [bold red]kill -9[/] {VICTIM} with its worker, at step {before}")
         demo.kill(VICTIM)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -68,9 +69,11 @@ def read_text(source: Path, enough: int | None) -> bytes:
 
 def text_files(directory: Path) -> Iterator[Path]:
     """Text files in an order that no file system can change; installed packages left out."""
-    for path in sorted(directory.rglob("*")):
-        if path.suffix in TEXT_SUFFIXES and "site-packages" not in path.parts and path.is_file():
-            yield path
+    for folder, subfolders, names in os.walk(directory):
+        subfolders[:] = sorted(set(subfolders) - {"site-packages", "__pycache__"})
+        for name in sorted(names):
+            if Path(name).suffix in TEXT_SUFFIXES:
+                yield Path(folder, name)
 
 
 class Block(nn.Module):

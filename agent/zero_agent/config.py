@@ -52,7 +52,7 @@ class AgentConfig:
     """Under which the other nodes reach this one."""
     timing: Timing
     log_dir: Path | None = None
-    preload: tuple[str, ...] = ("torch", "numpy", "zero_engine")
+    preload: tuple[str, ...] = ("torch", "numpy", "torch._dynamo", "zero_engine")
     """Modules that every worker finds imported."""
     shutdown_timeout_s: float = 30.0
     """From SIGTERM to SIGKILL for workers that are asked to end."""

@@ -13,8 +13,16 @@ TRACEBACK_LIMIT = 16_000
 """Characters of a traceback that travel through the store; the end of it says most."""
 
 
+_IN_WORDS: dict[int, str] = {
+    ExitCode.PEER_LOST: "lost its peers",
+    ExitCode.LEFT: "left at a step boundary",
+}
+
+
 def describe(status: int) -> str:
     """`-9` -> `killed by SIGKILL`; `3` -> `exit code 3`."""
+    if status in _IN_WORDS:
+        return _IN_WORDS[status]
     if status >= 0:
         return f"exit code {status}"
     try:

@@ -63,7 +63,7 @@ def worker_env(
         "TORCHELASTIC_RUN_ID": name,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_JOB: name,
         ENV_NODE: node.id,
         ENV_ROUND: job.n,
