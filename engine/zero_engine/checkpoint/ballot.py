@@ -1,0 +1,191 @@
+"""Votes and verdicts among ranks, through a torch Store; never a collective.
+
+A save runs beside training and may outlive its process group, so it must not use the group's
+collectives. Each rank puts its vote under a key of its own, rank 0 judges all votes, and every
+rank reads the one verdict: ranks cannot disagree.
+
+Must always hold: a key is never reused (every call draws the next number, and all ranks make
+the same calls in the same order); every wait ends, by an answer or by its deadline. Waiting is
+done by asking `check` at growing intervals, because a `wait` that runs out on a TCPStore writes
+warnings to stderr, and because the caller's `on_wait` can then leave at any time.
+
+Called by `commit` and `restore`. Source of the idea: torchsnapshot's LinearBarrier on a store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from zero_engine.errors import CheckpointError, PeerLost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+COORDINATOR = 0
+"""The rank that judges."""
+
+Record = Mapping[str, Any]
+"""What travels: JSON, compressed, because columns of fragments shrink tenfold."""
+Judge = Callable[[list[Record | None]], Record]
+"""From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
+
+_PART_BYTES = 4 << 20
+"""A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_FAREWELL_S = 5.0
+"""How long rank 0 stays for the others to hear a verdict; one that has died never will."""
+
+
+class Ballot:
+    """One rank's end of the votes; make one per process group, on a store of its own prefix."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        timeout_s: float = 600,
+        on_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Join the votes of a group.
+
+        Args:
+            store: Shared by all ranks; wrap it in a PrefixStore of this group.
+            rank: This rank, 0 <= rank < world.
+            world: How many ranks vote.
+            timeout_s: How long rank 0 waits for all votes of one question, and again how long
+                the others wait for it to judge.
+            on_wait: Called between looks at the store; may raise to leave a group that has
+                broken, for example when the agent says so.
+        """
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._timeout_s = timeout_s
+        self._on_wait = on_wait or (lambda: None)
+        self._asked = 0
+
+    def ask(self, vote: Record, judge: Judge) -> Record:
+        """Cast this rank's vote and return rank 0's verdict on all of them.
+
+        Raises:
+            CheckpointError: Rank 0 gave no verdict in time.
+            PeerLost: The store, and so the rank or agent that hosts it, is gone.
+        """
+        question = self._next_question()
+        if self.rank == COORDINATOR:
+            return self._answer(question, judge(self._collect(question, vote)))
+        self._put(f"{question}/{self.rank}", vote)
+        return self._hear(question)
+
+    def announce(self, make: Callable[[], Record]) -> Record:
+        """What `make` returns on rank 0, on every rank; it must not raise. Raises as `ask`."""
+        question = self._next_question()
+        if self.rank == COORDINATOR:
+            return self._answer(question, make())
+        return self._hear(question)
+
+    def _next_question(self) -> str:
+        self._asked += 1
+        return f"ballot/{self._asked}"
+
+    def _collect(self, question: str, own: Record) -> list[Record | None]:
+        keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
+        complete = self._await(keys, self._timeout_s, self._on_wait)
+        with _store_errors():
+            here = [complete or self._store.check([key]) for key in keys]
+        others = [self._take(key) if there else None for key, there in zip(keys, here, strict=True)]
+        return [own, *others]
+
+    def _answer(self, question: str, verdict: Record) -> Record:
+        """Tell the others, and stay until they have heard: this process may host the store."""
+        if self.world > 1:
+            keys = self._put(question, verdict)
+            heard, count = f"{question}/heard", f"{question}/count"
+            if self._await([heard], min(self._timeout_s, _FAREWELL_S), lambda: None):
+                self._delete([*keys, heard, count])
+        return verdict
+
+    def _hear(self, question: str) -> Record:
+        # Rank 0 may wait for votes up to its own limit before it begins to judge.
+        limit_s = 2 * self._timeout_s
+        if not self._await([question], limit_s, self._on_wait):
+            raise CheckpointError(
+                f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
+                "it has died or its storage stalls; raise timeout_s if it is only slow"
+            )
+        record, _ = self._get(question)
+        with _store_errors():
+            if self._store.add(f"{question}/count", 1) == self.world - 1:
+                self._store.set(f"{question}/heard", "")
+        return record
+
+    def _await(self, keys: list[str], limit_s: float, on_wait: Callable[[], None]) -> bool:
+        """Whether all keys are there before the limit.
+
+        The pause grows with the time already waited: quick answers are seen within a
+        millisecond, and a thousand ranks that wait long ask rank 0's store only rarely.
+        """
+        begin = time.monotonic()
+        while keys:
+            with _store_errors():
+                if self._store.check(keys):
+                    break
+            waited_s = time.monotonic() - begin
+            if waited_s >= limit_s:
+                return False
+            on_wait()
+            pause_s = min(max(_FIRST_PAUSE_S, waited_s / 20), _LONGEST_PAUSE_S)
+            time.sleep(min(pause_s, limit_s - waited_s))
+        return True
+
+    def _put(self, key: str, record: Record) -> list[str]:
+        """Store a record; returns the keys that it takes."""
+        value = zlib.compress(json.dumps(record).encode(), level=1)
+        parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
+        names = _part_names(key, len(parts))
+        # The first part goes last and says how many there are: whoever sees it finds the others.
+        parts[0] = b"%d " % len(parts) + parts[0]
+        with _store_errors():
+            for name, part in reversed(list(zip(names, parts, strict=True))):
+                self._store.set(name, part)  # type: ignore[arg-type]  # bytes, in truth
+        return names
+
+    def _get(self, key: str) -> tuple[Record, list[str]]:
+        """A record that is there, and the keys that it takes."""
+        with _store_errors():
+            count, first = self._store.get(key).split(b" ", 1)
+            names = _part_names(key, int(count))
+            rest = [self._store.get(name) for name in names[1:]]
+        record: Record = json.loads(zlib.decompress(b"".join([first, *rest])))
+        return record, names
+
+    def _take(self, key: str) -> Record:
+        record, names = self._get(key)
+        self._delete(names)
+        return record
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Free the store's memory; a job saves for weeks into one rank's TCPStore."""
+        with _store_errors():
+            for key in keys:
+                self._store.delete_key(key)
+
+
+def _part_names(key: str, count: int) -> list[str]:
+    return [key, *(f"{key}/part{number}" for number in range(1, count))]
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """A store that fails is a store that is gone: torch raises RuntimeErrors of many kinds."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"the store that the ranks vote through is gone: {error}") from error

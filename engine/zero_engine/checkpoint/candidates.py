@@ -1,0 +1,168 @@
+"""Which checkpoints there are: the directories of a root, newest first, each usable or not.
+
+The order is (round, step) as the directory names say it, so manifests are read only as far as
+somebody looks. `latest` is never consulted: it is a hint for people and other tools.
+
+Must always hold: a directory is a candidate if and only if its manifest is whole and no
+QUARANTINE marker lies beside it. Nothing is ever deleted here.
+
+Called by `restore` (rank 0), `commit` (what is newest) and tools.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from zero_engine.checkpoint.manifest import MANIFEST, QUARANTINE, Manifest
+from zero_engine.checkpoint.parse import ManifestError, NewerFormatError, read_manifest
+from zero_engine.checkpoint.storage import DISK, Disk
+
+_log = logging.getLogger(__name__)
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
+
+
+class Why(StrEnum):
+    """Why a directory is no candidate."""
+
+    OTHER = "other"
+    """Its name is not that of a checkpoint."""
+    UNCOMMITTED = "uncommitted"
+    """No manifest: being written, or left by a save that died."""
+    DAMAGED = "damaged"
+    """The manifest itself is damaged, hostile, or of another directory."""
+    NEWER = "newer"
+    """Written by a release whose format this one cannot read."""
+    QUARANTINED = "quarantined"
+    """Found damaged by an earlier load."""
+
+
+WAS_COMMITTED = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
+"""There was a checkpoint here: starting from scratch would silently lose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A committed checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A directory that is no candidate; `reason` is a sentence that names it."""
+
+    path: Path
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies under a root."""
+
+    candidates: tuple[Candidate, ...]
+    """Newest first."""
+    rejected: tuple[Rejected, ...]
+
+
+def find(root: Path) -> Found:
+    """All checkpoints under `root`, newest first, and why the other directories are none.
+
+    Raises:
+        OSError: The root or a manifest could not be read, for a reason other than damage. A
+            root that does not exist has no checkpoints.
+    """
+    seen = list(scan(root))
+    return Found(
+        tuple(entry for entry in seen if isinstance(entry, Candidate)),
+        tuple(entry for entry in seen if isinstance(entry, Rejected)),
+    )
+
+
+def scan(root: Path) -> Iterator[Candidate | Rejected]:
+    """As `find`, one directory at a time: a manifest is read when it is its turn."""
+    directories = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    for path in sorted(directories, key=_age, reverse=True):
+        yield examine(path)
+
+
+def examine(path: Path) -> Candidate | Rejected:
+    """One directory as a candidate, or why it is none; raises OSError as `find`."""
+    if not _NAME.fullmatch(path.name):
+        return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
+    if (path / QUARANTINE).exists():
+        return Rejected(path, Why.QUARANTINED, _quarantine_reason(path))
+    try:
+        return Candidate(path, read_manifest(path / MANIFEST))
+    except (ManifestError, OSError) as error:
+        return _rejected(path, error)
+
+
+def _rejected(path: Path, error: ManifestError | OSError) -> Rejected:
+    """What an error says about a checkpoint; raises it if it says nothing about it."""
+    match error:
+        case FileNotFoundError():
+            return Rejected(path, Why.UNCOMMITTED, f"{path}: no {MANIFEST}, never committed")
+        case NewerFormatError():
+            return Rejected(path, Why.NEWER, str(error))
+        case ManifestError() | OSError(errno=errno.EIO):
+            return Rejected(path, Why.DAMAGED, str(error))
+        case _:
+            raise error  # a missing permission, a stalled mount: not the checkpoint's fault
+
+
+def newest_committed(root: Path) -> tuple[int, int] | None:
+    """(round, step) of the newest directory with a manifest and no quarantine, by name alone."""
+    named = (_NAME.fullmatch(path.parent.name) for path in root.glob(f"*/{MANIFEST}"))
+    return max(
+        (_rank_of(name) for name in named if name and not (root / name[0] / QUARANTINE).exists()),
+        default=None,
+    )
+
+
+def quarantine(path: Path, reason: str, disk: Disk = DISK) -> None:
+    """Mark a damaged checkpoint, so that no later load chooses it; never raises.
+
+    The marker is worth a try and no more: on a read-only root the load goes on without it.
+    """
+    text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
+    try:
+        with disk.create(path / QUARANTINE) as file:
+            disk.write(file, text.encode())
+            disk.sync(file)
+        disk.sync_directory(path)
+    except OSError as error:
+        _log.warning("could not quarantine %s: %s", path, error)
+
+
+def _quarantine_reason(path: Path) -> str:
+    try:
+        text = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
+    except OSError as error:
+        text = str(error)
+    return f"{path}: quarantined by an earlier load: {text}"
+
+
+def _rank_of(name: re.Match[str]) -> tuple[int, int]:
+    return int(name["round"]), int(name["step"])
+
+
+def _age(path: Path) -> tuple[int, int, int]:
+    """(round, step, time of the commit): two tags of one step share the first two."""
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        return (-1, -1, 0)
+    try:
+        committed_ns = (path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        committed_ns = 0
+    return (*_rank_of(name), committed_ns)

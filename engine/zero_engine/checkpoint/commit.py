@@ -1,0 +1,184 @@
+"""Saves a checkpoint: every rank writes its file, rank 0 publishes all of them or none.
+
+    rank 0 makes a new directory                    announce: its name
+    each rank writes and fsyncs its own file        vote: size, digests, fragments; or its error
+    rank 0 checks the votes, writes and fsyncs
+    MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not
+
+Must always hold: the rename is the only commit point. Whoever dies before it leaves a directory
+without a manifest, which no load chooses; whoever dies after it leaves a whole checkpoint. A
+rank that has voted removes its file only when it hears "not published": without a verdict the
+rename may have happened. Earlier checkpoints are never touched.
+
+Called by the engine on every rank, in step. Source of the protocol: two-phase commit with the
+rename as its decision record; torchsnapshot writes its metadata last in the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
+from zero_engine.checkpoint.candidates import newest_committed
+from zero_engine.checkpoint.layout import lay_out
+from zero_engine.checkpoint.manifest import MANIFEST, directory_name, file_name
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
+from zero_engine.checkpoint.storage import DISK, Disk
+from zero_engine.checkpoint.writer import write_file
+from zero_engine.errors import CheckpointError, CommitRefused
+
+_NONCES = 16
+"""Directory names to try: each is taken once in 65536 times, and only within one step."""
+
+
+def save(
+    root: Path,
+    state: State,
+    ballot: Ballot,
+    *,
+    step: int,
+    tag: str,
+    round: int,
+    fence: Fence | None,
+    disk: Disk = DISK,
+) -> Path:
+    """Save the state of all ranks under `root`; every rank calls it, and it is synchronous.
+
+    Args:
+        root: On storage that all ranks share; created if need be.
+        state: This rank's pieces; `tensors`, `aliases` and `meta` equal on every rank.
+        ballot: The votes of this group.
+        step: Steps done; the second key of the order among checkpoints.
+        tag: The user's name for it; need not be unique.
+        round: The round of this group; the first key of that order, see `generation`.
+        fence: Asked on rank 0 right before the commit, or None where nobody can be stale.
+        disk: File operations; tests replace it.
+
+    Returns:
+        The directory of the checkpoint, committed and on stable storage.
+
+    Raises:
+        CommitRefused: The fence said no; nothing is published. On every rank.
+        CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
+            On every rank. Or: no verdict came, and the outcome is unknown.
+        PeerLost: The store of the ballot is gone.
+    """
+    place = _Place(root, step, round, disk)
+    opened = ballot.announce(place.open)
+    _raise_problem(opened)
+    header = Header(tag=tag, step=step, block_bytes=disk.block_bytes, **opened)
+    directory = root / directory_name(header.step, header.round, header.nonce)
+    path = directory / file_name(ballot.rank)
+    verdict = ballot.ask(
+        _write_own(path, state, ballot.rank, disk),
+        lambda votes: _judge(directory, state, header, votes, fence, disk),
+    )
+    if "problem" in verdict:
+        _remove_own(path, disk)
+    _raise_problem(verdict)
+    return directory
+
+
+def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
+    """The round to put into the name, so that what is saved last is what is loaded next.
+
+    Normally `round` itself. But a new job in an old root counts its rounds from the beginning,
+    and a user may go back to an earlier tag: the work done from there would rank below what is
+    there already, and the next restart would silently resume from the wrong checkpoint.
+
+    Args:
+        round: The caller's round.
+        step: The step to be saved.
+        newest: (round, step) of the newest checkpoint in the root.
+    """
+    if newest is None or (round, step) >= newest:
+        return round
+    newest_round, newest_step = newest
+    return newest_round if step >= newest_step else newest_round + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where rank 0 opens an attempt."""
+
+    root: Path
+    step: int
+    round: int
+    disk: Disk
+
+    def open(self) -> Record:
+        """Make a directory that never was: its generation and nonce, or the problem."""
+        try:
+            self.disk.make_directories(self.root)
+            number = generation(self.round, self.step, newest_committed(self.root))
+            return {"round": number, "nonce": self._make_directory(number)}
+        except Exception as error:
+            return _problem(f"rank {COORDINATOR}: no new directory under {self.root}", error)
+
+    def _make_directory(self, number: int) -> str:
+        for _ in range(_NONCES):
+            nonce = secrets.token_hex(2)
+            try:
+                self.disk.make_directory(self.root / directory_name(self.step, number, nonce))
+            except FileExistsError:
+                continue
+            return nonce
+        raise CheckpointError(f"{_NONCES} names for step {self.step} are taken; remove some")
+
+
+def _write_own(path: Path, state: State, rank: int, disk: Disk) -> Record:
+    """Write this rank's file; the vote tells what was written, or what went wrong.
+
+    A rank without a file votes too: a silent one would cost everybody the whole timeout.
+    """
+    try:
+        layout = lay_out(state, comment={"file": f"{path.parent.name}/{path.name}"})
+        file = write_file(path, layout, disk)
+        return vote_for(state, layout, file)
+    except Exception as error:
+        return _problem(f"rank {rank}: {path}", error)
+
+
+def _remove_own(path: Path, disk: Disk) -> None:
+    """Rank 0 has removed the attempt already, unless this rank was still writing then."""
+    with suppress(OSError):
+        disk.remove(path)
+        disk.remove_directory(path.parent)
+
+
+def _judge(
+    directory: Path,
+    state: State,
+    header: Header,
+    votes: list[Record | None],
+    fence: Fence | None,
+    disk: Disk,
+) -> Record:
+    """Rank 0: publish what all ranks wrote, or remove it all."""
+    try:
+        publish(directory, assemble(state, header, votes), fence, disk)
+        return {}
+    except CommitRefused as error:
+        verdict: Record = {"problem": str(error), "refused": True}
+    except CheckpointError as error:
+        verdict = {"problem": f"{directory} was not saved: {error}"}
+    except Exception as error:
+        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
+    withdraw(directory, disk)
+    return verdict
+
+
+def _problem(where: str, error: Exception) -> Record:
+    if isinstance(error, OSError) and error.strerror:
+        return {"problem": f"{where}: {error.strerror} (errno {error.errno})"}
+    return {"problem": f"{where}: {error or type(error).__name__}"}
+
+
+def _raise_problem(verdict: Record) -> None:
+    if "problem" in verdict:
+        refused = verdict.get("refused", False)
+        raise (CommitRefused if refused else CheckpointError)(verdict["problem"])

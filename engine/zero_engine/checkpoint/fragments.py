@@ -1,0 +1,122 @@
+"""Which bytes of which file hold which elements of which tensor: five columns of integers.
+
+A fragment is a non-empty run of elements of one flattened tensor, stored as one run of bytes of
+one file. The columns are NumPy arrays, because a large job has hundreds of thousands of
+fragments and each rank searches all of them.
+
+Must always hold: rows are sorted by (tensor, start); after `check_cover` every element of every
+tensor lies in exactly one fragment. Tensors and files are meant by their index in the manifest.
+
+Called by `commit` (votes to table), `parse` (distrust), `plan` (search).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """The columns, each int64 [fragments]."""
+
+    tensor: Ints
+    """Index of the tensor in the manifest's table."""
+    file: Ints
+    """Index of the file; equal to the rank that wrote it."""
+    start: Ints
+    """First element, in the flattened tensor."""
+    length: Ints
+    """Elements, at least 1."""
+    offset: Ints
+    """First byte, counted from the start of the file."""
+
+    def __len__(self) -> int:
+        """How many fragments there are."""
+        return len(self.tensor)
+
+    @property
+    def end(self) -> Ints:
+        """One past the last element."""
+        return self.start + self.length
+
+    def take(self, rows: npt.NDArray[Any]) -> Fragments:
+        """The rows at these indices, in this order."""
+        return Fragments(**{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def to_lists(self) -> dict[str, list[int]]:
+        """The columns as JSON."""
+        return {name: getattr(self, name).tolist() for name in COLUMNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A group is covered up to `covered`, and the next run (or the group's end) is elsewhere."""
+
+    group: int
+    covered: int
+    goes_on: int
+
+
+COLUMNS = tuple(f.name for f in fields(Fragments))
+
+
+def from_lists(columns: Mapping[str, Sequence[int]]) -> Fragments:
+    """Fragments out of equally long columns, sorted by (tensor, start)."""
+    loose = Fragments(**{name: np.array(columns[name], dtype=np.int64) for name in COLUMNS})
+    return loose.take(np.lexsort((loose.start, loose.tensor)))
+
+
+def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> Break | None:
+    """Where runs fail to tile [low, high) of each group exactly once, or None if they do.
+
+    Args:
+        group: Which group each run belongs to; runs are sorted by (group, begin).
+        begin: First position of each run.
+        end: One past its last position.
+        low: Where each group begins, by group.
+        high: Where each group ends, by group.
+    """
+    expected = low[group]
+    follows = np.flatnonzero(group[1:] == group[:-1]) + 1
+    expected[follows] = end[follows - 1]
+    for run in np.flatnonzero(begin != expected)[:1].tolist():
+        return Break(int(group[run]), int(expected[run]), int(begin[run]))
+    reached = low.copy()
+    reached[group] = end  # of equal indices the last assignment stays: the group's last run
+    for short in np.flatnonzero(reached != high)[:1].tolist():
+        return Break(short, int(reached[short]), int(high[short]))
+    return None
+
+
+def check_cover(
+    fragments: Fragments, numels: Sequence[int], name: Callable[[int], str]
+) -> str | None:
+    """Why the fragments do not cover every tensor exactly once, or None if they do.
+
+    Args:
+        fragments: Sorted by (tensor, start).
+        numels: Elements of each tensor, by index.
+        name: How to call a tensor in the sentence.
+    """
+    high = np.array(numels, dtype=np.int64)
+    found = first_break(fragments.tensor, fragments.start, fragments.end, np.zeros_like(high), high)
+    if found is None:
+        return None
+    if found.goes_on > found.covered:
+        return f"{name(found.group)}[{found.covered}:{found.goes_on}] is in no file"
+    holders = fragments.file[
+        (fragments.tensor == found.group)
+        & (fragments.start <= found.goes_on)
+        & (fragments.end > found.goes_on)
+    ]
+    overlap = f"{name(found.group)}[{found.goes_on}:{found.covered}]"
+    if len(holders) < 2:
+        return f"{overlap} is beyond the end of the tensor"
+    return f"{overlap} is in more than one place: files {holders.tolist()}"

@@ -1,0 +1,190 @@
+"""What MANIFEST.json says: the records, their JSON, and the hash that makes it trustworthy.
+
+The text is one JSON object whose first member is the SHA-256 of all the bytes behind it:
+
+    {"digest":"<64 hex>","files":...,"format":1,...}
+
+Every byte of the file is thus covered. The envelope (this first member) stays the same in every
+later format, so that an older reader can tell a newer manifest from a damaged one.
+
+Must always hold: a manifest exists under its final name if and only if every byte that it names
+is on stable storage. A change that an old reader would misread raises `MIN_READER`.
+
+Called by `commit` to write; `parse` is the only way back.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zero_engine.checkpoint.dtypes import name_of
+from zero_engine.checkpoint.fragments import Fragments
+from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.errors import CheckpointError
+
+FORMAT = 1
+"""The format that this release writes, and the newest that it reads."""
+MIN_READER = 1
+"""The oldest format a reader must know to read what this release writes."""
+BLOCK_BYTES = 4 << 20
+"""A file is hashed, and verified on load, in blocks of this size, unless its manifest differs."""
+MANIFEST = "MANIFEST.json"
+QUARANTINE = "QUARANTINE"
+"""A marker beside the manifest: damaged, never to be chosen again; the text says why."""
+
+_ENVELOPE = '{"digest":"%s",'
+ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One rank's file."""
+
+    name: str
+    size_bytes: int
+    data_offset: int
+    """Where the data begin: the length of the safetensors header, padded to whole pages."""
+    digests: tuple[int, ...]
+    """XXH3-64 of each block of the whole file, header included; the last may be short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Manifest:
+    """A committed checkpoint."""
+
+    step: int
+    round: int
+    """The generation in the directory's name, see `commit.generation`; newest = (round, step)."""
+    nonce: str
+    tag: str
+    world: int
+    tensors: Mapping[TensorId, TensorInfo]
+    """Every stored tensor; fragments mean one by its position in this order."""
+    aliases: Mapping[str, str]
+    """Tied parameters: other name -> the name under which the tensor is stored."""
+    files: tuple[FileRecord, ...]
+    fragments: Fragments
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    digest: str = ""
+    """The self hash, hex; empty until written or read."""
+
+    @property
+    def directory(self) -> str:
+        """The name of the directory that holds this manifest."""
+        return directory_name(self.step, self.round, self.nonce)
+
+
+def directory_name(step: int, round: int, nonce: str) -> str:
+    """`step-000001200.g7.3fa9`; never reused, thanks to the nonce."""
+    return f"step-{step:09d}.g{round}.{nonce}"
+
+
+def file_name(rank: int) -> str:
+    """`r00000.safetensors`."""
+    return f"r{rank:05d}.safetensors"
+
+
+def encode(manifest: Manifest) -> tuple[bytes, str]:
+    """The manifest's text and its digest.
+
+    Raises:
+        CheckpointError: `meta` holds something that JSON cannot; the message names its key.
+    """
+    check_json(manifest.meta, "meta")
+    body = canonical(_record(manifest))
+    digest = hashlib.sha256(body[1:]).hexdigest()
+    return (_ENVELOPE % digest).encode() + body[1:], digest
+
+
+def canonical(record: object) -> bytes:
+    """JSON in its one form: sorted keys, no spaces, ASCII."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def split_envelope(text: bytes) -> tuple[str, bytes] | None:
+    """The digest and the bytes that it covers, or None if they do not agree."""
+    head, rest = text[:ENVELOPE_BYTES], text[ENVELOPE_BYTES:]
+    digest = hashlib.sha256(rest).hexdigest()
+    return (digest, rest) if head == (_ENVELOPE % digest).encode() else None
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "min_reader": MIN_READER,
+        "step": manifest.step,
+        "round": manifest.round,
+        "nonce": manifest.nonce,
+        "tag": manifest.tag,
+        "world": manifest.world,
+        "block_bytes": manifest.block_bytes,
+        "tensors": tensor_table(manifest.tensors),
+        "aliases": dict(manifest.aliases),
+        "files": [_file_record(file) for file in manifest.files],
+        "fragments": manifest.fragments.to_lists(),
+        "meta": manifest.meta,
+    }
+
+
+def tensor_table(tensors: Mapping[TensorId, TensorInfo]) -> list[list[Any]]:
+    """[kind, fqn, dtype, shape] of each tensor, in order."""
+    return [[t.kind, t.fqn, name_of(i.dtype), list(i.shape)] for t, i in tensors.items()]
+
+
+def _file_record(file: FileRecord) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "size_bytes": file.size_bytes,
+        "data_offset": file.data_offset,
+        "xxh3_64": pack_digests(file.digests),
+    }
+
+
+def pack_digests(digests: tuple[int, ...]) -> str:
+    """Base64 of little-endian 64-bit words: 11 characters a block instead of 20."""
+    return base64.b64encode(np.array(digests, dtype="<u8").tobytes()).decode()
+
+
+def unpack_digests(text: str) -> tuple[int, ...]:
+    """The inverse of `pack_digests`; raises ValueError for anything else."""
+    return tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8").tolist())
+
+
+def check_json(value: object, path: str) -> None:
+    """Raises CheckpointError, naming the path, if a value would not come back as it went in.
+
+    Tuples pass and come back as lists. Infinities and NaN pass, as Python's JSON writes and
+    reads them: a scheduler's best loss starts out infinite.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            if type(value) not in _JSON_SCALARS:
+                raise _not_json(value, path)
+        case dict() | Mapping():
+            for key, inner in value.items():
+                if type(key) is not str:
+                    raise CheckpointError(f"{path}: key {key!r} is not text; write {str(key)!r}")
+                check_json(inner, f"{path}.{key}")
+        case list() | tuple():
+            for position, inner in enumerate(value):
+                check_json(inner, f"{path}[{position}]")
+        case _:
+            raise _not_json(value, path)
+
+
+_JSON_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
+def _not_json(value: object, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {type(value).__name__}, which JSON cannot hold; "
+        "convert it to numbers, text, lists or dictionaries, or store it as a tensor"
+    )

@@ -1,0 +1,270 @@
+"""From the bytes of a manifest to a `Manifest` that can be trusted, or a sentence why not.
+
+A manifest decides how much memory is allocated and which bytes of which files are read, so
+nothing in it is believed: not the names (`../`), the sizes (2**63), the offsets (overlaps,
+gaps, beyond the end), nor that a key is there once.
+
+Must always hold: parsing allocates in proportion to the manifest itself, never to a size that
+it names, and opens no other file.
+
+Called by `candidates` and `restore`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero_engine.checkpoint.dtypes import DTYPES
+from zero_engine.checkpoint.fragments import (
+    COLUMNS,
+    Fragments,
+    check_cover,
+    first_break,
+    from_lists,
+)
+from zero_engine.checkpoint.layout import PAGE_BYTES, numel
+from zero_engine.checkpoint.manifest import (
+    FORMAT,
+    FileRecord,
+    Manifest,
+    file_name,
+    split_envelope,
+    unpack_digests,
+)
+from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.errors import CheckpointError
+
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_BYTES = 1 << 60
+"""No file and no tensor is larger; keeps every sum of two sizes inside 64 bits."""
+_NONCE = re.compile(r"[0-9a-f]{4}")
+
+
+class ManifestError(CheckpointError):
+    """The manifest is not one that was written whole by a release this one can read."""
+
+
+class NewerFormatError(ManifestError):
+    """The manifest asks for a newer reader."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path`, wholly validated.
+
+    Raises:
+        ManifestError: It is damaged, hostile or too new; the message says where.
+        OSError: It could not be read (FileNotFoundError: the checkpoint is not committed).
+    """
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
+    try:
+        manifest = parse(path.read_bytes())
+    except ManifestError as error:
+        raise type(error)(f"{path}: {error}") from error
+    if manifest.directory != path.parent.name:
+        raise ManifestError(
+            f"{path}: written for the directory {manifest.directory!r}; "
+            "move it back there to use it"
+        )
+    return manifest
+
+
+def parse(text: bytes) -> Manifest:
+    """The manifest in a text.
+
+    Raises:
+        ManifestError: As `read_manifest`, without the path.
+    """
+    envelope = split_envelope(text)
+    if envelope is None:
+        raise ManifestError("does not match its own digest; it is truncated or damaged")
+    digest, _ = envelope
+    try:
+        record = json.loads(text, object_pairs_hook=_once)
+        return _manifest(_Fields(record, "manifest"), digest)
+    except ManifestError:
+        raise
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ManifestError(f"is not readable: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ManifestError(f"key {twice!r} is there twice")
+    return record
+
+
+class _Fields:
+    """The members of one JSON object, each taken with its type checked."""
+
+    def __init__(self, record: object, where: str) -> None:
+        if type(record) is not dict:
+            raise ManifestError(f"{where} is no JSON object")
+        self._record = record
+        self._where = where
+
+    def take(self, name: str, kind: type) -> Any:
+        value = self._record.get(name)
+        if type(value) is not kind:  # not isinstance: True is no number here
+            raise ManifestError(f"{self._where}.{name} is not of type {kind.__name__}")
+        return value
+
+    def count(self, name: str, *, at_least: int = 0) -> int:
+        return _bounded(self.take(name, int), f"{self._where}.{name}", at_least=at_least)
+
+
+def _bounded(value: object, where: str, *, at_least: int = 0) -> int:
+    if type(value) is not int or not at_least <= value <= MAX_BYTES:
+        raise ManifestError(f"{where} is {value!r}; expected {at_least} .. 2**60")
+    return value
+
+
+def _manifest(fields: _Fields, digest: str) -> Manifest:
+    _check_version(fields)
+    tensors = _tensors(fields.take("tensors", list))
+    block_bytes = fields.count("block_bytes", at_least=PAGE_BYTES)
+    files = _files(fields.take("files", list), block_bytes)
+    world = fields.count("world", at_least=1)
+    if len(files) != world:
+        raise ManifestError(f"names {len(files)} files for {world} ranks")
+    nonce = fields.take("nonce", str)
+    if not _NONCE.fullmatch(nonce):
+        raise ManifestError(f"manifest.nonce {nonce!r} is not four hex digits")
+    return Manifest(
+        step=fields.count("step"),
+        round=fields.count("round"),
+        nonce=nonce,
+        tag=fields.take("tag", str),
+        world=world,
+        tensors=tensors,
+        aliases=_aliases(fields.take("aliases", dict), tensors),
+        files=files,
+        fragments=_fragments(_Fields(fields.take("fragments", dict), "fragments"), tensors, files),
+        meta=fields.take("meta", dict),
+        block_bytes=block_bytes,
+        digest=digest,
+    )
+
+
+def _check_version(fields: _Fields) -> None:
+    needed = fields.count("min_reader", at_least=1)
+    if needed > FORMAT:
+        raise NewerFormatError(
+            f"needs a reader of format {needed}, this release reads up to {FORMAT}; "
+            "upgrade zero-elastic to load it"
+        )
+
+
+def _tensors(table: list[Any]) -> dict[TensorId, TensorInfo]:
+    tensors: dict[TensorId, TensorInfo] = {}
+    for position, row in enumerate(table):
+        tensor, info = _tensor(row, f"tensors[{position}]")
+        if tensor in tensors:
+            raise ManifestError(f"tensors[{position}]: {tensor.kind}/{tensor.fqn} is there twice")
+        tensors[tensor] = info
+    return tensors
+
+
+def _tensor(row: Any, where: str) -> tuple[TensorId, TensorInfo]:
+    match row:
+        case [str(kind), str(fqn), str(dtype), list(shape)] if kind and "/" not in kind:
+            pass
+        case _:
+            raise ManifestError(f"{where} is not [kind, fqn, dtype, shape]")
+    if dtype not in DTYPES:
+        raise ManifestError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    dims = tuple(_bounded(dim, f"{where}.shape") for dim in shape)
+    # Zero dimensions must not hide the product of the others: reshape would overflow on it.
+    volume = math.prod(dim or 1 for dim in dims) * DTYPES[dtype].itemsize
+    _bounded(volume, f"{where}: size in bytes")
+    return TensorId(kind, fqn), TensorInfo(dims, DTYPES[dtype])
+
+
+def _aliases(aliases: dict[str, Any], tensors: Mapping[TensorId, TensorInfo]) -> dict[str, str]:
+    stored = {tensor.fqn for tensor in tensors}
+    for name, target in aliases.items():
+        if name in stored or type(target) is not str or target not in stored:
+            raise ManifestError(f"aliases[{name!r}] = {target!r} is not a name of a stored tensor")
+    return aliases
+
+
+def _files(records: list[Any], block_bytes: int) -> tuple[FileRecord, ...]:
+    return tuple(
+        _file(_Fields(record, f"files[{rank}]"), rank, block_bytes)
+        for rank, record in enumerate(records)
+    )
+
+
+def _file(fields: _Fields, rank: int, block_bytes: int) -> FileRecord:
+    name, size = fields.take("name", str), fields.count("size_bytes")
+    if name != file_name(rank):  # refuses "../x", absolute names and repetitions alike
+        raise ManifestError(f"files[{rank}].name is {name!r}, not {file_name(rank)!r}")
+    data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
+    if data_offset % PAGE_BYTES or data_offset > size:
+        raise ManifestError(f"{name}: data_offset {data_offset} is no page inside {size} bytes")
+    digests = unpack_digests(fields.take("xxh3_64", str))
+    if len(digests) != -(-size // block_bytes):
+        raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")
+    return FileRecord(name, size, data_offset, digests)
+
+
+def _fragments(
+    fields: _Fields, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
+) -> Fragments:
+    columns = {name: fields.take(name, list) for name in COLUMNS}
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ManifestError("fragments: the columns differ in length")
+    for name, column in columns.items():
+        if not set(map(type, column)) <= {int}:
+            raise ManifestError(f"fragments.{name} holds something else than integers")
+    fragments = from_lists(columns)  # OverflowError beyond 64 bits
+    _check_bounds(fragments, tensors, files)
+    ids = list(tensors)
+    numels = [numel(info) for info in tensors.values()]
+    gap = check_cover(fragments, numels, lambda n: f"{ids[n].kind}/{ids[n].fqn}")
+    if gap is not None:
+        raise ManifestError(f"fragments: {gap}")
+    _check_packing(fragments, tensors, files)
+    return fragments
+
+
+def _check_bounds(
+    fragments: Fragments, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
+) -> None:
+    limits = {"tensor": len(tensors) - 1, "file": len(files) - 1}
+    for name in COLUMNS:
+        column, least = getattr(fragments, name), int(name == "length")
+        bad = (column < least) | (column > limits.get(name, MAX_BYTES))
+        if bad.any():
+            raise ManifestError(f"fragments.{name} holds {column[bad][0]}, out of bounds")
+
+
+def _check_packing(
+    fragments: Fragments, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
+) -> None:
+    """The data of every file are tiled by its fragments, without holes or overlaps.
+
+    Lengths are within their tensors by now, so a length in bytes cannot overflow.
+    """
+    widths = np.array([info.dtype.itemsize for info in tensors.values()], dtype=np.int64)
+    rows = fragments.take(np.lexsort((fragments.offset, fragments.file)))
+    found = first_break(
+        rows.file,
+        rows.offset,
+        rows.offset + rows.length * widths[rows.tensor],
+        np.array([file.data_offset for file in files], dtype=np.int64),
+        np.array([file.size_bytes for file in files], dtype=np.int64),
+    )
+    if found is not None:
+        problem = "leave a gap" if found.goes_on > found.covered else "overlap"
+        raise ManifestError(f"{files[found.group].name}: fragments {problem} at {found.covered}")

@@ -1,0 +1,196 @@
+"""Rank 0's part of a save: judge the votes, then make the checkpoint appear, or nothing.
+
+Must always hold: `publish` renames only when every byte that the manifest names is durable and
+visible from here, and after the fence has agreed; `withdraw` takes the manifest away before any
+file that it names.
+
+Called by `commit` on rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_engine.checkpoint.ballot import Record
+from zero_engine.checkpoint.candidates import LATEST
+from zero_engine.checkpoint.fragments import COLUMNS, Fragments, check_cover, from_lists
+from zero_engine.checkpoint.layout import FileLayout, numel
+from zero_engine.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    canonical,
+    encode,
+    file_name,
+    pack_digests,
+    tensor_table,
+    unpack_digests,
+)
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.storage import Disk
+from zero_engine.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+Fence = Callable[[str], None]
+"""Told the manifest's digest; raises CommitRefused when this round may publish no more."""
+_TEMPORARY = ".tmp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the ranks agreed on before they wrote: the part of a manifest that no vote changes."""
+
+    step: int
+    round: int
+    nonce: str
+    tag: str
+    block_bytes: int
+
+
+def vote_for(state: State, layout: FileLayout, file: FileRecord) -> Record:
+    """The vote of a rank whose file is durable."""
+    return {
+        "table": fingerprint(state),
+        "size_bytes": file.size_bytes,
+        "data_offset": file.data_offset,
+        "xxh3_64": pack_digests(file.digests),
+        "fragments": layout.columns(),
+    }
+
+
+def fingerprint(state: State) -> str:
+    """Equal on two ranks if and only if their tables of tensors and their ties are."""
+    described = [tensor_table(state.tensors), sorted(state.aliases.items())]
+    return hashlib.sha256(canonical(described)).hexdigest()
+
+
+def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Manifest:
+    """The manifest out of the votes of all ranks, in rank order.
+
+    Raises:
+        CheckpointError: A rank did not vote, failed, or describes another model; or the
+            fragments do not cover every tensor exactly once.
+    """
+    good = [_checked(rank, vote, fingerprint(state)) for rank, vote in enumerate(votes)]
+    return Manifest(
+        step=header.step,
+        round=header.round,
+        nonce=header.nonce,
+        tag=header.tag,
+        world=len(votes),
+        tensors=dict(state.tensors),
+        aliases=dict(state.aliases),
+        files=tuple(_file_of(rank, vote) for rank, vote in enumerate(good)),
+        fragments=_fragments_of(state, good),
+        meta=state.meta,
+        block_bytes=header.block_bytes,
+    )
+
+
+def _checked(rank: int, vote: Record | None, table: str) -> Record:
+    if vote is None:
+        raise CheckpointError(f"rank {rank} did not report in time: it has died or stalls")
+    if problem := vote.get("problem"):
+        raise CheckpointError(str(problem))
+    if vote["table"] != table:
+        raise CheckpointError(
+            f"rank {rank} has another table of tensors or ties than rank 0; "
+            "build the same model, in the same order, on every rank"
+        )
+    return vote
+
+
+def _file_of(rank: int, vote: Record) -> FileRecord:
+    return FileRecord(
+        file_name(rank), vote["size_bytes"], vote["data_offset"], unpack_digests(vote["xxh3_64"])
+    )
+
+
+def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
+    columns: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    for rank, vote in enumerate(votes):
+        own: Mapping[str, Any] = vote["fragments"]
+        for name in COLUMNS:
+            columns[name] += own.get(name) or [rank] * len(own["tensor"])
+    fragments = from_lists(columns)
+    ids = list(state.tensors)
+    gap = check_cover(
+        fragments,
+        [numel(info) for info in state.tensors.values()],
+        lambda n: f"{ids[n].kind}/{ids[n].fqn}",
+    )
+    if gap is not None:
+        raise CheckpointError(f"the ranks do not own every element exactly once: {gap}")
+    return fragments
+
+
+def publish(directory: Path, manifest: Manifest, fence: Fence | None, disk: Disk) -> None:
+    """Commit: when this returns, the checkpoint is the newest and survives a power cut.
+
+    Raises:
+        CommitRefused: By the fence, before anything is visible.
+        CheckpointError: A file is not visible from here.
+        OSError: An operation failed; `withdraw` what may be there.
+    """
+    _check_visible(directory, manifest)
+    text, digest = encode(manifest)
+    final = directory / MANIFEST
+    temporary = final.with_name(MANIFEST + _TEMPORARY)
+    _write_whole(temporary, text, disk)
+    if fence is not None:
+        fence(digest)
+    disk.publish(temporary, final)
+    disk.sync_directory(directory)
+    disk.sync_directory(directory.parent)
+    _write_hint(directory, disk)
+
+
+def _check_visible(directory: Path, manifest: Manifest) -> None:
+    """A root that is not shared would otherwise show only when it is too late."""
+    for rank, file in enumerate(manifest.files):
+        path = directory / file.name
+        size = path.stat().st_size if path.exists() else None
+        if size != file.size_bytes:
+            raise CheckpointError(
+                f"rank {rank} wrote {file.size_bytes} bytes to {path}, rank 0 sees {size}; "
+                f"put {directory.parent} on storage that all nodes share"
+            )
+
+
+def _write_whole(path: Path, text: bytes, disk: Disk) -> None:
+    with disk.create(path) as file:
+        disk.write(file, text)
+        disk.sync(file)
+
+
+def _write_hint(directory: Path, disk: Disk) -> None:
+    """Name the newest checkpoint for people and other tools; no load needs it."""
+    hint = directory.parent / LATEST
+    temporary = hint.with_name(LATEST + _TEMPORARY)
+    try:
+        disk.remove(temporary)
+        _write_whole(temporary, directory.name.encode() + b"\n", disk)
+        disk.publish(temporary, hint)
+    except OSError as error:
+        _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
+
+
+def withdraw(directory: Path, disk: Disk) -> None:
+    """Remove a failed attempt; what cannot be removed is left for a later sweep.
+
+    The manifest goes first, durably: it may have got its final name before a later fsync failed,
+    and a manifest must never outlive a file that it names.
+    """
+    try:
+        disk.remove(directory / MANIFEST)
+        disk.sync_directory(directory)
+    except OSError as error:
+        _log.warning("the failed checkpoint %s could not be removed: %s", directory, error)
+        return
+    disk.remove_tree(directory)

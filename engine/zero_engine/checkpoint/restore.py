@@ -1,0 +1,231 @@
+"""Loads the newest checkpoint that is whole, on all ranks or on none.
+
+    rank 0 takes the next candidate            announce: its name and digest
+    each rank reads and verifies its pieces    vote: good, damaged, mismatched or failed
+    rank 0 takes the worst vote                verdict: done; quarantine and try the one before;
+                                               or stop
+
+Must always hold: all ranks end with pieces of the same checkpoint, or all raise the same error.
+Damage makes everybody fall back; a checkpoint of another model does not, because the one before
+it is of that model too. A root in which every checkpoint is unusable is an error: starting
+from scratch there would silently throw the training away.
+
+Called by the engine on every rank, in step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
+from zero_engine.checkpoint.candidates import (
+    WAS_COMMITTED,
+    Candidate,
+    Rejected,
+    quarantine,
+    scan,
+)
+from zero_engine.checkpoint.manifest import MANIFEST, Manifest
+from zero_engine.checkpoint.parse import ManifestError, read_manifest
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.reader import fill
+from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
+
+_log = logging.getLogger(__name__)
+
+Wanted = Callable[[Manifest], State]
+"""From a manifest to the state whose pieces are to be filled in place."""
+
+
+class Outcome(StrEnum):
+    """How it went on a rank, or for all of them. Mildest first: the verdict is the worst."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    """The checkpoint is; an older one may do."""
+    MISMATCHED = "mismatched"
+    """The model is another one."""
+    FAILED = "failed"
+    """Neither is to blame: a rank could not read, or did not answer."""
+
+
+_SEVERITY = list(Outcome)
+_ERRORS: dict[Outcome, type[CheckpointError]] = {
+    Outcome.DAMAGED: DamagedCheckpoint,
+    Outcome.MISMATCHED: ModelMismatch,
+    Outcome.FAILED: CheckpointError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The checkpoint that all ranks loaded."""
+
+    path: Path
+    manifest: Manifest
+    bytes_read: int = 0
+    """By this rank from the files of this checkpoint, edges of blocks included."""
+
+
+def load(root: Path, ballot: Ballot, wanted: Wanted, *, tag: str | None = None) -> Loaded | None:
+    """Fill the wanted pieces from the newest valid checkpoint; every rank calls it.
+
+    Args:
+        root: As given to `save`.
+        ballot: The votes of this group, of any size.
+        wanted: Called with each manifest that is tried; its pieces are filled in place. After
+            an error they hold anything.
+        tag: Only checkpoints of this tag.
+
+    Returns:
+        What was loaded, or None if nothing was ever saved here.
+
+    Raises:
+        DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
+        ModelMismatch: The newest one is of another model; names the tensors.
+        CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
+        PeerLost: The store of the ballot is gone.
+    """
+    search = _Search(root, tag)
+    while True:
+        offer = ballot.announce(search.next_offer)
+        if "name" not in offer:
+            _raise(offer)
+            return None
+        path = root / str(offer["name"])
+        attempt = _try(path, str(offer["digest"]), wanted, ballot.rank)
+        verdict = ballot.ask(attempt.vote, partial(search.judge, path))
+        if verdict["outcome"] == Outcome.GOOD:
+            assert attempt.loaded is not None
+            return attempt.loaded
+        if verdict["outcome"] != Outcome.DAMAGED:
+            _raise(verdict, attempt.error)
+
+
+def _raise(verdict: Record, cause: Exception | None = None) -> None:
+    """Raise the error that a verdict or an offer tells of, if any."""
+    if "outcome" in verdict:
+        raise _ERRORS[Outcome(verdict["outcome"])](verdict["reason"]) from cause
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What came of one checkpoint on one rank."""
+
+    vote: Record
+    loaded: Loaded | None = None
+    error: Exception | None = None
+
+
+def _try(path: Path, digest: str, wanted: Wanted, rank: int) -> _Attempt:
+    """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
+    try:
+        manifest = _read_same_manifest(path, digest)
+        count = fill(path, manifest, wanted(manifest))
+        return _Attempt({"outcome": Outcome.GOOD}, Loaded(path, manifest, count))
+    except ModelMismatch as error:
+        return _Attempt({"outcome": Outcome.MISMATCHED, "reason": str(error)}, error=error)
+    except (DamagedCheckpoint, ManifestError) as error:
+        return _Attempt({"outcome": Outcome.DAMAGED, "reason": str(error)}, error=error)
+    except Exception as error:
+        reason = f"rank {rank} could not load {path}: {error or type(error).__name__}"
+        return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
+
+
+def _read_same_manifest(path: Path, digest: str) -> Manifest:
+    try:
+        manifest = read_manifest(path / MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"rank {COORDINATOR} sees it, this rank does not; "
+            f"put {path.parent} on storage that all nodes share"
+        ) from None
+    if manifest.digest != digest:
+        raise DamagedCheckpoint(f"{path / MANIFEST}: differs from what rank {COORDINATOR} read")
+    return manifest
+
+
+@dataclass(slots=True)
+class _Search:
+    """Rank 0's walk through the candidates, newest first; idle on the other ranks."""
+
+    root: Path
+    tag: str | None
+    damaged: list[str] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    _entries: Iterator[Candidate | Rejected] | None = None
+
+    def next_offer(self) -> Record:
+        """The next checkpoint to try; without a name, there is none: with the reason, or {}."""
+        try:
+            candidate = self._next_candidate()
+        except Exception as error:
+            reason = f"rank {COORDINATOR} could not search {self.root}: {error}"
+            return {"outcome": Outcome.FAILED, "reason": reason}
+        if candidate is None:
+            return self._conclusion()
+        return {"name": candidate.path.name, "digest": candidate.manifest.digest}
+
+    def _next_candidate(self) -> Candidate | None:
+        self._entries = self._entries or scan(self.root)
+        for entry in self._entries:
+            if isinstance(entry, Rejected):
+                self._note(entry)
+            elif self.tag in (None, entry.manifest.tag):
+                return entry
+            else:
+                self.tags.append(entry.manifest.tag)
+        return None
+
+    def _note(self, rejected: Rejected) -> None:
+        if rejected.why in WAS_COMMITTED:
+            self.rejected.append(rejected)
+            _log.warning("checkpoint skipped: %s", rejected.reason)
+
+    def _conclusion(self) -> Record:
+        """Why there is nothing (more) to try; {} if nothing was ever saved."""
+        unusable = self.damaged + [entry.reason for entry in self.rejected]
+        if self.damaged or (unusable and self.tag is None):
+            return {
+                "outcome": Outcome.DAMAGED,
+                "reason": f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
+                "Restore one of them, or use an empty directory to start from scratch",
+            }
+        if self.tag is None:
+            return {}
+        known = ", ".join(repr(tag) for tag in dict.fromkeys(self.tags)) or "none"
+        also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
+        reason = (
+            f"no checkpoint tagged {self.tag!r} under {self.root}; tags there are: {known}{also}"
+        )
+        return {"outcome": Outcome.FAILED, "reason": reason}
+
+    def judge(self, path: Path, votes: list[Record | None]) -> Record:
+        """The worst vote is everybody's; damage is marked for good."""
+        verdict = worst(path, votes)
+        if verdict["outcome"] == Outcome.DAMAGED:
+            _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
+            self.damaged.append(verdict["reason"])
+            quarantine(path, verdict["reason"])
+        return verdict
+
+
+def worst(path: Path, votes: list[Record | None]) -> Record:
+    """The verdict on a load, a pure function: the first of the most severe votes.
+
+    Args:
+        path: The checkpoint.
+        votes: By rank; None where a rank did not answer.
+    """
+    for rank, vote in enumerate(votes):
+        if vote is None:
+            reason = f"rank {rank} did not report on {path} in time: it has died or stalls"
+            return {"outcome": Outcome.FAILED, "reason": reason}
+    answers = [vote for vote in votes if vote is not None]
+    return max(answers, key=lambda vote: _SEVERITY.index(Outcome(vote["outcome"])))

@@ -1,0 +1,83 @@
+"""Writes one rank's file: straight from tensor memory, hashed on the way, then fsynced.
+
+Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
+they lie in the file; the file is on stable storage when `write_file` returns; no second copy of
+the state is made (a device tensor is copied in slabs).
+
+Called by `commit` on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+from torch import Tensor
+
+from zero_engine.checkpoint.dtypes import byte_view, host_bytes
+from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.manifest import FileRecord
+from zero_engine.checkpoint.storage import Disk
+
+_SLAB_BYTES = 4 << 20
+"""Hashed, then written while still in the CPU's cache; also the staging of device tensors."""
+
+
+class BlockHasher:
+    """XXH3-64 of each block of a stream."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self._digests: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes of the stream."""
+        while data:
+            part = data[: self._block_bytes - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            if self._filled == self._block_bytes:
+                self._close_block()
+            data = data[len(part) :]
+
+    def digests(self) -> tuple[int, ...]:
+        """One digest per block; call it once, at the end of the stream."""
+        if self._filled:
+            self._close_block()
+        return tuple(self._digests)
+
+    def _close_block(self) -> None:
+        self._digests.append(self._hash.intdigest())
+        self._hash.reset()
+        self._filled = 0
+
+
+def write_file(path: Path, layout: FileLayout, disk: Disk) -> FileRecord:
+    """Write the file of a layout; it and its directory entry are durable on return.
+
+    Raises:
+        OSError: Any operation failed; a partial file may be left.
+    """
+    hasher = BlockHasher(disk.block_bytes)
+    with disk.create(path) as file:
+        for slab in _slabs(layout):
+            hasher.update(slab)
+            disk.write(file, slab)
+        disk.sync(file)
+    disk.sync_directory(path.parent)
+    return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
+
+
+def _slabs(layout: FileLayout) -> Iterator[memoryview]:
+    yield memoryview(layout.head)
+    for placed in layout.placed:
+        yield from _tensor_slabs(byte_view(placed.piece.data))
+
+
+def _tensor_slabs(data: Tensor) -> Iterator[memoryview]:
+    """The bytes of a uint8 vector; `.cpu()` copies a device slab and leaves a host one alone."""
+    for slab in data.split(_SLAB_BYTES):
+        yield host_bytes(slab.cpu())

@@ -1,0 +1,109 @@
+"""Ranks that vote through a store agree, or know that they do not."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tests.unit.checkpoint.support import on_ranks
+from zero_engine.checkpoint import Ballot
+from zero_engine.errors import CheckpointError, PeerLost
+
+
+def test_all_ranks_hear_the_same_verdict_on_all_votes():
+    def work(ballot):
+        return ballot.ask({"rank": ballot.rank}, lambda votes: {"all": [v["rank"] for v in votes]})
+
+    assert on_ranks(4, work) == [{"all": [0, 1, 2, 3]}] * 4
+
+
+def test_only_rank_0_makes_an_announcement():
+    results = on_ranks(3, lambda ballot: ballot.announce(lambda: {"by": ballot.rank}))
+    assert results == [{"by": 0}] * 3
+
+
+def test_the_judge_is_told_who_did_not_vote_and_the_others_still_hear():
+    def work(ballot):
+        if ballot.rank == 1:
+            return None
+        return ballot.ask({}, lambda votes: {"missing": [v is None for v in votes]})
+
+    verdict = {"missing": [False, True, False]}
+    assert on_ranks(3, work, timeout_s=0.1) == [verdict, None, verdict]
+
+
+def test_a_silent_rank_0_ends_the_wait_of_the_others():
+    def work(ballot):
+        return None if ballot.rank == 0 else ballot.ask({}, lambda _: {})
+
+    _, error = on_ranks(2, work, timeout_s=0.05)
+    assert isinstance(error, CheckpointError)
+    assert "rank 1: no verdict from rank 0 within 0.1 s" in str(error)
+
+
+def test_a_long_job_leaves_next_to_nothing_in_the_store():
+    store = HashStore()
+    before = store.num_keys()
+
+    def work(ballot):
+        for _ in range(50):
+            ballot.announce(lambda: {"x": 1})
+            ballot.ask({"x": 1}, lambda votes: {})
+
+    on_ranks(3, work, store=store)
+    assert store.num_keys() == before
+
+
+def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store():
+    heard = []
+
+    def work(ballot):
+        if ballot.rank == 0:
+            ballot.announce(dict)
+            return list(heard)
+        take = ballot._get
+
+        def slow(key):
+            got = take(key)
+            heard.append(ballot.rank)
+            return got
+
+        ballot._get = slow
+        return ballot.announce(dict)
+
+    assert sorted(on_ranks(4, work)[0]) == [1, 2, 3]
+
+
+def test_a_vote_larger_than_a_tcp_store_takes_goes_through_in_parts():
+    noise = os.urandom(6 << 20).hex()  # compresses to half: 6 MiB in two parts
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ours = Ballot(store, 1, 2, timeout_s=20)
+    ours._put("k", {"noise": noise * 2})
+    record, keys = ours._get("k")
+    assert record == {"noise": noise * 2}
+    assert len(keys) > 1
+
+
+def test_a_caller_can_leave_while_it_waits():
+    class Stop(Exception):
+        pass
+
+    def stop():
+        raise Stop
+
+    begin = time.monotonic()
+    with pytest.raises(Stop):
+        Ballot(HashStore(), 1, 2, on_wait=stop).ask({}, lambda _: {})
+    assert time.monotonic() - begin < 5
+
+
+def test_a_store_that_is_gone_is_a_lost_peer():
+    class Gone(HashStore):
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(PeerLost, match="Connection reset by peer"):
+        Ballot(Gone(), 1, 2).ask({}, lambda _: {})

@@ -1,0 +1,142 @@
+"""Which checkpoint is the newest, which are none, and what a load makes of a root."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.unit.checkpoint.support import adam_state, blank, load_all, same_bits, saved
+from tests.unit.checkpoint.test_manifest import changed
+from zero_engine.checkpoint import Loaded, find
+from zero_engine.checkpoint.candidates import Why
+from zero_engine.checkpoint.commit import generation
+from zero_engine.errors import CheckpointError, DamagedCheckpoint
+
+
+def steps(root):
+    return [(c.manifest.round, c.manifest.step) for c in find(root).candidates]
+
+
+def test_a_later_round_is_newer_than_a_later_step(tmp_path):
+    full = adam_state()
+    for round_, step in [(1, 5), (1, 40), (2, 41), (3, 42)]:
+        saved(tmp_path, full, step=step, round=round_)
+    assert steps(tmp_path) == [(3, 42), (2, 41), (1, 40), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("round_", "step", "newest", "expected"),
+    [
+        (1, 10, None, 1),
+        (1, 20, (1, 10), 1),
+        (2, 20, (1, 10), 2),
+        (2, 5, (1, 10), 2),  # a new round that went back ranks first by its round
+        (1, 20, (7, 10), 7),  # a new job in an old root counts rounds from 1 again
+        (1, 5, (7, 10), 8),  # and went back to an earlier tag
+        (1, 5, (1, 10), 2),
+        (1, 10, (1, 10), 1),
+    ],
+)
+def test_what_is_saved_last_is_newest(round_, step, newest, expected):
+    assert generation(round_, step, newest) == expected
+    assert newest is None or (expected, step) >= newest
+
+
+def test_work_resumed_from_an_earlier_tag_is_what_the_next_restart_finds(tmp_path):
+    full = adam_state()
+    for step in (10, 20, 30):
+        saved(tmp_path, full, step=step, tag=f"s{step}", round=1)
+    redone = adam_state(seed=50)
+    path = saved(tmp_path, redone, step=15, tag="redone", round=1)
+
+    target = blank(full)
+    assert load_all(tmp_path, target)[0].path == path
+    assert same_bits(target, redone)
+
+
+def test_two_tags_of_one_step_are_both_there_and_the_later_is_newest(tmp_path):
+    full = adam_state()
+    first = saved(tmp_path, full, tag="a")
+    second = saved(tmp_path, full, tag="b")
+    os.utime(first / "MANIFEST.json", ns=(1, 1))  # clocks are coarse; make the order certain
+    assert [c.path for c in find(tmp_path).candidates] == [second, first]
+
+
+def test_nothing_was_ever_saved_means_none_and_not_an_error(tmp_path):
+    assert load_all(tmp_path / "never", adam_state()) == [None, None]
+    (tmp_path / "step-000000001.g0.abcd").mkdir()  # a save that died before its commit
+    (tmp_path / "runs").mkdir()
+    assert load_all(tmp_path, adam_state()) == [None, None]
+    assert {r.path.name: r.why for r in find(tmp_path).rejected} == {
+        "runs": Why.OTHER,
+        "step-000000001.g0.abcd": Why.UNCOMMITTED,
+    }
+
+
+def test_the_hint_is_never_needed(tmp_path):
+    full = adam_state()
+    saved(tmp_path, full, step=1)
+    path = saved(tmp_path, full, step=2)
+    for hint in ["step-000000001.g0.0000", "../../etc", None]:
+        (tmp_path / "latest").unlink()
+        if hint is not None:
+            (tmp_path / "latest").write_text(hint)
+        else:
+            (tmp_path / "latest").mkdir()
+        assert load_all(tmp_path, blank(full))[0].path == path
+
+
+def test_a_tag_finds_its_newest_checkpoint_and_an_unknown_one_lists_the_tags(tmp_path):
+    full = adam_state()
+    saved(tmp_path, full, step=1, tag="best")
+    best = saved(tmp_path, full, step=2, tag="best")
+    saved(tmp_path, full, step=3, tag="last")
+
+    assert [r.path for r in load_all(tmp_path, blank(full), 3, tag="best")] == [best] * 3
+    for error in load_all(tmp_path, blank(full), 3, tag="bset"):
+        assert type(error) is CheckpointError
+        assert f"no checkpoint tagged 'bset' under {tmp_path}" in str(error)
+        assert str(error).endswith("tags there are: 'last', 'best'")
+
+
+def test_a_damaged_manifest_is_skipped_with_a_warning(tmp_path, caplog):
+    full = adam_state()
+    good = saved(tmp_path, full, step=1)
+    bad = saved(tmp_path, full, step=2) / "MANIFEST.json"
+    bad.write_bytes(bad.read_bytes()[:-1])
+
+    assert load_all(tmp_path, blank(full))[0].path == good
+    assert f"checkpoint skipped: {bad}: does not match its own digest" in caplog.text
+
+
+def test_a_root_with_only_unusable_checkpoints_is_an_error_and_no_fresh_start(tmp_path):
+    manifest = saved(tmp_path, adam_state()) / "MANIFEST.json"
+    manifest.write_bytes(changed(manifest.read_bytes(), "min_reader", 2))
+    assert [r.why for r in find(tmp_path).rejected] == [Why.NEWER]
+    for error in load_all(tmp_path, adam_state()):
+        assert isinstance(error, DamagedCheckpoint)
+        assert "no usable checkpoint" in str(error)
+        assert "upgrade zero-elastic" in str(error)
+
+
+def test_a_manifest_that_cannot_be_read_for_another_reason_is_not_skipped(tmp_path):
+    full = adam_state()
+    saved(tmp_path, full, step=1)
+    manifest = saved(tmp_path, full, step=2) / "MANIFEST.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)  # ELOOP: works for root too, unlike a missing permission
+    for error in load_all(tmp_path, blank(full)):
+        assert type(error) is CheckpointError
+        assert "rank 0 could not search" in str(error)
+        assert "symbolic links" in str(error)
+
+
+def test_a_manifest_in_another_directory_is_no_checkpoint(tmp_path):
+    path = saved(tmp_path, adam_state())
+    moved = path.rename(tmp_path / "step-000000009.g0.abcd")
+    assert find(tmp_path).candidates == ()
+    assert f"written for the directory {path.name!r}" in find(tmp_path).rejected[0].reason
+    moved.rename(path)
+    assert [c.path for c in find(tmp_path).candidates] == [path]
+    assert isinstance(load_all(tmp_path, adam_state())[0], Loaded)

@@ -1,0 +1,293 @@
+"""A save that fails anywhere publishes nothing, leaves nothing, and says what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.support import (
+    SmallBlocks,
+    adam_state,
+    blank,
+    load_all,
+    names,
+    on_ranks,
+    same_bits,
+    save_all,
+    saved,
+    share,
+)
+from zero_engine.checkpoint import find, save
+from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId
+from zero_engine.errors import CheckpointError, CommitRefused
+
+
+class Failing(SmallBlocks):
+    """Fails with an errno whenever an operation touches a file whose name has this in it."""
+
+    def __init__(self, operation: str, name: str, number: int = errno.EIO) -> None:
+        self.operation, self.name, self.number = operation, name, number
+
+    def _maybe(self, operation, name):
+        if operation == self.operation and self.name in str(name):
+            raise OSError(self.number, os.strerror(self.number), str(name))
+
+    def create(self, path):
+        self._maybe("create", path)
+        return super().create(path)
+
+    def write(self, file, data):
+        self._maybe("write", file.name)
+        super().write(file, data)
+
+    def sync(self, file):
+        self._maybe("sync", file.name)
+        super().sync(file)
+
+    def publish(self, temporary, final):
+        self._maybe("publish", final)
+        super().publish(temporary, final)
+
+    def sync_directory(self, path):
+        # Once the manifest has its final name: the fsync that follows the rename.
+        if (path / "MANIFEST.json").exists():
+            self._maybe("sync_directory", path)
+        super().sync_directory(path)
+
+    def make_directory(self, path):
+        self._maybe("make_directory", path)
+        super().make_directory(path)
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A root with a good checkpoint of step 1."""
+    saved(tmp_path, adam_state(seed=1), 2, step=1)
+    return tmp_path
+
+
+def check_only_the_old_one(root, before):
+    assert names(root) == before
+    target = blank(adam_state(seed=1))
+    assert {r.manifest.step for r in load_all(root, target, 3)} == {1}
+    assert same_bits(target, adam_state(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "says"),
+    [
+        ("make_directory", "step-", "rank 0: no new directory under"),
+        ("create", "r00001", "rank 1: .*r00001.safetensors"),
+        ("write", "r00001", "rank 1: .*r00001.safetensors"),
+        ("sync", "r00002", "rank 2: .*r00002.safetensors"),
+        ("create", "MANIFEST", "rank 0: .*MANIFEST.json"),
+        ("write", "MANIFEST", "rank 0: .*MANIFEST.json"),
+        ("sync", "MANIFEST", "rank 0: .*MANIFEST.json"),
+        ("publish", "MANIFEST", "rank 0: .*MANIFEST.json"),
+        ("sync_directory", "step-000000002", "rank 0: .*MANIFEST.json"),
+    ],
+)
+def test_a_failed_operation_fails_every_rank_and_leaves_nothing(old, operation, name, says):
+    before = names(old)
+
+    errors = save_all(old, adam_state(), 3, step=2, disk=Failing(operation, name))
+
+    for error in errors:
+        assert type(error) is CheckpointError
+        assert error.args == errors[0].args
+        with pytest.raises(CheckpointError, match=f"{says}.*Input/output error \\(errno 5\\)"):
+            raise error
+    check_only_the_old_one(old, before)
+
+
+def test_a_hint_that_cannot_be_written_does_not_fail_the_save(old, caplog):
+    path = saved(old, adam_state(), step=2, disk=Failing("create", "latest"))
+    assert find(old).candidates[0].path == path
+    assert "latest could not be updated" in caplog.text
+
+
+def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs privileges")
+    try:
+        saved(tmp_path, adam_state(seed=1), 2, step=1)
+        before = names(tmp_path)
+        large = adam_state(width=2000)
+        errors = save_all(tmp_path, large, 2, step=2)
+        assert {type(error) for error in errors} == {CheckpointError}
+        assert "safetensors: No space left on device (errno 28)" in str(errors[0])
+        check_only_the_old_one(tmp_path, before)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_fence_that_refuses_leaves_no_manifest_and_no_files(old):
+    before, digests = names(old), []
+
+    def fence(digest):
+        digests.append(digest)
+        raise CommitRefused("round 3 is over: round 4 began at revision 17")
+
+    errors = save_all(old, adam_state(), 3, step=2, fence=fence)
+
+    assert [type(error) for error in errors] == [CommitRefused] * 3
+    assert {str(error) for error in errors} == {"round 3 is over: round 4 began at revision 17"}
+    assert len(digests) == 1
+    check_only_the_old_one(old, before)
+
+
+def test_the_fence_is_told_the_digest_before_anything_is_visible(tmp_path):
+    asked = []
+
+    def fence(digest):
+        asked.append((digest, find(tmp_path).candidates))
+
+    saved(tmp_path, adam_state(), fence=fence)
+    assert asked == [(find(tmp_path).candidates[0].manifest.digest, ())]
+
+
+def test_a_fence_that_breaks_fails_the_save_on_every_rank(old):
+    before = names(old)
+
+    def fence(_):
+        raise TimeoutError("the agent does not answer")
+
+    for error in save_all(old, adam_state(), 2, step=2, fence=fence):
+        assert type(error) is CheckpointError
+        assert "the agent does not answer" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_a_rank_that_never_votes_is_named_and_the_attempt_removed(old):
+    before = names(old)
+
+    def work(ballot):
+        state = share(adam_state(), ballot.rank, ballot.world)
+        if ballot.rank == 1:
+            return ballot.announce(dict)  # is there, and dies before it has written
+        return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=SmallBlocks())
+
+    errors = on_ranks(3, work, timeout_s=0.2)
+    for error in (errors[0], errors[2]):
+        assert "rank 1 did not report in time" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_a_rank_that_comes_too_late_hears_so_and_removes_its_file(old):
+    before, others_left = names(old), threading.Event()
+
+    class Stalled(SmallBlocks):
+        def sync(self, file):
+            assert others_left.wait(20)
+            super().sync(file)
+
+    def work(ballot):
+        state = share(adam_state(), ballot.rank, ballot.world)
+        disk = Stalled() if ballot.rank == 1 else SmallBlocks()
+        try:
+            return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=disk)
+        finally:
+            if ballot.rank == 0:
+                others_left.set()
+
+    for error in on_ranks(2, work, timeout_s=0.2):
+        assert "rank 1 did not report in time" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_what_rank_0_could_not_remove_each_rank_removes_itself(old):
+    class LostRace(Failing):
+        def remove_tree(self, path):
+            """Somebody created a file while the tree was being removed."""
+
+    before = names(old)
+    for error in save_all(old, adam_state(), 3, step=2, disk=LostRace("sync", "r00001")):
+        assert isinstance(error, CheckpointError)
+    check_only_the_old_one(old, before)
+
+
+def test_storage_that_is_not_shared_is_found_before_the_commit(old, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("other-node")
+
+    class Local(SmallBlocks):
+        def create(self, path):
+            return super().create(elsewhere / path.name)
+
+    def work(ballot):
+        state = share(adam_state(), ballot.rank, ballot.world)
+        disk = Local() if ballot.rank == 1 else SmallBlocks()
+        return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=disk)
+
+    before = names(old)
+    for error in on_ranks(2, work):
+        assert "rank 0 sees None" in str(error)
+        assert "on storage that all nodes share" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def save_states(root, *states):
+    def work(ballot):
+        return save(root, states[ballot.rank], ballot, step=2, tag="t", round=0, fence=None)
+
+    return on_ranks(len(states), work)
+
+
+def test_an_element_that_nobody_owns_or_two_own_is_named(old):
+    before, full = names(old), adam_state()
+    whole, nothing = share(full, 0, 1), State(share(full, 0, 1).tensors, ())
+
+    short = State(whole.tensors, whole.pieces[1:])
+    for error in save_states(old, short, nothing):
+        assert "not own every element exactly once: param/wte.weight[0:407] is" in str(error)
+    for error in save_states(old, whole, State(whole.tensors, whole.pieces[:1])):
+        assert "wte.weight[0:407] is in more than one place: files [0, 1]" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_ranks_with_different_models_are_told_so(old):
+    before = names(old)
+    for error in save_states(old, share(adam_state(), 0, 2), share(adam_state(width=3), 1, 2)):
+        assert "rank 1 has another table of tensors" in str(error)
+    check_only_the_old_one(old, before)
+
+
+W = TensorId(PARAM, "w")
+
+
+@pytest.mark.parametrize(
+    ("piece", "says"),
+    [
+        (Piece(TensorId(PARAM, "v"), 0, torch.zeros(2)), "v[0:2] is not in the table"),
+        (Piece(W, 0, torch.zeros(2, dtype=torch.float64)), "is torch.float64, its tensor"),
+        (Piece(W, 0, torch.zeros(2, 2)), "flatten it first"),
+        (Piece(W, 0, torch.zeros(8)[::2]), "flatten it first"),
+        (Piece(W, 3, torch.zeros(2)), "w[3:5] leaves the 4 elements"),
+        (Piece(W, -1, torch.zeros(2)), "leaves the 4 elements"),
+    ],
+)
+def test_a_piece_that_is_no_run_of_its_tensor_is_refused_on_every_rank(old, piece, says):
+    before = names(old)
+    good = State({W: share({W: torch.zeros(4)}, 0, 1).tensors[W]}, (Piece(W, 0, torch.zeros(4)),))
+    for error in save_states(old, good, State(good.tensors, (piece,))):
+        assert str(error).startswith(str(old)[:5]) or "rank 1" in str(error)
+        assert says in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_a_dtype_that_the_format_does_not_know_is_refused_by_name(old):
+    full = {W: torch.zeros(4, dtype=torch.complex128)}
+    for error in save_all(old, full, 2, step=2):
+        assert "torch.complex128 cannot be stored; cast the tensor to one of" in str(error)
+
+
+def test_meta_that_json_cannot_hold_fails_the_save_and_names_the_key(old):
+    before = names(old)
+    for error in save_all(old, adam_state(), 2, step=2, meta={"user": {"seen": {1, 2}}}):
+        assert "meta.user.seen is a set" in str(error)
+    check_only_the_old_one(old, before)

@@ -1,0 +1,204 @@
+"""Damaged bytes are found, named, marked, and never trained on; all ranks fall back together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.checkpoint.support import (
+    adam_state,
+    blank,
+    load_all,
+    on_ranks,
+    same_bits,
+    saved,
+    share,
+)
+from zero_engine.checkpoint import find, load
+from zero_engine.checkpoint.candidates import Why
+from zero_engine.checkpoint.storage import DISK
+from zero_engine.errors import CheckpointError, DamagedCheckpoint
+
+OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
+
+
+@pytest.fixture
+def root(tmp_path):
+    saved(tmp_path, OLD, 3, step=1)
+    saved(tmp_path, NEW, 3, step=2)
+    return tmp_path
+
+
+def newest(root):
+    return find(root).candidates[0]
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def flip_first_data_byte(path, file):
+    flip(path / file.name, file.data_offset)
+
+
+def flip_in_the_middle(path, file):
+    flip(path / file.name, (file.data_offset + file.size_bytes) // 2)
+
+
+def flip_last_byte(path, file):
+    flip(path / file.name, file.size_bytes - 1)
+
+
+def truncate_by_a_byte(path, file):
+    truncate(path / file.name, 1)
+
+
+def truncate_by_a_page(path, file):
+    truncate(path / file.name, 4096)
+
+
+def truncate(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def delete(path, file):
+    (path / file.name).unlink()
+
+
+def swap_with_the_next(path, file):
+    ours, other = path / file.name, path / "r00002.safetensors"
+    ours.rename(path / "spare")
+    other.rename(ours)
+    (path / "spare").rename(other)
+
+
+HARMS = [
+    flip_first_data_byte,
+    flip_in_the_middle,
+    flip_last_byte,
+    truncate_by_a_byte,
+    truncate_by_a_page,
+    delete,
+    swap_with_the_next,
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("harm", HARMS)
+def test_all_ranks_fall_back_together_and_the_damage_is_named_and_marked(root, caplog, harm, world):
+    bad = newest(root)
+    harm(bad.path, bad.manifest.files[1])
+
+    target = blank(OLD)
+    results = load_all(root, target, world)
+
+    assert [result.manifest.step for result in results] == [1] * world
+    assert same_bits(target, OLD)
+    reason = (bad.path / "QUARANTINE").read_text()
+    assert re.search(rf"{bad.path}/r0000[12].safetensors: block \d+ \(bytes \d+:\d+\)", reason)
+    assert re.search(r"it holds (param|exp_avg|exp_avg_sq)/[\w.]+\[\d+:\d+\]", reason)
+    assert f"falling back to the checkpoint before: {bad.path}" in caplog.text
+    assert [r.why for r in find(root).rejected] == [Why.QUARANTINED]
+
+
+def test_the_named_range_holds_the_damaged_element(root):
+    bad = newest(root)
+    rows, ids = bad.manifest.fragments, list(bad.manifest.tensors)
+    row = int(rows.length.argmax())
+    element = int(rows.length[row]) // 2
+    name, file = ids[rows.tensor[row]], bad.manifest.files[rows.file[row]]
+    flip(bad.path / file.name, int(rows.offset[row]) + 4 * element)
+
+    load_all(root, blank(OLD), 2)
+
+    reason = (bad.path / "QUARANTINE").read_text()
+    assert file.name in reason
+    found = re.search(rf"{name.kind}/{re.escape(name.fqn)}\[(\d+):(\d+)\]", reason)
+    low, high = map(int, found.groups())
+    assert low <= int(rows.start[row]) + element < high
+    assert high - low <= 1024  # a block of 4 KiB
+
+
+def test_a_flipped_header_is_found_too_where_it_shares_a_block_with_data(tmp_path):
+    saved(tmp_path, OLD, 2, step=1, disk=DISK)
+    saved(tmp_path, NEW, 2, step=2, disk=DISK)
+    flip(newest(tmp_path).path / "r00001.safetensors", 20)
+    target = blank(OLD)
+    assert {r.manifest.step for r in load_all(tmp_path, target, 3)} == {1}
+    assert same_bits(target, OLD)
+
+
+def test_a_quarantined_checkpoint_is_not_looked_at_again_until_its_marker_is_deleted(root):
+    bad = newest(root)
+    data = (bad.path / "r00001.safetensors").read_bytes()
+    delete(bad.path, bad.manifest.files[1])
+    load_all(root, blank(OLD))
+    (bad.path / "r00001.safetensors").write_bytes(data)
+
+    assert load_all(root, blank(OLD))[0].manifest.step == 1
+    (bad.path / "QUARANTINE").unlink()
+    target = blank(NEW)
+    assert load_all(root, target)[0].manifest.step == 2
+    assert same_bits(target, NEW)
+
+
+def test_if_every_checkpoint_is_damaged_all_are_named_now_and_at_the_next_try(root):
+    paths = [candidate.path for candidate in find(root).candidates]
+    for path in paths:
+        flip(path / "r00001.safetensors", 5000)
+
+    for _ in range(2):  # the second time, both are quarantined
+        errors = load_all(root, blank(OLD), 3)
+        assert [type(error) for error in errors] == [DamagedCheckpoint] * 3
+        for path in paths:
+            assert str(path) in str(errors[0])
+        assert "r00001.safetensors" in str(errors[0])
+
+
+def test_damage_under_a_tag_falls_back_within_the_tag_or_fails(root):
+    saved(root, OLD, 2, step=3, tag="best")
+    flip(newest(root).path / "r00001.safetensors", 5000)
+    for error in load_all(root, blank(OLD), tag="best"):
+        assert isinstance(error, DamagedCheckpoint)
+    assert load_all(root, blank(OLD), tag="t")[0].manifest.step == 2
+
+
+def test_a_file_that_cannot_be_read_for_another_reason_is_not_called_damaged(root):
+    bad = newest(root)
+    file = bad.path / "r00001.safetensors"
+    file.unlink()
+    file.symlink_to(file)  # ELOOP: works for root too, unlike a missing permission
+    for error in load_all(root, blank(OLD), 2):
+        assert type(error) is CheckpointError
+        assert "could not load" in str(error)
+        assert "symbolic links" in str(error)
+    assert not (bad.path / "QUARANTINE").exists()
+
+
+def test_a_rank_that_cannot_see_the_root_is_not_taken_for_damage(root, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("other-node")
+
+    def work(ballot):
+        place = root if ballot.rank == 0 else elsewhere
+        return load(place, ballot, lambda _: share(blank(OLD), ballot.rank, ballot.world))
+
+    for error in on_ranks(2, work):
+        assert type(error) is CheckpointError
+        assert "rank 1 could not load" in str(error)
+        assert "on storage that all nodes share" in str(error)
+    assert len(find(root).candidates) == 2
+
+
+def test_a_rank_that_dies_while_loading_is_named(root):
+    def work(ballot):
+        if ballot.rank == 1:
+            return ballot.announce(dict)
+        return load(root, ballot, lambda _: share(blank(OLD), ballot.rank, ballot.world))
+
+    error, _ = on_ranks(2, work, timeout_s=0.2)
+    assert type(error) is CheckpointError
+    assert "rank 1 did not report on" in str(error)
+    assert len(find(root).candidates) == 2
