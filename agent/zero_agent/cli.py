@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.error("%s", error)
         code = error.code
     except StoreError as error:
-        log.error("%s", error)
+        log.error("%s. Is etcd running there? --rdzv-endpoint names it", error)
         code = AgentExit.NO_STORE
     except ZeroError as error:
         log.error("%s", error)
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
             job=check_job_name(args.rdzv_id) if args.rdzv_id else None,
             node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
             endpoints=endpoints,
-            address=args.local_addr or address_towards(endpoints.split(",")[0]),
+            address=args.local_addr or _address(endpoints),
             timing=Timing(),
             log_dir=args.log_dir,
             preload=() if args.cold_start else AgentConfig.preload,
@@ -137,6 +137,12 @@ def _take_part(config: AgentConfig) -> int:
             if config.job is None and agent.ended and not agent.took_part:
                 continue  # that run ended between the look at it and the joining: start the next
             return code
+
+
+def _address(endpoints: str) -> str:
+    from zero_orchestrator.etcd_connection import parse_endpoints  # gRPC, as above
+
+    return address_towards(parse_endpoints(endpoints)[0])
 
 
 @contextlib.contextmanager

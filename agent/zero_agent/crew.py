@@ -225,8 +225,17 @@ class Crew:
             self._nursery_is_gone()
         elif "port" in news and news["id"] in self._stores:
             self._on_port(self._stores[news["id"]], news["port"])
+        elif "pid" in news and self._group is not None:
+            self._worker_runs(news["id"], news["pid"])
         elif "status" in news:
             self._process_ended(news["id"], news["status"])
+
+    def _worker_runs(self, worker: int, pid: int) -> None:
+        assert self._group is not None
+        rank = self._group.rank_of(worker)
+        if rank is not None:
+            text = f"rank {rank} runs as process {pid}"
+            self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
 
     def _process_ended(self, process: int, status: int) -> None:
         self._stores.pop(process, None)

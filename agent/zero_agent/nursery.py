@@ -108,9 +108,13 @@ class Nursery:
 
     def _signal(self, worker: int, number: int) -> None:
         # The pid cannot have been reused: this process alone reaps it, and forgets it then.
-        if pid := self._pids.get(worker):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
+        pid = self._pids.get(worker)
+        if pid is None:
+            return
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            os.kill(pid, number)  # just forked: it has not made its group yet
 
     def _reap(self) -> None:
         while True:

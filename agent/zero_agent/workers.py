@@ -151,6 +151,11 @@ class WorkerGroup:
         for worker in self._running:
             self._nursery.signal(worker, number)
 
+    def rank_of(self, worker: int) -> int | None:
+        """The rank of a running worker of this group."""
+        order = self._running.get(worker)
+        return order.rank if order else None
+
     def ended(self, worker: int, status: int) -> Exit | None:
         """Take note of a worker's end; None if it is not one of this group."""
         order = self._running.pop(worker, None)

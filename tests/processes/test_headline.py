@@ -1,0 +1,104 @@
+"""The command of the README, typed in up to four terminals of one machine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cluster import (
+    SAMPLES,
+    STEPS,
+    Cluster,
+    environment,
+    final_hash,
+    training,
+)
+from tests.support.network import kill_all_with, own_loopback
+from tests.support.terminal import Terminal
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.netns]
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """Opens terminals that have etcd's own port, and the user's state, to themselves."""
+    env = {**environment(), "XDG_STATE_HOME": str(tmp_path / "state")}
+    opened: list[Terminal] = []
+    with own_loopback(2379) as prefix:
+
+        def open_terminal(*arguments: str) -> Terminal:
+            command = [*prefix, sys.executable, "-m", "zero_agent", *arguments]
+            opened.append(Terminal(command, env))
+            return opened[-1]
+
+        yield open_terminal
+        for window in opened:
+            window.process.kill()
+            window.process.wait()
+            window.close()
+        kill_all_with("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturbed_hash):
+    job = Cluster(tmp_path, endpoint="")  # for what its ledger shows
+    command = ("--nnodes=1:4", "--max-restarts=3", *training(tmp_path))
+    windows = [terminal(*command) for _ in range(4)]
+    job.wait_for_step(10, world=4)
+    windows[0].close()
+    job.wait_for_step(11, world=3)
+    assert windows[0].process.wait(20) == 128 + signal.SIGHUP
+    windows[0] = terminal(*command)
+    job.wait_for_step(12, world=4)
+    assert [window.process.wait(90) for window in windows] == [0, 0, 0, 0]
+    report = job.report()
+    assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+    assert report.repeated_steps == 0
+    assert final_hash("".join(window.text for window in windows)) == undisturbed_hash
+
+
+def test_the_server_belongs_to_no_agent(terminal, tmp_path):
+    """The first agent starts it; killing that agent leaves it to the others."""
+    job = Cluster(tmp_path, endpoint="")
+    command = ("--nnodes=1:2", "--max-restarts=1", *training(tmp_path))
+    first = terminal(*command)
+    job.wait_for_step(1, world=1)
+    second = terminal(*command)
+    job.wait_for_step(2, world=2)
+    first.process.kill()
+    assert second.process.wait(90) == 0, second.text
+    assert (job.report().problems, job.report().steps) == ((), STEPS)
+
+
+def test_a_finished_job_stays_finished_and_the_bare_command_runs_again(terminal, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('it runs')")
+    named = ("--nnodes=1:2", "--rdzv-id=once", str(script))
+    for shown in (1, 0):
+        window = terminal(*named)
+        assert window.process.wait(60) == 0
+        wait_for(lambda w=window: "is done" in w.text, 5, "the last line")
+        assert window.text.count("it runs") == shown
+    for _ in range(2):
+        window = terminal("--nnodes=1:2", str(script))
+        assert window.process.wait(60) == 0
+        wait_for(lambda w=window: w.text.count("it runs") == 1, 5, "the script's output")
+
+
+def test_ctrl_c_leaves_after_a_save_and_twice_leaves_at_once(terminal, tmp_path):
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('it runs', flush=True)\ntime.sleep(100)"
+    )
+    window = terminal("--nnodes=1:2", str(script))
+    wait_for(lambda: "it runs" in window.text, 60, "the worker")
+    window.type(b"\x03")
+    wait_for(lambda: "once more to leave at once" in window.text, 10, "the answer to Ctrl-C")
+    window.type(b"\x03")
+    assert window.process.wait(20) == 128 + signal.SIGINT
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["pgrep", "-f", str(script)], check=True, capture_output=True)

@@ -1,0 +1,140 @@
+"""The nursery: workers are forked, stopped and reaped, and none outlives its agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import descendants, environment, is_alive
+from tests.support.waiting import wait_for
+from zero_agent.hub import Hub
+from zero_agent.output import Tap, Terminal
+from zero_agent.worker_main import Program
+from zero_agent.workers import Nursery
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def forking(tmp_path):
+    """A nursery that has imported nothing, and the news it sends."""
+    hub, news = Hub(), queue.SimpleQueue()
+    nursery = Nursery(hub, environment(), [], lambda _, said: news.put(said))
+    yield lambda code: _start(nursery, hub, tmp_path, code), nursery, news
+    nursery.close()
+    hub.close()
+
+
+def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str) -> int:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    taps = [Tap(hub, Terminal(2), tmp_path / name) for name in ("out", "err")]
+    program = Program(target=str(script), is_module=False, arguments=["one", "two words"])
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "7"}
+    return nursery.start(program, env, *taps)
+
+
+def status_of(worker: int, news: queue.SimpleQueue) -> int:
+    while True:
+        said = news.get(timeout=20)
+        if said.get("id") == worker and "status" in said:
+            return said["status"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("raise SystemExit('in words')", 1),
+        ("raise ValueError('no')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import sys, os; assert sys.argv[1:] == ['one', 'two words']", 0),
+        ("import os; assert os.environ['RANK'] == '7'", 0),
+        ("import sys; assert sys.modules['__main__'].__file__ == sys.argv[0]", 0),
+        ("import threading, os; threading.Timer(0.1, lambda: os._exit(9)).start()", 9),
+    ],
+)
+def test_a_worker_ends_as_its_script_would(forking, code, status):
+    start, _, news = forking
+    assert status_of(start(code), news) == status
+
+
+def test_what_a_script_registers_with_atexit_runs_and_its_output_is_kept(forking, tmp_path):
+    start, _, news = forking
+    code = "import atexit; atexit.register(print, 'goodbye'); print('hello', end=' ')"
+    assert status_of(start(code), news) == 0
+    wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 5, "the output")
+
+
+def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_path):
+    start, _, news = forking
+    status_of(start("def f():\n    raise ValueError('no')\nf()"), news)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ValueError: no"
+    lines = message["extraInfo"]["py_callstack"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{tmp_path}/script.py", line 3, in <module>'
+    assert (tmp_path / "err").read_text() == ""
+
+
+def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
+    """The signal must not get lost between the fork and the worker's own process group."""
+    start, nursery, news = forking
+    for _ in range(30):
+        worker = start("import time; time.sleep(60)")
+        nursery.signal(worker, signal.SIGKILL)
+        assert status_of(worker, news) == -signal.SIGKILL
+
+
+AGENT = """
+import sys, time
+from pathlib import Path
+from zero_agent.hub import Hub
+from zero_agent.output import Tap, Terminal
+from zero_agent.worker_main import Program
+from zero_agent.workers import Nursery
+import os
+hub = Hub()
+nursery = Nursery(hub, os.environ, [], lambda *news: None)
+taps = [Tap(hub, Terminal(2), None) for _ in range(2)]
+nursery.start(Program(target=sys.argv[1], is_module=False, arguments=[]), {}, *taps)
+time.sleep(120)
+"""
+FAMILY = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "120"])                             # in the worker's group
+subprocess.Popen(["sleep", "120"], start_new_session=True)     # escaped from it
+if os.fork() == 0:                                             # a daemon: its parent is gone
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(120)
+    os._exit(0)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("victim", ["agent", "nursery"])
+def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
+    script = tmp_path / "family.py"
+    script.write_text(FAMILY)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], env=environment())
+    try:
+        # nursery, worker, two sleeps, and the daemon
+        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 20, "the family")
+        os.kill(agent.pid if victim == "agent" else pids[0], signal.SIGKILL)
+        workers = pids if victim == "agent" else pids[:2]
+        wait_for(lambda: not any(map(is_alive, workers)), 5, "every process to be gone")
+    finally:
+        for pid in (agent.pid, *descendants(agent.pid), *pids):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()

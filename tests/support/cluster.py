@@ -1,0 +1,191 @@
+"""A job as its users run it: agents as processes, a real script, faults from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import wait_for
+from zero_agent.process_control import children
+from zero_engine.ledger import Report, read_ledger, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "examples" / "train_gpt.py"
+SAMPLES = 32 * 250 + 10
+STEPS = 251
+TINY = ("--width=32", "--layers=2", "--length=32", f"--samples={SAMPLES}", "--save-every=20")
+
+
+def environment() -> dict[str, str]:
+    """One thread per worker, and nothing of an agent or launcher around the tests."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ZERO_", "TORCHEL"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def training(directory: Path, *more: str) -> list[str]:
+    """The example and its arguments: about ten seconds of steps on two cores."""
+    places = (f"--checkpoints={directory}/checkpoints", f"--ledger={directory}/ledger")
+    return [str(TRAIN), *TINY, *places, *more]
+
+
+def run_alone(directory: Path, *more: str) -> str:
+    """Train in one process, undisturbed; the final weight hash."""
+    done = subprocess.run(
+        [sys.executable, *training(directory, *more)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return final_hash(done.stdout)
+
+
+def final_hash(output: str) -> str:
+    """What the example prints at its end."""
+    found = re.findall(r"^done: .* weight hash (\w+)$", output, re.MULTILINE)
+    assert found, f"no final hash in the output:\n{output[-3000:]}"
+    assert len(set(found)) == 1, f"more than one final hash: {found}"
+    return found[0]
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    below = children(pid)
+    return below + [deeper for child in below for deeper in descendants(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass
+class AgentProcess:
+    """One `zero-agent`, with its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+
+    def kill_node(self) -> list[int]:
+        """kill -9 the agent and all below it at once, as if power were lost; the pids."""
+        pids = [self.process.pid, *descendants(self.process.pid)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        return pids
+
+
+@dataclass
+class Cluster:
+    """Agents of one job on this machine."""
+
+    directory: Path
+    endpoint: str
+    job: str = "job"
+    flags: Sequence[str] = ("--nnodes=1:4", "--max-restarts=3")
+    script: Sequence[str] = ()
+    agents: dict[str, AgentProcess] = field(default_factory=dict)
+    everyone: list[AgentProcess] = field(default_factory=list)
+
+    def start(self, *nodes: str) -> None:
+        """Start agents; a node that was started before is started again."""
+        script = self.script or training(self.directory)
+        for node in nodes:
+            flags = [
+                *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}"),
+                *(f"--node-id={node}", f"--log-dir={self.directory}/logs"),
+            ]
+            command = [sys.executable, "-m", "zero_agent", *self.flags, *flags, *script]
+            log = self.directory / f"{node}.{len(self.everyone)}.log"
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=file, env=environment(), start_new_session=True
+                )
+            self.agents[node] = AgentProcess(process, log)
+            self.everyone.append(self.agents[node])
+
+    @property
+    def output(self) -> str:
+        return "".join(agent.output for agent in self.everyone)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """All agents' journal events of one name, in order of time."""
+        lines = [
+            json.loads(line)
+            for path in (self.directory / "logs" / self.job).glob("events-*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        return sorted((e for e in lines if e["event"] == name), key=lambda e: e["time"])
+
+    def last_steps(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(round, rank) -> (its last finished step, the world size)."""
+        found = {}
+        for path in (self.directory / "ledger").glob("round*-rank*.jsonl"):
+            if lines := path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):
+                    last = json.loads(lines[-1])
+                    found[last["round"], last["rank"]] = (last["step"], last["world"])
+        return found
+
+    def wait_for_step(self, step: int, world: int, timeout_s: float = 60.0) -> None:
+        """Wait until the newest round runs at this world size and has finished this step."""
+
+        def reached() -> bool:
+            steps = self.last_steps()
+            self.check_agents()
+            newest = max((n for n, _ in steps), default=0)
+            return any(n == newest and s >= step and w == world for (n, _), (s, w) in steps.items())
+
+        wait_for(reached, timeout_s, f"step {step} at world size {world}")
+
+    def check_agents(self) -> None:
+        """Fail at once, with the output, if an agent has ended with an error by itself."""
+        for node, agent in self.agents.items():
+            code = agent.process.poll()
+            assert code in (None, 0, -signal.SIGKILL), f"{node} exited {code}:\n{agent.output}"
+
+    def worker_of(self, node: str) -> int:
+        """The pid of a node's newest worker."""
+        return next(e["pid"] for e in reversed(self.events("worker")) if e["node"] == node)
+
+    def wait_for_end(self, timeout_s: float = 90.0) -> None:
+        """Wait until every agent that was not killed has exited with 0."""
+        for node, agent in self.agents.items():
+            if agent.process.returncode is None:
+                assert agent.wait(timeout_s) == 0, f"{node}:\n{agent.output}"
+
+    def report(self) -> Report:
+        """What the ledger proves."""
+        return verify(read_ledger(self.directory / "ledger"), SAMPLES)
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        for agent in self.everyone:
+            if agent.process.poll() is None:
+                agent.kill_node()
