@@ -99,7 +99,9 @@ class Demo:
                 self.told.add(line)
                 console.print(f"  [dim]{STORY[line[0]]}[/] {line[1]}")
 
-    def wait(self, what: str, condition: Callable[[Report], bool], watch: Callable[[Report], None]):
+    def wait(
+        self, what: str, condition: Callable[[Report], bool], watch: Callable[[Report], None]
+    ) -> None:
         """Show the job going on until `condition` holds."""
         while time.monotonic() < self.deadline:
             report = self.ledger()

@@ -98,7 +98,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(batch, length, width)
         x = x + self.dropout(self.project(mixed))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
 
 
 class GPT(nn.Module):
@@ -163,6 +164,7 @@ def main() -> None:
         training_data=Text(args.data, args.length, args.samples),
         config=read_config(args),
     )
+    assert loader is not None, "initialize() makes one when it is given training data"
     engine.load_checkpoint(args.checkpoints)
     first = engine.global_rank == 0
     if first:

@@ -24,7 +24,7 @@ from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
 from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import Change, Compare, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.kv import Compare, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
 from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
 from zero_orchestrator.spec import JobSpec

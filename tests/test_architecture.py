@@ -1,0 +1,39 @@
+"""ARCHITECTURE.md is the tour: what it draws and names must be what is there."""
+
+import re
+from pathlib import Path
+
+from zero_orchestrator.rounds import LEGAL
+
+ROOT = Path(__file__).resolve().parents[1]
+TOUR = (ROOT / "ARCHITECTURE.md").read_text()
+PACKAGES = {
+    "orchestrator/zero_orchestrator",
+    "agent/zero_agent",
+    "engine/zero_engine",
+    "engine/zero_engine/checkpoint",
+}
+
+
+def test_the_states_in_the_tour_are_those_of_the_round_machine():
+    drawn = re.search(r"<!-- states -->\n```\n(.*?)```\n<!-- /states -->", TOUR, re.DOTALL)
+    moves = [f"{source or '(nothing)'} --{move}--> {to}" for move, (source, to) in LEGAL.items()]
+    assert drawn is not None
+    assert drawn[1].splitlines() == moves
+
+
+def test_every_file_of_a_package_is_in_its_table_and_every_name_there_is_a_file():
+    for heading, section in re.findall(r"^### (\S+?): .*?\n(.*?)(?=^##|\Z)", TOUR, re.M | re.S):
+        assert heading in PACKAGES
+        rows = [row for row in section.splitlines() if row.startswith("| `")]
+        named = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
+        there = {path.name for path in (ROOT / heading).glob("*.py")} - {
+            "__init__.py",
+            "__main__.py",
+        }
+        assert named == there, f"{heading}: {named ^ there}"
+
+
+def test_every_test_file_named_in_the_tour_exists():
+    for name in re.findall(r"`(tests/[\w/]+\.py)`", TOUR):
+        assert (ROOT / name).is_file(), name
