@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_agent.crew import Crew
+from zero_agent.ring import Ring
 from zero_agent.supervise import Action, Situation, Workers, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
@@ -67,6 +68,7 @@ class Agent:
             on_port=self._store_listens,
             on_commit=self._commit,
         )
+        self._ring = Ring(config.address, self._post(self._peer_is_dead))
         self._rdzv = Rendezvous(
             store,
             job,
@@ -76,6 +78,7 @@ class Agent:
                 incarnation=secrets.token_hex(4),
                 address=config.address,
                 slots=config.slots,
+                ring=self._ring.address,
             ),
             clock=clock,
             journal=self._journal,
@@ -105,6 +108,7 @@ class Agent:
         """
         try:
             self._rdzv.register()
+            self._ring.start(self._rdzv.node, self._rdzv.secret)
             while (code := self._turn()) is None:
                 pass
             return code
@@ -115,6 +119,7 @@ class Agent:
         """Stop everything that belongs to this agent and leave the job."""
         self._crew.close()
         self._rdzv.close()
+        self._ring.close()
         self._scratch.cleanup()
 
     def on_signal(self, number: int) -> None:
@@ -129,6 +134,7 @@ class Agent:
         try:
             self._rdzv.poll()
             self._store_answers()
+            self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
                 return self._exit_code()
@@ -246,6 +252,16 @@ class Agent:
         except StoreUnavailable as error:
             self._store_is_silent(error)
             self._inbox.put(lambda: self._store_listens(n, port))  # the loop polls in between
+
+    def _peer_is_dead(self, node: Node) -> None:
+        try:
+            evicted = self._rdzv.evict(node)
+        except StoreUnavailable:
+            return  # its lease will say the same
+        if evicted:
+            self._journal.tell(
+                "dead", f"the agent of node {node.id} is gone: nothing listens there"
+            )
 
     def _commit(self, request: CommitRequest) -> tuple[bool, str]:
         """May this checkpoint be published? Only while its workers' round is the current one."""

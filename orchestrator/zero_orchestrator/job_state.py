@@ -3,6 +3,7 @@
 Keys, under `/zero/v1/<job>/` (all values JSON):
 
     spec                    the JobSpec, written once
+    secret                  known to the job's agents alone; written once
     nodes/<id>              a live agent; leased
     round                   {n, state, cause}: the round that is ACTIVE, or being left (FORMING)
     rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
@@ -55,6 +56,11 @@ class Keys:
         return self.prefix + "spec"
 
     @property
+    def secret(self) -> str:
+        """What the job's agents prove to each other that they know."""
+        return self.prefix + "secret"
+
+    @property
     def round(self) -> str:
         """The state of the current round."""
         return self.prefix + "round"
@@ -89,7 +95,8 @@ class Node:
     """Workers on this node."""
     draining: bool = False
     """It wants to leave: it keeps its round until the next step boundary and joins no other."""
-    host: str = ""
+    ring: str = ""
+    """Where its liveness ring listens, `host:port`."""
 
     def to_json(self) -> str:
         """The value of its key."""

@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
 from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import Compare, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.kv import Compare, Delete, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
 from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
 from zero_orchestrator.spec import JobSpec
@@ -81,6 +82,8 @@ class Rendezvous:
         self._stale.set()
         self._lease: LeaseKeeper | None = None
         self._lost_lease = threading.Event()
+        self.secret = ""
+        """Shared by the job's agents; known once registered."""
         self._ages = _Ages(clock)
         self._snapshot = Snapshot(spec=spec)
         self._read_s = 0.0
@@ -103,16 +106,22 @@ class Rendezvous:
             SpecError: The job runs with another specification.
             StoreUnavailable: The store did not answer.
         """
-        self._store.txn([absent(self.keys.spec)], [Put(self.keys.spec, self._spec.to_json())])
-        agreed = self._store.get(self.keys.spec)
-        if agreed is None:
-            raise StoreUnavailable(f"{self.keys.spec} vanished while it was read; try again")
-        self._spec.check_same(JobSpec.from_json(agreed.value), self.keys.job)
+        agreed = self._agree(self.keys.spec, self._spec.to_json())
+        self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
+        self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
         self._announce()
         found = self._store.range(self.keys.prefix)
         self._watch = self._store.watch(
             self.keys.prefix, self._changed, after=found.revision, on_compacted=self._compacted
         )
+
+    def _agree(self, key: str, proposal: str) -> str:
+        """The value of a key that the first agent of the job writes."""
+        self._store.txn([absent(key)], [Put(key, proposal)])
+        agreed = self._store.get(key)
+        if agreed is None:
+            raise StoreUnavailable(f"{key} vanished while it was read; try again")
+        return agreed.value
 
     def poll(self) -> Snapshot:
         """The job as it is now, after this agent has done its share to move it on.
@@ -126,6 +135,9 @@ class Rendezvous:
             self._journal.tell("lease", f"node {self._node.id} has registered again")
         if self._stale.is_set() or self._clock.now() - self._read_s > REREAD_S:
             self._read()
+        if not any(node.id == self._node.id for node in self._snapshot.nodes):
+            self._announce()  # somebody took this agent for dead
+            self._read()
         while self._advance():
             self._read()
         return self._snapshot
@@ -134,6 +146,18 @@ class Rendezvous:
     def snapshot(self) -> Snapshot:
         """The job as last read."""
         return self._snapshot
+
+    def evict(self, node: Node) -> bool:
+        """Remove the registration of an agent that is certainly dead, ahead of its lease.
+
+        An agent that was declared dead and is not registers again at its next poll.
+        """
+        key = self.keys.node(node.id)
+        held = self._store.get(key)
+        if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
+            return False
+        self._stale.set()
+        return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
 
     def drain(self) -> None:
         """Ask to leave: no further round includes this node."""

@@ -1,0 +1,242 @@
+"""The liveness ring: each agent holds a TCP connection to the next, and hears at once if it ends.
+
+A lease says that a node is gone some seconds after it is; a kernel says so in a millisecond, by
+closing the sockets of a dead process. A closed connection alone is a *suspicion*: networks and
+middle boxes close connections of healthy nodes. So the agent dials again, and only one of two
+answers is a *verdict*: nothing listens there any more (connection refused), or another process
+does. Anything else (no answer, no route) proves nothing and is left to the lease.
+
+Must always hold: a verdict is given only on a process that this very agent has talked to, at
+that address, so a firewall in the way can never be mistaken for a death. Both ends prove that
+they know the job's secret (HMAC over the other's nonce); nothing else is ever sent, and nothing
+received is interpreted. Who calls it: the agent's loop.
+
+Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
+notice, with a confirmation, is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Sequence
+
+from zero_orchestrator.job_state import Node
+
+log = logging.getLogger("zero")
+
+HANDSHAKE_TIMEOUT_S = 2.0
+RETRY_S = 1.0
+"""Between two attempts to reach a neighbour that neither answers nor refuses."""
+_LINE_BYTES = 512
+
+
+def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
+    """Whom to watch: the next live node in the order of ids, or None when alone."""
+    others = sorted((node for node in nodes if node.id != me.id and node.ring), key=lambda n: n.id)
+    after = [node for node in others if node.id > me.id]
+    return next(iter(after or others), None)
+
+
+class Ring:
+    """This agent's place in the ring: one listener, one connection to a neighbour."""
+
+    def __init__(self, address: str, on_dead: Callable[[Node], None]) -> None:
+        """Listen, on a free port; nobody is answered or watched before `start`.
+
+        Args:
+            address: The node's own address; the ring listens there and nowhere else.
+            on_dead: Called with the verdict, on the ring's thread.
+        """
+        self._on_dead = on_dead
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = type("Server", (_Server,), {"address_family": family})
+        self._server: _Server = server((address, 0), _Answer)
+        port = self._server.server_address[1]
+        self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self._target: Node | None = None
+        self._changed = threading.Condition()
+        self._open = True
+        self._connection: socket.socket | None = None
+
+    def start(self, me: Node, secret: str) -> None:
+        """Answer and watch from now on."""
+        self._secret = secret
+        self._server.prove = lambda nonce: _proof(secret, me, nonce)
+        self._server.secret = secret
+        for name, work in (("answers", self._server.serve_forever), ("watches", self._watch)):
+            threading.Thread(target=work, name=f"zero-ring-{name}", daemon=True).start()
+
+    def follow(self, me: Node, nodes: Sequence[Node]) -> None:
+        """Watch whoever is next among the live nodes."""
+        target = neighbour(me, nodes)
+        with self._changed:
+            before, self._target = self._target, target
+            if _key(before) == _key(target):
+                return
+            self._hang_up()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop watching and answering; returns at once."""
+        with self._changed:
+            self._open = False
+            self._hang_up()
+            self._changed.notify_all()
+        if hasattr(self, "_secret"):
+            threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._server.server_close()
+
+    # ---- watching ----
+
+    def _hang_up(self) -> None:
+        """End the connection under the watching thread, which then looks at the target again."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        while (target := self._wait_for_target()) is not None:
+            try:
+                with self._dial(target) as connection:
+                    self._stay_on(connection, target)
+            except OSError as error:
+                log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
+                self._pause()
+                continue
+            if self._wants(target) and self._is_dead(target):
+                self._on_dead(target)
+                self._pause()
+
+    def _wait_for_target(self) -> Node | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._target is not None or not self._open)
+            return self._target if self._open else None
+
+    def _pause(self) -> None:
+        """Wait a moment, or until there is another neighbour to watch."""
+        with self._changed:
+            before = _key(self._target)
+            self._changed.wait_for(lambda: _key(self._target) != before or not self._open, RETRY_S)
+
+    def _wants(self, target: Node) -> bool:
+        with self._changed:
+            return self._open and _key(self._target) == _key(target)
+
+    def _stay_on(self, connection: socket.socket, target: Node) -> None:
+        """Until the connection ends, for whatever reason."""
+        with self._changed:
+            if not self._open or _key(self._target) != _key(target):
+                return
+            self._connection = connection
+        try:
+            connection.settimeout(None)  # ended by the kernel, or by `_hang_up`
+            while connection.recv(1):
+                pass
+        except OSError:
+            pass  # a reset: a suspicion like an orderly end
+        finally:
+            with self._changed:
+                self._connection = None
+
+    def _is_dead(self, target: Node) -> bool:
+        """Dial once more: is it certain that this process is gone?"""
+        try:
+            self._dial(target).close()
+        except ConnectionRefusedError:
+            return True
+        except _AnotherProcess:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _dial(self, target: Node) -> socket.socket:
+        """A connection to the very process that `target` describes.
+
+        Raises:
+            _AnotherProcess: Somebody of this job answers, but not that process.
+            OSError: It cannot be reached, or does not know the secret.
+        """
+        host, _, port = target.ring.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_TIMEOUT_S)
+        try:
+            connection.settimeout(HANDSHAKE_TIMEOUT_S)
+            theirs = _read_line(connection)
+            mine = secrets.token_hex(16)
+            connection.sendall(f"{_digest(self._secret, theirs)} {mine}\n".encode())
+            node, incarnation, proof = _read_line(connection).split(" ")
+            expected = _digest(self._secret, f"{mine} {node} {incarnation}")
+            if not hmac.compare_digest(proof, expected):
+                raise ConnectionAbortedError("it does not know the job's secret")
+            if (node, incarnation) != (target.id, target.incarnation):
+                raise _AnotherProcess(f"node {node} answers")
+        except ValueError as error:
+            connection.close()
+            raise ConnectionAbortedError("it does not speak the ring's protocol") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class _AnotherProcess(ConnectionError):
+    """The address belongs to another process of the job now."""
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers whoever watches this agent; one thread per watcher, normally one."""
+
+    daemon_threads = True
+    allow_reuse_address = False
+    block_on_close = False
+    prove: Callable[[str], str]
+    secret: str
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("ring: %s went away during the handshake", client_address)
+
+
+class _Answer(socketserver.BaseRequestHandler):
+    """One watcher: prove who we are to one that knows the secret, then hold the line."""
+
+    def handle(self) -> None:
+        server: _Server = self.server  # type: ignore[assignment]
+        self.request.settimeout(HANDSHAKE_TIMEOUT_S)
+        nonce = secrets.token_hex(16)
+        self.request.sendall(nonce.encode() + b"\n")
+        proof, theirs = _read_line(self.request).split(" ")
+        if not hmac.compare_digest(proof, _digest(server.secret, nonce)):
+            log.warning("ring: %s does not know the job's secret", self.client_address)
+            return
+        self.request.sendall(server.prove(theirs).encode() + b"\n")
+        self.request.settimeout(None)
+        while self.request.recv(64):
+            pass
+
+
+def _proof(secret: str, me: Node, nonce: str) -> str:
+    return f"{me.id} {me.incarnation} {_digest(secret, f'{nonce} {me.id} {me.incarnation}')}"
+
+
+def _digest(secret: str, text: str) -> str:
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _read_line(connection: socket.socket) -> str:
+    data = b""
+    while not data.endswith(b"\n"):
+        more = connection.recv(_LINE_BYTES - len(data))
+        if not more:
+            raise ConnectionAbortedError("it hung up during the handshake")
+        data += more
+    return data.decode("ascii").rstrip("\n")
+
+
+def _key(node: Node | None) -> tuple[str, str] | None:
+    return (node.id, node.incarnation) if node else None

@@ -1,0 +1,169 @@
+"""The liveness ring over real sockets: who is declared dead, and who never is."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.support.waiting import wait_for
+from zero_agent.etcd_process import free_port
+from zero_agent.ring import Ring, neighbour
+from zero_orchestrator.job_state import Node
+
+SECRET = "the job's secret"
+
+
+def node(name: str, ring: str = "x:1", incarnation: str = "1") -> Node:
+    return Node(id=name, incarnation=incarnation, address="127.0.0.1", slots=1, ring=ring)
+
+
+@pytest.mark.parametrize(
+    ("me", "live", "expected"),
+    [("a", "abc", "b"), ("c", "abc", "a"), ("b", "ab", "a"), ("a", "a", None), ("b", "", None)],
+)
+def test_each_agent_watches_the_next_and_the_last_one_the_first(me, live, expected):
+    watched = neighbour(node(me), [node(name) for name in live])
+    assert (watched and watched.id) == expected
+
+
+class Proxy:
+    """A wire between two agents that can be cut while both live."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.split(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _RELAY, str(self._listener.fileno()), host, port],
+            pass_fds=[self._listener.fileno()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._listener.close()
+
+    @property
+    def connections(self) -> Iterator[str]:
+        return iter(self.process.stdout.readline, "")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+_RELAY = """
+import selectors, socket, sys
+listener = socket.socket(fileno=int(sys.argv[1]))
+first = True
+while True:
+    near, _ = listener.accept()
+    print("connected", flush=True)
+    far = socket.create_connection((sys.argv[2], int(sys.argv[3])))
+    both = selectors.DefaultSelector()
+    both.register(near, selectors.EVENT_READ, far)
+    both.register(far, selectors.EVENT_READ, near)
+    lines, open_ = 0, True
+    while open_:
+        for key, _ in both.select():
+            data = key.fileobj.recv(4096)
+            if not data:
+                open_ = False
+                break
+            key.data.sendall(data)
+            lines += data.count(b"\\n")
+        if first and lines >= 3:  # the handshake is through: cut the wire, once
+            first = open_ = False
+    near.close(); far.close(); both.close()
+"""
+
+
+@pytest.fixture
+def ring() -> Iterator[Callable[..., Ring]]:
+    """Makes rings whose verdicts arrive in `ring.dead`."""
+    made: list[Ring] = []
+
+    def make(name: str, incarnation: str = "1", secret: str = SECRET) -> Ring:
+        dead: queue.SimpleQueue[Node] = queue.SimpleQueue()
+        one = Ring("127.0.0.1", dead.put)
+        one.dead = dead
+        one.node = node(name, one.address, incarnation)
+        one.start(one.node, secret)
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def watching(ring: Ring) -> bool:
+    return ring._connection is not None
+
+
+_AGENT = """
+import sys, time
+from zero_agent.ring import Ring
+from zero_orchestrator.job_state import Node
+ring = Ring("127.0.0.1", print)
+ring.start(Node(id="b", incarnation="1", address="127.0.0.1", slots=1), sys.argv[1])
+print(ring.address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_agent_is_known_to_be_dead(ring):
+    a = ring("a")
+    command = [sys.executable, "-c", _AGENT, SECRET]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        b = node("b", process.stdout.readline().strip())
+        a.follow(a.node, [a.node, b])
+        wait_for(lambda: watching(a), 10, "the connection")
+        process.kill()
+        assert a.dead.get(timeout=5) == b
+
+
+def test_a_cut_connection_to_a_living_agent_is_no_verdict(ring):
+    a, b = ring("a"), ring("b")
+    wire = Proxy(b.address)
+    try:
+        a.follow(a.node, [a.node, replace(b.node, ring=wire.address)])
+        seen = wire.connections
+        assert [next(seen) for _ in range(3)] == ["connected\n"] * 3  # cut, confirmed, held again
+        wait_for(lambda: watching(a), 5, "the connection")
+        assert a.dead.empty()
+    finally:
+        wire.kill()
+
+
+def test_an_address_where_nobody_was_ever_met_is_no_verdict(ring):
+    """A firewall that rejects connections must not make healthy nodes look dead."""
+    a = ring("a")
+    nobody = node("b", f"127.0.0.1:{free_port()}")
+    a.follow(a.node, [a.node, nobody])
+    with pytest.raises(queue.Empty):
+        a.dead.get(timeout=0.5)
+
+
+def test_another_process_at_the_address_means_that_the_first_is_gone(ring):
+    a, b = ring("a"), ring("b", incarnation="2")
+    a.follow(a.node, [a.node, b.node])
+    wait_for(lambda: watching(a), 5, "the connection")
+    assert a._is_dead(replace(b.node, incarnation="1"))
+    assert not a._is_dead(b.node)
+
+
+def test_who_does_not_know_the_secret_is_neither_answered_nor_believed(ring):
+    a, stranger = ring("a"), ring("b", secret="another secret")
+    a.follow(a.node, [a.node, stranger.node])
+    with pytest.raises(queue.Empty):
+        a.dead.get(timeout=0.5)
+    assert not watching(a)
+    with pytest.raises(ConnectionAbortedError):
+        a._dial(stranger.node)
