@@ -70,7 +70,8 @@ def look(store: KeyValueStore, directory: SharedDirectory) -> Sight:
     """The use that is made of the server now. Raises StoreError."""
     jobs = store.range(JOBS_PREFIX)
     nodes = any(item.lease for item in jobs.items)
-    return Sight(jobs.revision, nodes, directory.used.stat().st_mtime_ns)
+    handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
+    return Sight(jobs.revision, nodes, handed_out_ns)
 
 
 class Keeper:

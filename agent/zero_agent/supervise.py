@@ -113,8 +113,9 @@ def _outside(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
-    if now.node.draining:
-        return Action.REPORT_QUIET, "draining: no workers are started"
+    if now.node.draining or job.stop is not None:
+        why = "draining" if job.stop is None else job.stop
+        return Action.REPORT_QUIET, f"{why}: no workers are started"
     if job.master is not None:
         return Action.START, f"round {job.n} begins"
     if index == 0 and not now.hosting:
@@ -180,4 +181,5 @@ _BY_STATE: Mapping[State | None, Callable[[Situation], Step]] = {
     State.ACTIVE: _active,
     State.DONE: _ended,
     State.FAILED: _ended,
+    State.STOPPED: _ended,
 }

@@ -14,6 +14,8 @@ Keys, under `/zero/v1/<job>/` (all values JSON):
     rounds/<n>/fail/<id>    the node's workers of round n failed, and how
     charged/<n>             round n ended in a failure: one charge to the restart budget
     ckpt/latest             the newest published checkpoint
+    cmd/stop                somebody wants the whole job to end, and who and why
+    cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
 
 `rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them.
 """
@@ -37,6 +39,11 @@ class State(StrEnum):
     ACTIVE = "ACTIVE"
     DONE = "DONE"
     FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+
+ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
+"""The states that no job leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,15 @@ class Keys:
     def latest(self) -> str:
         """The newest published checkpoint."""
         return self.prefix + "ckpt/latest"
+
+    @property
+    def stop(self) -> str:
+        """The wish that the job ends."""
+        return self.prefix + "cmd/stop"
+
+    def drain(self, node: str) -> str:
+        """The wish that a node leaves."""
+        return f"{self.prefix}cmd/drain/{node}"
 
     def node(self, node: str) -> str:
         """A live agent."""
@@ -154,6 +170,20 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class DrainOrder:
+    """Somebody's wish that one agent process leaves the job."""
+
+    node: str
+    incarnation: str
+    by: str
+    """Who wants it."""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A job as read at one revision of the store; every decision looks at nothing else."""
 
@@ -175,6 +205,9 @@ class Snapshot:
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
     charges: int = 0
+    stop: str | None = None
+    """Somebody wants the job to end: who, and why."""
+    drains: tuple[DrainOrder, ...] = ()
 
     @cached_property
     def alive(self) -> frozenset[tuple[str, str]]:
@@ -206,13 +239,19 @@ class Snapshot:
         """Whether this agent process is a member of round n."""
         return self.members.index(node) is not None
 
+    def drain_order(self, node: Node) -> DrainOrder | None:
+        """The wish that this very agent process leaves, or None."""
+        who = (node.id, node.incarnation)
+        return next((d for d in self.drains if (d.node, d.incarnation) == who), None)
+
 
 def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     """The snapshot in the keys of a job, as `KeyValueStore.range(keys.prefix)` returned them."""
     items = {item.key: item for item in found.items}
-    head = items.get(keys.round)
+    head, stop = items.get(keys.round), items.get(keys.stop)
+    wish = json.loads(stop.value) if stop else None
     if head is None:
-        return Snapshot(spec=spec, nodes=_nodes(keys, found))
+        return Snapshot(spec=spec, nodes=_nodes(keys, found), stop=wish)
     record = json.loads(head.value)
     n = record["n"]
     members, master, yielded = (
@@ -233,6 +272,8 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         done=_names(found, keys.of_round(n, "done/")),
         failures=_failures(found, keys.of_round(n, "fail/")),
         charges=len(_names(found, keys.prefix + "charged/")),
+        stop=wish,
+        drains=_drains(found, keys.drain("")),
     )
 
 
@@ -251,6 +292,11 @@ def _members(item: KeyValue | None) -> Members:
         return NOBODY
     record = json.loads(item.value)
     return Members(tuple(Node(**node) for node in record["nodes"]), record["restarts"])
+
+
+def _drains(found: Range, prefix: str) -> tuple[DrainOrder, ...]:
+    orders = (item for item in found.items if item.key.startswith(prefix))
+    return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
 
 
 def _failures(found: Range, prefix: str) -> tuple[Failure, ...]:

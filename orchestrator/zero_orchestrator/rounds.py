@@ -8,12 +8,13 @@ the revision of the `round` key, so exactly one of them wins and a decision made
 snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence* of its workers.
 
     nothing -> FORMING -> ACTIVE -> DONE
-                  ^__________|  `-> FAILED
+       STOPPED <-'  ^________|  `-> FAILED
 
 Must always hold (tested by exhaustive search in `tests/unit/test_round_model.py`):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
 I3 ranks are a bijection. I4 size bounds hold. I5 at most one charge per round, and the job
-fails iff a failure finds the budget spent. I10 DONE and FAILED are terminal.
+fails iff a failure finds the budget spent. I10 DONE, FAILED and STOPPED are terminal. I11 no
+round begins once somebody wants the job to stop, and only such a job is STOPPED.
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
@@ -42,6 +43,7 @@ class Move(StrEnum):
     INTERRUPT = "interrupt"
     FINISH = "finish"
     FAIL = "fail"
+    STOP = "stop"
 
 
 LEGAL: Mapping[Move, tuple[State | None, State]] = {
@@ -52,6 +54,7 @@ LEGAL: Mapping[Move, tuple[State | None, State]] = {
     Move.INTERRUPT: (State.ACTIVE, State.FORMING),
     Move.FINISH: (State.ACTIVE, State.DONE),
     Move.FAIL: (State.ACTIVE, State.FAILED),
+    Move.STOP: (State.FORMING, State.STOPPED),
 }
 """Every legal move: from which state, to which. FORM is free, INTERRUPT costs one restart."""
 
@@ -122,6 +125,8 @@ def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     busy = [node.id for node in job.live_members if node.id not in job.quiet]
     if busy:
         return Decision(None, f"waiting for the workers of {', '.join(busy)} to stop")
+    if job.stop is not None:
+        return Decision(Transition(Move.STOP, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
     if count < low:
         return Decision(None, f"{count} of {low}:{high} nodes are here; waiting for {low - count}")
@@ -189,6 +194,10 @@ def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | 
     return None
 
 
+def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    return _go(Move.YIELD, job.stop) if job.stop is not None else None
+
+
 def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
     if draining:
@@ -218,6 +227,8 @@ def _go(move: Move, cause: str) -> Decision:
 
 def _interrupt(job: Snapshot, cause: str) -> Decision:
     """A failure: one restart of the budget, or the end of the job when none is left."""
+    if job.stop is not None:
+        return _go(Move.FORM, f"{cause}; nothing restarts, {job.stop}")
     budget = job.spec.max_restarts
     if job.charges < budget:
         return Decision(
@@ -234,6 +245,7 @@ _WATCH_RULES: Sequence[_Rule] = (
     _a_node_is_lost,
     _a_symptom_has_no_cause,
     _members_leave,
+    _the_job_is_to_stop,
     _a_member_drains,
     _room_for_joiners,
 )
@@ -243,6 +255,7 @@ _DECIDE: Mapping[State | None, Callable[[Snapshot, Observed, Timing], Decision]]
     State.ACTIVE: _watch,
     State.DONE: _ended,
     State.FAILED: _ended,
+    State.STOPPED: _ended,
 }
 
 
@@ -272,7 +285,7 @@ def transaction(
         writes.append(Put(keys.charged(job.n), json.dumps(transition.cause)))
     if transition.move is Move.ACTIVATE:
         members = keys.of_round(n, "members")
-        compares.append(absent(members))
+        compares += [absent(members), absent(keys.stop)]
         writes.append(Put(members, transition.members.to_json()))
         # The round before the last is history; its failures are in the journal.
         writes.append(Delete(keys.of_round(n - 2, ""), prefix=True))

@@ -3,7 +3,7 @@
 The same command typed in several terminals must meet in one job, and the same command typed
 again after that job has ended must start a new one. So each command has a numbered series of
 runs, `/zero/runs/<command>` holds the current number, and an agent moves it on when that run
-is over: DONE, FAILED, or left by all its agents.
+is over: DONE, FAILED, STOPPED, or left by all its agents.
 
 Must always hold: two agents that start together agree on one run. A new number is written by
 compare-and-set, and a run without a round yet has just begun, so it is joined, not skipped.
@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.job_state import Keys, State
+from zero_orchestrator.job_state import ENDED, Keys
 from zero_orchestrator.kv import KeyValueStore, Put, Range, unchanged
 
 ATTEMPTS = 20
@@ -58,6 +58,6 @@ def _is_over(found: Range, job: str) -> bool:
     items = {item.key: item for item in found.items}
     if keys.round not in items:
         return False
-    if json.loads(items[keys.round].value)["state"] in {State.DONE, State.FAILED}:
+    if json.loads(items[keys.round].value)["state"] in ENDED:
         return True
     return not any(key.startswith(keys.node("")) for key in items)

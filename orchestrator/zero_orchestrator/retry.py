@@ -1,0 +1,89 @@
+"""How often and how long we try again: the tenacity policies of the whole project.
+
+Must always hold: only what may pass by itself (`StoreUnavailable`) is tried again; every policy
+ends, by a deadline or by an event; delays are random, so that a thousand agents that lost the
+same server do not come back in step. Who calls it: whoever talks to the store and can wait.
+
+A call that is tried again must be safe to repeat: reads, and transactions that compare what
+they read. An unanswered write may have taken effect.
+
+Source of the idea: "full jitter",
+https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import tenacity
+
+from zero_orchestrator.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from tenacity.wait import wait_base
+
+_log = logging.getLogger(__name__)
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+
+_JITTER = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
+
+
+class _WithinDeadline(tenacity.wait.wait_base):
+    """The wait of another policy, cut short so that the last try starts at the deadline."""
+
+    def __init__(self, wait: wait_base, timeout_s: float) -> None:
+        self._wait = wait
+        self._timeout_s = timeout_s
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        left_s = self._timeout_s - (retry_state.seconds_since_start or 0.0)
+        return max(0.0, min(self._wait(retry_state), left_s))
+
+
+def _log_wait(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    pause_s = state.next_action.sleep if state.next_action else 0.0
+    _log.debug("attempt %d: %s; next in %.2f s", state.attempt_number, error, pause_s)
+
+
+def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> tenacity.Retrying:
+    """Try again while the store is unavailable, until `timeout_s` have passed.
+
+    Use it as `within(30)(store.get, key)` or as a decorator.
+
+    Args:
+        timeout_s: The last try starts at this time, so the whole lasts at most one call longer.
+        cancelled: Setting it ends the wait and the trying at once.
+
+    Raises (when used):
+        StoreUnavailable: The last try's, when time is up or `cancelled` is set.
+    """
+    cancelled = cancelled or threading.Event()
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreUnavailable),
+        wait=_WithinDeadline(_JITTER, timeout_s),
+        stop=tenacity.stop_after_delay(timeout_s) | tenacity.stop_when_event_set(cancelled),
+        sleep=tenacity.sleep_using_event(cancelled),
+        before_sleep=_log_wait,
+        reraise=True,
+    )
+
+
+def until_set(cancelled: threading.Event) -> tenacity.Retrying:
+    """Try again while the store is unavailable, until `cancelled` is set.
+
+    Raises (when used):
+        StoreUnavailable: The last try's, when `cancelled` is set.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreUnavailable),
+        wait=_JITTER,
+        stop=tenacity.stop_when_event_set(cancelled),
+        sleep=tenacity.sleep_using_event(cancelled),
+        before_sleep=_log_wait,
+        reraise=True,
+    )

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.etcd_connection import Credentials, parse_endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("a:1", ("a:1",)),
+        ("a", ("a:2379",)),
+        ("10.0.0.1:1, 10.0.0.2:2,", ("10.0.0.1:1", "10.0.0.2:2")),
+        ("[::1]:5", ("[::1]:5",)),
+        ("[::1]", ("[::1]:2379",)),
+    ],
+)
+def test_endpoints_are_hosts_with_ports(text: str, endpoints: tuple[str, ...]) -> None:
+    assert parse_endpoints(text) == endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("", "HOST:PORT"),
+        (" , ", "HOST:PORT"),
+        ("http://a:1", "without the scheme"),
+        ("::1", r"\[ADDRESS\]:PORT"),
+        ("a:b", "port"),
+        ("a:0", "port"),
+        ("a:65536", "port"),
+        (":1", "HOST:PORT"),
+    ],
+)
+def test_a_wrong_endpoint_is_refused_with_the_remedy(text: str, remedy: str) -> None:
+    with pytest.raises(SpecError, match=remedy):
+        parse_endpoints(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"user": "a"}, "password"),
+        ({"ca": Path("ca"), "cert": Path("cert")}, "key"),
+        ({"cert": Path("cert"), "key": Path("key")}, "ca file"),
+    ],
+)
+def test_half_a_credential_is_refused(given: dict[str, str], missing: str) -> None:
+    with pytest.raises(SpecError, match=missing):
+        Credentials(**given)  # type: ignore[arg-type]
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "secret" not in repr(Credentials(user="a", password="secret"))
+
+
+def test_grpc_comes_with_the_etcd_store_and_with_nothing_else() -> None:
+    """The agent starts fast, and a process without gRPC threads may fork."""
+    script = """
+import sys, zero_orchestrator.kv_memory, zero_orchestrator.lease, zero_orchestrator.retry
+import zero_agent.local_etcd, zero_agent.etcd_keeper
+assert not {"grpc", "etcd3", "torch"} & set(sys.modules)
+import zero_orchestrator.etcd
+assert {"grpc", "etcd3"} <= set(sys.modules) and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,131 @@
+"""The lease keeper's decisions, on a manual clock; its life with real servers: test_etcd.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.errors import StoreRefused, StoreUnavailable
+from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.lease import LeaseKeeper, LeaseState
+
+TTL_S = 3
+
+
+class Flaky(MemoryStore):
+    """A store whose keep-alives and revocations can be cut off, or refused."""
+
+    trouble: Exception | None = None
+
+    def keep_alive(self, lease: int) -> float:
+        if self.trouble:
+            raise self.trouble
+        return super().keep_alive(lease)
+
+    def revoke(self, lease: int) -> None:
+        if self.trouble:
+            raise self.trouble
+        super().revoke(lease)
+
+
+class Node:
+    """A keeper with its store, its clock, and all it was told."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.store = Flaky(self.clock)
+        self.told: list[tuple[str, str]] = []
+        self.keeper = LeaseKeeper(
+            self.store,
+            TTL_S,
+            on_lost=lambda reason: self.told.append(("lost", reason)),
+            on_silent=lambda reason: self.told.append(("silent", reason)),
+            on_heard=lambda reason: self.told.append(("heard", reason)),
+            clock=self.clock,
+        )
+        self.store.put("node", "here", lease=self.keeper.lease)
+
+    @property
+    def here(self) -> bool:
+        return self.store.get("node") is not None
+
+
+def test_a_lease_is_held_for_as_long_as_the_store_answers() -> None:
+    node = Node()
+    node.clock.advance(1000.0)
+    assert node.here
+    assert node.keeper.state is LeaseState.HELD
+    assert node.keeper.unconfirmed_s <= TTL_S / 3
+    assert node.told == []
+
+
+def test_a_short_silence_of_the_store_is_told_once_and_costs_nothing() -> None:
+    node = Node()
+    node.clock.advance(1.5)
+    node.store.trouble = StoreUnavailable("no answer")
+    node.clock.advance(1.45)
+    assert node.keeper.state is LeaseState.SILENT
+    node.store.trouble = None
+    node.clock.advance(0.3)
+    assert node.told == [("silent", "no answer"), ("heard", "the store answers again, after 2.2 s")]
+    assert node.keeper.state is LeaseState.HELD
+    assert node.here
+
+
+def test_silence_for_longer_than_the_lease_is_a_doubt_and_its_end_a_certainty() -> None:
+    node = Node()
+    node.store.trouble = StoreUnavailable("no answer")
+    node.clock.advance(10.0)
+    assert node.keeper.unconfirmed_s == 10.0
+    assert node.told == [("silent", "no answer")]
+    node.store.trouble = None
+    node.clock.advance(10.0)
+    assert node.told[1:] == [("lost", f"lease {node.keeper.lease:x} has ended")]
+    assert node.keeper.state is LeaseState.LOST
+    assert not node.here
+
+
+def test_a_refusal_is_reported_as_silence_and_tried_again() -> None:
+    node = Node()
+    node.store.trouble = StoreRefused("permission denied")
+    node.clock.advance(1.0)
+    node.store.trouble = None
+    node.clock.advance(1.0)
+    assert [what for what, _ in node.told] == ["silent", "heard"]
+
+
+def test_closing_ends_the_lease_at_once_and_is_not_a_loss() -> None:
+    node = Node()
+    node.keeper.close()
+    assert not node.here
+    node.keeper.close()
+    node.clock.advance(10.0)
+    assert node.told == []
+    assert node.keeper.state is LeaseState.CLOSED
+
+
+def test_closing_while_the_store_is_away_leaves_the_lease_to_end_by_itself() -> None:
+    node = Node()
+    node.store.trouble = StoreUnavailable("no answer")
+    node.keeper.close()
+    assert node.here
+    node.clock.advance(TTL_S)
+    assert not node.here
+    assert node.told == []
+
+
+def test_a_callback_that_fails_does_not_stop_the_refreshes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node = Node()
+
+    def fail(what: tuple[str, str]) -> None:
+        raise RuntimeError("a mistake of the agent")
+
+    node.told = type("Failing", (list,), {"append": staticmethod(fail)})()
+    node.store.trouble = StoreUnavailable("no answer")
+    node.clock.advance(1.0)
+    node.store.trouble = None
+    node.clock.advance(100.0)
+    assert node.here
+    assert "a mistake of the agent" in caplog.text
