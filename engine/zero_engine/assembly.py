@@ -1,0 +1,223 @@
+"""`initialize`: from the user's model, optimizer, data and config to an engine.
+
+Owns the order in which the parts are made, and what is done to the user's model: parameters
+become views of flat buffers, and floating-point ones and buffers are cast in bf16 training.
+Everything afterwards belongs to `engine`.
+
+Source of the signature: deepspeed.initialize.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Dataset
+
+from zero_engine.collectives import Collectives
+from zero_engine.config import Config, load_config
+from zero_engine.data import ElasticLoader, LeafSampler, make_source
+from zero_engine.distributed import init_distributed, local_device
+from zero_engine.elastic import AgentLink, peers_may_vanish
+from zero_engine.engine import Engine
+from zero_engine.errors import ConfigError
+from zero_engine.flat_unit import FlatUnit
+from zero_engine.global_batch import Cursor, resolve_batch
+from zero_engine.grad_reducer import GradReducer
+from zero_engine.ledger import Ledger
+from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
+from zero_engine.param_coordinator import ParamCoordinator
+from zero_engine.partition import aliases, partition
+from zero_engine.parts import Core, Run
+from zero_engine.stages import STAGES
+from zero_engine.zero_optimizer import ZeroOptimizer
+
+_log = logging.getLogger(__name__)
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+Initialized = tuple[Engine, torch.optim.Optimizer | None, ElasticLoader | None, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    num_workers: int = 0,
+) -> Initialized:
+    """Make an engine. Every rank calls it, with the same arguments.
+
+    Args:
+        args: Parsed command line; its `deepspeed_config` is the config if none is given.
+        model: The module to train. Rank 0's weights are everybody's.
+        optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
+            `model_parameters`. None: the config's.
+        model_parameters: Parameters or param groups; by default all that require gradients.
+        training_data: A map-style dataset for the loader that is returned.
+        lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
+            stepped with every optimizer step that is applied.
+        collate_fn: As for torch's DataLoader.
+        config: A dict, a JSON string or the path of a JSON file.
+        num_workers: As for torch's DataLoader.
+
+    Returns:
+        The engine, the optimizer (the one given, if one was), the loader or None, the scheduler
+        or None.
+
+    Raises:
+        ConfigError: The arguments or the config contradict each other or are incomplete.
+        PeerLost: A peer is gone; under an agent the process ends instead.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model")
+    settings = load_config(_config_source(args, config))
+    init_distributed()
+    link = AgentLink(dist.get_rank())
+    with peers_may_vanish(link):
+        if model_parameters is None:
+            model_parameters = [p for p in model.parameters() if p.requires_grad]
+        chosen = make_optimizer(optimizer, settings.optimizer, model_parameters)
+        core = _make_core(model, chosen, settings)
+        scheduler = _make_scheduler(lr_scheduler, chosen)
+        run = _make_run(settings, training_data, collate_fn, num_workers, link)
+        engine = Engine(settings, core, run, scheduler, link)
+    return engine, chosen, run.loader, scheduler
+
+
+def _config_source(args: Any, config: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        raise ConfigError("a config is given both to initialize() and in args; keep one")
+    if config is None and from_args is None:
+        raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
+    return config if config is not None else from_args
+
+
+# ---- the model ----
+
+
+def _make_core(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Core:
+    collectives, stage = Collectives(), STAGES[config.zero_optimization.stage]
+    device = local_device()
+    dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    groups = trained_groups(optimizer, model)
+    _check_dtypes(model, groups, dtype)
+    _prepare_buffers(model, dtype, device, collectives)
+    tied = aliases(model)
+    specs = partition(model, groups, dtype)
+    units = tuple(FlatUnit(spec, stage, collectives, device) for spec in specs)
+    coordinator = ParamCoordinator(model, units if stage.shards_parameters else ())
+    trained = [unit for unit in units if unit.trained]
+    zero = reducer = None
+    if optimizer is not None and trained:
+        zero = ZeroOptimizer(optimizer, trained, stage, collectives, config.gradient_clipping)
+        on_ready = coordinator.release_trained if stage.shards_parameters else None
+        reducer = GradReducer(trained, zero.totals, collectives, stage, on_ready)
+    return Core(
+        module=model,
+        device=device,
+        dtype=dtype,
+        stage=stage,
+        collectives=collectives,
+        units=units,
+        aliases=tied,
+        zero=zero,
+        reducer=reducer,
+        coordinator=coordinator,
+    )
+
+
+def _check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
+    """In fp32 training, a trained parameter must be fp32: casting would hide a mistake."""
+    for name, param in model.named_parameters():
+        if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
+            raise ConfigError(
+                f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled in the "
+                "config, or convert the model with model.float()"
+            )
+
+
+def _prepare_buffers(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, collectives: Collectives
+) -> None:
+    """Make every rank's buffers those of rank 0, contiguous, on the device, in the dtype."""
+    for name, buffer in model.named_buffers():
+        narrows = dtype == torch.bfloat16 and buffer.is_floating_point()
+        buffer.data = buffer.data.to(device, dtype if narrows else buffer.dtype).contiguous()
+        collectives.broadcast(buffer, f"buffer {name}")
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        _log.warning(
+            "batch norm keeps statistics per rank: results will depend on the world size; "
+            "layer norm or group norm do not"
+        )
+
+
+def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    # A scheduler object has a step(); a callable that makes one has not.
+    if given is None or hasattr(given, "step"):
+        return given
+    if optimizer is None:
+        raise ConfigError("lr_scheduler: there is no optimizer to schedule")
+    return given(optimizer)
+
+
+# ---- the run ----
+
+
+def _make_run(
+    config: Config,
+    dataset: Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    link: AgentLink,
+) -> Run:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch, from_world = resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world,
+    )
+    run = Run(batch=batch, batch_from_world=from_world, cursor=Cursor(), rank=rank, world=world)
+    if dataset is not None:
+        run.loader = ElasticLoader(
+            _make_sampler(config, dataset, run),
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=local_device().type == "cuda",
+        )
+    if config.elastic.sample_ledger is not None:
+        if run.loader is None:
+            raise ConfigError("elastic.sample_ledger: needs training_data, to know the samples")
+        directory = Path(config.elastic.sample_ledger)
+        run.ledger = Ledger(directory, round=link.round, rank=rank, world=world)
+    return run
+
+
+def _make_sampler(config: Config, dataset: Dataset[Any], run: Run) -> LeafSampler:
+    source = make_source(
+        dataset,
+        run.batch,
+        shuffle=config.elastic.shuffle,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+    )
+    return LeafSampler(
+        source=source,
+        batch=run.batch,
+        cursor=run.cursor,
+        rank=run.rank,
+        world=run.world,
+        seed=config.seed,
+    )

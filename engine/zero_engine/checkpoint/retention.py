@@ -1,0 +1,147 @@
+"""Which checkpoints may go, and how to make one go without ever leaving half of it.
+
+Must always hold: what is being deleted stops being a checkpoint, durably, before any byte of it
+is gone; a process that dies at any line leaves what `abandoned` finds later. The newest
+`keep_last` checkpoints stay, and what the caller protects stays.
+
+Called by `tools` and after a save. The decisions are pure; only `remove` and `sweep` write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_engine.checkpoint.candidates import Candidate, Rejected, Why
+from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.storage import DISK, Disk
+from zero_engine.errors import CheckpointError
+
+FEWEST_KEPT = 2
+"""With one, the damage of a single file would be the loss of the training."""
+_REMOVED = "removed."
+"""Before a name: no load looks there any more, and whoever finds it may delete it."""
+_LEFTOVER = re.compile(rf"{re.escape(_REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A directory that no load would choose and nobody is writing."""
+
+    path: Path
+    reason: str
+
+
+def expired(
+    candidates: Sequence[Candidate],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    protected: Collection[Path] = (),
+) -> list[Path]:
+    """The checkpoints that may be deleted, oldest first: dying midway leaves the newer ones.
+
+    Args:
+        candidates: All usable checkpoints of a root, newest first, as `candidates.find` lists
+            them; quarantined ones do not count as kept.
+        keep_last: How many of the newest stay, at least 2.
+        keep_every: Those of steps that this divides stay, too; the newest one of each step.
+        protected: These stay whatever the numbers say, for example the only verified one.
+
+    Raises:
+        CheckpointError: `keep_last` or `keep_every` is out of bounds.
+    """
+    check_policy(keep_last=keep_last, keep_every=keep_every)
+    kept = {candidate.path for candidate in candidates[:keep_last]} | set(protected)
+    if keep_every is not None:
+        newest_of_step = {c.manifest.step: c.path for c in reversed(candidates)}
+        kept |= {path for step, path in newest_of_step.items() if step % keep_every == 0}
+    return [c.path for c in reversed(candidates) if c.path not in kept]
+
+
+def check_policy(*, keep_last: int, keep_every: int | None) -> None:
+    """Raises CheckpointError for numbers that make no policy."""
+    if keep_last < FEWEST_KEPT:
+        raise CheckpointError(
+            f"keep_last={keep_last}: the newest checkpoint may turn out damaged; "
+            f"keep at least {FEWEST_KEPT}"
+        )
+    if keep_every is not None and keep_every < 1:
+        raise CheckpointError(f"keep_every={keep_every}: write a number of steps from 1, or none")
+
+
+def abandoned(
+    entries: Iterable[Rejected], *, now_s: float, older_than_s: float
+) -> tuple[list[Leftover], list[str]]:
+    """What dead saves and dead deletions have left, and why the other directories stay.
+
+    A save that lives writes its files; one whose files have not changed for longer than any rank
+    waits for another is dead.
+
+    Args:
+        entries: The directories that are no candidates, as `candidates.find` lists them.
+        now_s: Time since the epoch, as the storage counts it.
+        older_than_s: How long nothing in a directory must have changed.
+    """
+    leftovers: list[Leftover] = []
+    kept: list[str] = []
+    for entry in entries:
+        if _LEFTOVER.fullmatch(entry.path.name):
+            leftovers.append(Leftover(path=entry.path, reason="left by a deletion that died"))
+        elif entry.why is Why.UNCOMMITTED:
+            idle_s = now_s - last_change_s(entry.path)
+            sentence = f"never committed, last written {max(idle_s, 0):.0f} s ago"
+            if idle_s > older_than_s:
+                leftovers.append(Leftover(path=entry.path, reason=sentence))
+            else:
+                kept.append(f"{entry.path}: {sentence}; it may still be being saved")
+    return leftovers, kept
+
+
+def last_change_s(path: Path) -> float:
+    """When anything in a directory last changed, in seconds since the epoch."""
+    changed_s = [path.stat().st_mtime]
+    for inner in path.iterdir():
+        try:
+            changed_s.append(inner.stat().st_mtime)
+        except FileNotFoundError:  # it is being written or removed just now
+            continue
+    return max(changed_s)
+
+
+def remove(path: Path, disk: Disk = DISK) -> None:
+    """Delete one checkpoint; returns when it is gone for good.
+
+    First the manifest loses its name, durably: from then on there is no checkpoint here.
+
+    Raises:
+        CheckpointError: Something in the directory could not be deleted; it is no checkpoint any
+            more, and a later `sweep` goes on.
+        OSError: It could not be made to stop being a checkpoint; it is as it was.
+    """
+    manifest = path / MANIFEST
+    if manifest.exists():
+        disk.publish(manifest, manifest.with_name(_REMOVED + MANIFEST))
+        disk.sync_directory(path)
+    sweep(path, disk)
+
+
+def sweep(path: Path, disk: Disk = DISK) -> None:
+    """Delete what is no checkpoint. Raises as `remove`.
+
+    The directory is renamed first: a save that is alive after all then fails to publish, because
+    its manifest has no directory, instead of publishing files that are being deleted.
+    """
+    away = path
+    if not path.name.startswith(_REMOVED):
+        away = path.with_name(_REMOVED + path.name)
+        disk.publish(path, away)
+        disk.sync_directory(path.parent)
+    disk.remove_tree(away)
+    if away.exists():
+        raise CheckpointError(
+            f"{away}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
+        )
+    disk.sync_directory(path.parent)

@@ -1,0 +1,59 @@
+"""The process group and the device of this worker.
+
+Owns how a worker finds its place: from the environment that torchrun and zero-agent give, or
+alone as a world of one. Called by `assembly`, and by scripts that need the group earlier.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+GROUP_TIMEOUT_S = 600.0
+"""How long a collective may take; DeepSpeed's default as well."""
+
+
+def init_distributed(*, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    """Join the default process group, unless this process is in one already.
+
+    With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it;
+    without, this process is a world of its own and needs no network.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def group_store(name: str) -> Store:
+    """A part of the default group's store that nothing else uses.
+
+    Every rank gets the same part for its first, second, ... call with this name.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"zero/{name}/calls/{dist.get_rank()}", 1)
+    return PrefixStore(f"zero/{name}/{turn}", store)
+
+
+def local_rank() -> int:
+    """This worker's number on its node; 0 outside torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_device() -> torch.device:
+    """The device that this worker computes on."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")

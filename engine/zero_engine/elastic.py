@@ -1,0 +1,229 @@
+"""The worker's side of the contract with its agent. The only module that knows the contract.
+
+Owns the socket, the reader thread, and the choice of what to do when asked to leave. Must
+always hold: without an agent (plain torchrun, or alone) everything here does nothing; a lost
+socket never stops training by itself, because the agent has its own means to stop a worker; and
+a commit is granted by an answer only, never by silence.
+
+Called by `engine`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+
+import torch.distributed as dist
+
+from zero_engine.errors import CommitRefused, PeerLost
+from zero_orchestrator import contract
+from zero_orchestrator.contract import Ability, CommitReply, ExitCode, Leave, Message
+
+_log = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT_S = 30.0
+_SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
+"""An agent that does not read for this long counts as gone: a step must not wait for it."""
+
+
+def current_round() -> int:
+    """The round this worker was started for; 0 without an agent."""
+    return int(os.environ.get(contract.ENV_ROUND, "0"))
+
+
+class AgentLink:
+    """The connection to the agent of this node, or its absence."""
+
+    def __init__(self, rank: int, path: str | None = None) -> None:
+        """Connect to the agent's socket; without one every call does nothing.
+
+        Args:
+            rank: This worker's rank, told to the agent.
+            path: The Unix socket; by default the one that the environment names, if any.
+        """
+        self.round = current_round()
+        self._leave = threading.Event()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, CommitReply] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        path = path or os.environ.get(contract.ENV_SOCKET)
+        self._socket = _connect(path) if path else None
+        self.present = bool(path)
+        """Whether this worker runs under an agent, reachable or not."""
+        if self._socket is not None:
+            threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
+            self._send(contract.Hello(rank=rank, pid=os.getpid(), can=(Ability.BOUNDARY,)))
+
+    @property
+    def leave_asked(self) -> bool:
+        """Whether the agent wants this worker out of its group."""
+        return self._leave.is_set()
+
+    def progress(self, step: int, samples: int, loss: float) -> None:
+        """Tell the agent that a step has ended."""
+        self._send(contract.Progress(step=step, samples=samples, loss=loss))
+
+    def left(self, step: int) -> None:
+        """Tell the agent that the group is not used any more and `step` is saved."""
+        self._send(contract.Left(round=self.round, step=step))
+
+    def request_commit(
+        self, step: int, tag: str, digest: str, samples: int, timeout_s: float = COMMIT_TIMEOUT_S
+    ) -> CommitReply:
+        """Ask whether a checkpoint may be published; no answer in time is a refusal."""
+        number = next(self._numbers)
+        self._send(
+            contract.CommitRequest(
+                request=number, step=step, tag=tag, digest=digest, samples=samples
+            )
+        )
+        with self._changed:
+            self._changed.wait_for(
+                lambda: number in self._answers or self._socket is None, timeout_s
+            )
+            answer = self._answers.pop(number, None)
+        if answer is not None:
+            return answer
+        reason = (
+            "the agent is gone"
+            if self._socket is None
+            else f"the agent did not answer within {timeout_s:g} s"
+        )
+        return CommitReply(request=number, granted=False, reason=reason)
+
+    def fence(self, step: int, tag: str, samples: int) -> Callable[[str], None] | None:
+        """What to call with a manifest's digest before publishing it; raises CommitRefused."""
+        if not self.present:
+            return None
+
+        def check(digest: str) -> None:
+            reply = self.request_commit(step, tag, digest, samples)
+            if not reply.granted:
+                raise CommitRefused(f"checkpoint {tag} may not be published: {reply.reason}")
+
+        return check
+
+    def close(self) -> None:
+        """Close the connection; later calls do nothing."""
+        self._drop(None)
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            if self._socket is None:
+                return
+            try:
+                self._socket.sendall(contract.encode(message))
+            except OSError as error:
+                self._drop(f"cannot send to the agent: {error}")
+
+    def _read(self, connection: socket.socket) -> None:
+        """The reader thread: note what the agent says until the connection ends."""
+        reason = "the agent closed the connection"
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    self._note(contract.decode(line))
+        except (OSError, ValueError, contract.ContractError) as error:
+            reason = f"the connection to the agent failed: {error}"
+        self._drop(reason)
+
+    def _note(self, message: Message) -> None:
+        match message:
+            case Leave(round=self.round):
+                _log.info("asked to leave round %d: %s", message.round, message.reason)
+                self._leave.set()
+            case CommitReply():
+                with self._changed:
+                    self._answers[message.request] = message
+                    self._changed.notify_all()
+            case _:
+                _log.debug("not for this worker: %s", message)
+
+    def _drop(self, reason: str | None) -> None:
+        with self._changed:
+            connection, self._socket = self._socket, None
+            self._changed.notify_all()
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+            if reason:
+                _log.warning("%s; training goes on", reason)
+
+
+def _connect(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # A limit for sending alone: the reader thread waits for as long as the agent is silent.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        _log.warning("no agent at %s (%s); training goes on without it", path, error)
+        return None
+    return connection
+
+
+# ---- what to do when any rank is asked to leave ----
+
+
+class Departure(StrEnum):
+    """What `engine.step()` does at the boundary where leaving has become known."""
+
+    SAVE_AND_LEAVE = "save and leave"
+    AWAIT_SAVE = "leave after the script's next save"
+    LEAVE = "leave without saving"
+
+
+def choose_departure(
+    *, directory_known: bool, script_has_state: bool, script_asks: bool
+) -> tuple[Departure, str]:
+    """How to leave, and why.
+
+    Args:
+        directory_known: The script has saved to or loaded from a checkpoint directory.
+        script_has_state: It has saved or loaded a client_state that is not empty: only the
+            script can make a complete checkpoint.
+        script_asks: It calls `checkpoint_due()` and will save when told to.
+    """
+    if script_has_state:
+        return Departure.AWAIT_SAVE, "its client_state is known to the script alone"
+    if directory_known:
+        return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
+    if script_asks:
+        return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
+    return Departure.LEAVE, "no checkpoint directory is known: save_checkpoint was never called"
+
+
+def leave(link: AgentLink, step: int) -> None:
+    """End this worker after its last step. Raises SystemExit, which the agent understands."""
+    link.left(step)
+    _forget_group()
+    raise SystemExit(ExitCode.LEFT)
+
+
+@contextmanager
+def peers_may_vanish(link: AgentLink) -> Iterator[None]:
+    """Under an agent, end the process when a peer is gone: the agent forms the next round."""
+    try:
+        yield
+    except PeerLost as error:
+        if not link.present:
+            raise
+        _log.error("leaving a broken group: %s", error)
+        _forget_group()
+        raise SystemExit(ExitCode.PEER_LOST) from error
+
+
+def _forget_group() -> None:
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # a broken group may refuse; the process ends anyway
+            dist.destroy_process_group()

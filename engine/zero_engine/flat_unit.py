@@ -1,0 +1,192 @@
+"""A unit: the parameters of one module in one flat buffer, and this rank's share of them.
+
+Owns the layout and the buffers. Must always hold:
+
+- Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
+  and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
+- Parameters are views of the buffer, installed through `.data`: refilling the buffer does not
+  touch the versions that autograd checks. A buffer is freed by resizing its storage, never by
+  dropping it, so that views saved by autograd come alive again with it.
+- Where a copy can be an alias it is: in fp32 training at stages 0-2 the master weights are the
+  buffer itself.
+
+Built by `assembly`; used by reducer, coordinator and optimizer.
+
+Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_engine.collectives import Collectives, Pending, wait
+from zero_engine.partition import UnitSpec
+from zero_engine.stages import Stage
+
+ALIGN = 64
+"""Elements; one parameter's start. 256 bytes in fp32, 128 in bf16: whole cache lines."""
+BLOCK = 1024
+"""Elements; shards begin on multiples of it, and gradient norms are taken per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its unit: [start, start + numel)."""
+
+    fqn: str
+    shape: torch.Size
+    group: int | None
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of a unit, in order, and the aligned end of the last one."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+
+    def padded(self, world: int) -> int:
+        """The length of the buffer when `world` ranks share it."""
+        return round_up(self.numel, world * BLOCK)
+
+    def runs(self) -> dict[int, tuple[int, int]]:
+        """Param group -> the one run [start, stop) of the unit that it covers, aligned."""
+        runs: dict[int, tuple[int, int]] = {}
+        for slot in self.slots:
+            if slot.group is not None:
+                start, _ = runs.get(slot.group, (slot.start, 0))
+                runs[slot.group] = (start, round_up(slot.stop, ALIGN))
+        return runs
+
+
+def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> Layout:
+    """Lay (fqn, shape, group) out in the order given."""
+    slots, end = [], 0
+    for fqn, shape, group in members:
+        slots.append(Slot(fqn, shape, group, end))
+        end = round_up(slots[-1].stop, ALIGN)
+    return Layout(tuple(slots), end)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
+    """[start, stop) cut to [low, high); empty as (x, x)."""
+    start, stop = max(start, low), min(stop, high)
+    return start, max(start, stop)
+
+
+class FlatUnit:
+    """One unit on one rank.
+
+    Attributes:
+        full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
+            between uses at stage 3.
+        shard: [padded / world], this rank's interval in the highest precision there is: fp32
+            for trained units, the compute dtype for others. A view wherever it can be one.
+        master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
+    """
+
+    def __init__(
+        self, spec: UnitSpec, stage: Stage, collectives: Collectives, device: torch.device
+    ) -> None:
+        self.name = spec.name
+        self.module = spec.module
+        self.is_root = spec.is_root
+        self.trained = spec.trained
+        self.params = tuple(member.param for member in spec.members)
+        self.layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
+        self.padded = self.layout.padded(collectives.world)
+        self.interval = (
+            collectives.rank * self.padded // collectives.world,
+            (collectives.rank + 1) * self.padded // collectives.world,
+        )
+        self._stage = stage
+        self._collectives = collectives
+        self._build(spec, device)
+        self._install_views()
+        self.gathered = True
+        if stage.shards_parameters:
+            self.release()
+
+    def _build(self, spec: UnitSpec, device: torch.device) -> None:
+        highest = torch.float32 if spec.trained else spec.dtype
+        source = torch.zeros(self.padded, dtype=highest, device=device)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            source[slot.start : slot.stop].copy_(param.data.flatten())
+        self._collectives.broadcast(source, f"initial weights of {self.name}")
+        self.full = source.to(spec.dtype)
+        # `source` stays if it is the buffer itself or if every rank keeps all master weights.
+        aliased = self.full is source and not self._stage.shards_parameters
+        self._replica = source if aliased or not self._stage.shards_optimizer else None
+        own = self._collectives.own(source)
+        self.shard = own if self._replica is not None else own.clone()
+        self.master = self.shard if self._stage.shards_optimizer else source
+
+    def _install_views(self) -> None:
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            param.data = self.full[slot.start : slot.stop].view(slot.shape)
+
+    def gather(self) -> None:
+        """Make the full parameters be there (stage 3)."""
+        if not self.gathered:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            wait(self._publish())
+            self.gathered = True
+
+    def release(self) -> None:
+        """Free the full parameters (stage 3); a gather brings them back."""
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def refresh(self) -> Pending:
+        """Begin to bring the full parameters up to date after `master` has been stepped."""
+        if self._stage.shards_parameters:
+            self.release()
+        elif self._stage.shards_optimizer:
+            return self._publish()
+        elif self.full is not self.master:
+            self.full.copy_(self.master)
+        return Pending(self.name)
+
+    def restore(self) -> None:
+        """Bring everything up to date after `shard` has been written to (a loaded checkpoint)."""
+        if self._replica is not None:
+            wait(self._collectives.all_gather(self._replica, f"loaded weights of {self.name}"))
+            if self.full is not self._replica:
+                self.full.copy_(self._replica)
+        else:
+            wait(self.refresh())
+
+    def gather_highest(self) -> Tensor:
+        """All weights [padded] in the highest precision; do not write to them. Collective."""
+        if self._replica is not None:
+            return self._replica
+        whole = self.shard.new_empty(self.padded)
+        self._collectives.own(whole).copy_(self.shard)
+        wait(self._collectives.all_gather(whole, f"weights of {self.name}"))
+        return whole
+
+    def _publish(self) -> Pending:
+        own = self._collectives.own(self.full)
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        return self._collectives.all_gather(self.full, f"parameters of {self.name}")

@@ -1,0 +1,210 @@
+"""From autograd's gradients to sums on the shards: hooks, exchange, ordered fold.
+
+Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
+
+- Units are reduced in one fixed order on every rank, at most two at a time. A unit that is
+  ready early waits for its turn; one that lacks gradients when backward ends is completed with
+  zeros. So a rank that skipped a branch stays in step with the others.
+- The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
+
+`engine.backward` calls `begin`, lets autograd run, and calls `finish`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero_engine.collectives import Collectives, Pending, wait
+from zero_engine.errors import EngineError
+from zero_engine.flat_unit import FlatUnit
+from zero_engine.stages import Stage
+
+_MAX_IN_FLIGHT = 2
+
+
+class BufferPool:
+    """Flat buffers that are used again: fresh ones cost a page fault per page."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer with undefined contents."""
+        idle = self._idle[numel, dtype]
+        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that nobody reads any more."""
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class UnitGradient:
+    """The gradient of one unit in one micro-step, and the sum over the micro-steps.
+
+    Attributes:
+        buffer: [padded] in the compute dtype, or None while there is none.
+        total: [padded / world] in fp32, this rank's interval of the sum over leaves.
+    """
+
+    def __init__(self, unit: FlatUnit, total: Tensor) -> None:
+        self.unit = unit
+        self.total = total
+        self.buffer: Tensor | None = None
+        self.missing = set(range(len(unit.layout.slots)))
+
+    def reset(self) -> None:
+        """Expect the gradient of every parameter again."""
+        self.missing = set(range(len(self.unit.layout.slots)))
+
+    def write(self, position: int, gradient: Tensor) -> None:
+        """Put in the gradient of one parameter."""
+        self.view(position).copy_(gradient)
+        self.missing.discard(position)
+
+    def fill_missing(self) -> None:
+        """Put in zeros for every parameter without a gradient."""
+        for position in self.missing:
+            self.view(position).zero_()
+        self.missing.clear()
+
+    def view(self, position: int) -> Tensor:
+        """The part of the buffer that belongs to one parameter, in its shape."""
+        assert self.buffer is not None
+        slot = self.unit.layout.slots[position]
+        return self.buffer[slot.start : slot.stop].view(slot.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    pending: Pending | None
+    gradient: UnitGradient
+    received: Tensor
+
+
+class GradReducer:
+    """Reduces the gradients of the trained units of one model."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        totals: Sequence[Tensor],
+        collectives: Collectives,
+        stage: Stage,
+        on_ready: Callable[[FlatUnit], None] | None = None,
+    ) -> None:
+        """Hook the parameters.
+
+        Args:
+            units: The trained units, in module order.
+            totals: For each unit its accumulator [padded / world], fp32.
+            collectives: The group to reduce over.
+            stage: Whether gradient buffers are kept.
+            on_ready: Called when a unit's weights are not needed any more by this backward.
+        """
+        self._collectives = collectives
+        self._stage = stage
+        self._on_ready = on_ready or (lambda _: None)
+        gradients = [UnitGradient(u, total) for u, total in zip(units, totals, strict=True)]
+        # Backward meets the modules in about the reverse of their order, and ends with the root.
+        blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
+        self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
+        self._next = 0
+        self._live = 0
+        self._running = False
+        self._in_flight: deque[_Exchange] = deque()
+        device = totals[0].device
+        self._pool = BufferPool(device)
+        for gradient in gradients:
+            self._hook(gradient)
+
+    def _hook(self, gradient: UnitGradient) -> None:
+        for position, param in enumerate(gradient.unit.params):
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, gradient, position))
+
+    def begin(self, live: int) -> None:
+        """Expect one backward pass, in which the leaves of ranks [0, live) count."""
+        self._live = live
+        self._next = 0
+        self._running = True
+
+    def finish(self) -> None:
+        """Complete the units that lack gradients and end every exchange."""
+        for gradient in self._order[self._next :]:
+            if gradient.missing:
+                self._ensure_buffer(gradient)
+                gradient.fill_missing()
+                self._on_ready(gradient.unit)
+        self._issue_ready()
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+        self._running = False
+
+    def _on_gradient(self, gradient: UnitGradient, position: int, param: Tensor) -> None:
+        if not self._running:
+            raise EngineError(
+                "gradients outside engine.backward(loss); call it in place of loss.backward()"
+            )
+        assert param.grad is not None
+        self._ensure_buffer(gradient)
+        gradient.write(position, param.grad)
+        param.grad = None
+        if not gradient.missing:
+            self._on_ready(gradient.unit)
+            self._issue_ready()
+
+    def _ensure_buffer(self, gradient: UnitGradient) -> None:
+        # The padding between the slots must be zero: it takes part in norms. Slots themselves
+        # are all written before the buffer is sent.
+        if gradient.buffer is None:
+            unit = gradient.unit
+            gradient.buffer = self._pool.take(unit.padded, unit.full.dtype).zero_()
+
+    def _issue_ready(self) -> None:
+        while self._next < len(self._order) and not self._order[self._next].missing:
+            self._issue(self._order[self._next])
+            self._next += 1
+
+    def _issue(self, gradient: UnitGradient) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._complete(self._in_flight.popleft())
+        leaves = gradient.buffer
+        assert leaves is not None
+        if self._collectives.world == 1:
+            self._complete(_Exchange(None, gradient, leaves))
+            return
+        received = self._pool.take(leaves.numel(), leaves.dtype)
+        what = f"gradients of {gradient.unit.name}"
+        pending = self._collectives.exchange_leaves(leaves, received, what)
+        self._in_flight.append(_Exchange(pending, gradient, received))
+
+    def _complete(self, exchange: _Exchange) -> None:
+        """Wait for the leaves of a unit, add them to its total, give the buffers back."""
+        gradient = exchange.gradient
+        if exchange.pending is not None:
+            wait(exchange.pending)
+        leaves = exchange.received.view(self._collectives.world, -1)
+        self._fold(leaves[: self._live], gradient.total)
+        if exchange.received is not gradient.buffer:
+            self._pool.give(exchange.received)
+        if self._stage.shards_gradients and gradient.buffer is not None:
+            self._pool.give(gradient.buffer)
+            gradient.buffer = None
+        gradient.reset()
+
+    def _fold(self, leaves: Tensor, total: Tensor) -> None:
+        if leaves.dtype == total.dtype:
+            for leaf in leaves.unbind(0):
+                total.add_(leaf)
+            return
+        # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
+        wide = self._pool.take(total.numel(), total.dtype)
+        for leaf in leaves.unbind(0):
+            total.add_(wide.copy_(leaf))
+        self._pool.give(wide)

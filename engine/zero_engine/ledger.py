@@ -1,0 +1,165 @@
+"""The sample ledger: which samples every executed step really consumed, on every rank.
+
+Owns the files and their check. Must always hold: a step's line is handed to the operating
+system before `engine.step()` returns, so a killed process loses no step that it has ended. One
+file per round and rank: DIR/round<R>-rank<r>.jsonl, a JSON object a line.
+
+A step that was executed in several rounds counts as the *last* of them did it: the earlier
+executions were undone by going back to a checkpoint. `engine` writes, users and tests verify.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero_engine.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one rank consumed in one step."""
+
+    step: int
+    """Counts from 1: the engine's `global_steps` after the step."""
+    round: int
+    rank: int
+    world: int
+    leaves: Mapping[int, tuple[int, ...]]
+    """Leaf -> sample ids; ghosts are not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the ledger proves."""
+
+    steps: int
+    samples: int
+    repeated_steps: int
+    """Steps executed in more than one round: work lost to failures, not an error."""
+    world_by_step: Mapping[int, int]
+    problems: tuple[str, ...] = field(default=())
+    """Empty if every sample of every epoch was consumed exactly once."""
+
+    @property
+    def exact(self) -> bool:
+        """No sample lost, none repeated."""
+        return not self.problems
+
+
+class Ledger:
+    """Appends one rank's entries of one round."""
+
+    def __init__(self, directory: Path, *, round: int, rank: int, world: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._common = {"round": round, "rank": rank, "world": world}
+        self._leaves: dict[int, list[int]] = {}
+        # Unbuffered: each write is one system call, and survives the process from then on.
+        path = directory / f"round{round}-rank{rank}.jsonl"
+        self._file = path.open("ab", buffering=0)
+
+    def consume(self, leaf: int, ids: Iterable[int]) -> None:
+        """Note a leaf of the step that is under way."""
+        self._leaves.setdefault(leaf, []).extend(ids)
+
+    def end_step(self, step: int) -> None:
+        """Write the entry of the step that has just ended."""
+        record = {"step": step, **self._common, "leaves": self._leaves}
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._leaves = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_ledger(directory: str | Path) -> list[Entry]:
+    """Every entry under a ledger directory.
+
+    A last line cut short by a kill is left out: its step had not ended.
+
+    Raises:
+        EngineError: A line that is no entry, with its place.
+    """
+    return [
+        entry
+        for path in sorted(Path(directory).glob("round*-rank*.jsonl"))
+        for entry in _read_file(path)
+    ]
+
+
+def _read_file(path: Path) -> list[Entry]:
+    *lines, _cut_short = path.read_bytes().split(b"\n")
+    return [_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _entry(line: bytes, where: str) -> Entry:
+    try:
+        record = json.loads(line)
+        leaves = {int(leaf): tuple(ids) for leaf, ids in record["leaves"].items()}
+        return Entry(record["step"], record["round"], record["rank"], record["world"], leaves)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{where}: not a ledger entry: {line[:80]!r}") from error
+
+
+def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
+    """Whether the committed steps consumed every sample of every epoch exactly once.
+
+    The last epoch may be incomplete; then no sample of it may occur twice. `dataset_size` is
+    the number of samples per epoch: use it for runs that keep the tail of every epoch.
+    """
+    executions: defaultdict[int, defaultdict[int, list[Entry]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for entry in entries:
+        executions[entry.step][entry.round].append(entry)
+    committed = {step: rounds[max(rounds)] for step, rounds in sorted(executions.items())}
+    problems = _missing_steps(committed)
+    consumed: list[int] = []
+    for step, ranks in committed.items():
+        ids, wrong = _leaves_in_order(step, ranks)
+        consumed += ids
+        problems += wrong
+    return Report(
+        steps=len(committed),
+        samples=len(consumed),
+        repeated_steps=sum(len(rounds) > 1 for rounds in executions.values()),
+        world_by_step={step: ranks[0].world for step, ranks in committed.items()},
+        problems=(*problems, *_epoch_problems(consumed, dataset_size)),
+    )
+
+
+def _missing_steps(committed: Mapping[int, object]) -> list[str]:
+    missing = sorted(set(range(1, max(committed, default=0) + 1)) - committed.keys())
+    return [f"step {step} is in no ledger" for step in missing]
+
+
+def _leaves_in_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:
+    """The samples of one execution in leaf order, and what is wrong with its leaves."""
+    leaves = [(leaf, ids) for entry in ranks for leaf, ids in entry.leaves.items()]
+    counts = Counter(leaf for leaf, _ in leaves)
+    problems = [f"step {step}: leaf {leaf} ran {n} times" for leaf, n in counts.items() if n > 1]
+    absent = sorted(set(range(max(counts, default=-1) + 1)) - counts.keys())
+    problems += [f"step {step}: leaf {leaf} ran on no rank" for leaf in absent]
+    world = ranks[0].world
+    if len(ranks) != world:
+        problems.append(f"step {step}: {len(ranks)} of {world} ranks have an entry")
+    return [i for _, ids in sorted(leaves) for i in ids], problems
+
+
+def _epoch_problems(consumed: list[int], dataset_size: int) -> list[str]:
+    problems = []
+    for start in range(0, len(consumed), dataset_size):
+        epoch = consumed[start : start + dataset_size]
+        counts = Counter(epoch)
+        name = f"epoch {start // dataset_size}"
+        foreign = [i for i in counts if not 0 <= i < dataset_size]
+        problems += [f"{name}: sample {i} is not in the dataset" for i in foreign]
+        problems += [f"{name}: sample {i} consumed {n} times" for i, n in counts.items() if n > 1]
+        if len(epoch) == dataset_size:
+            lost = set(range(dataset_size)) - counts.keys()
+            problems += [f"{name}: sample {i} never consumed" for i in sorted(lost)]
+    return problems

@@ -1,0 +1,119 @@
+"""Which torch optimizer steps the shards: made from the config, or the user's own.
+
+Owns the names of the config, and the check that an optimizer is elementwise: only then may it
+be given pieces of parameters. The optimizer is made on the user's parameters, so that groups,
+defaults and schedulers come out as in plain torch; `zero_optimizer` then puts the shards in
+their place.
+
+Called by `assembly`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_engine.config import OptimizerConfig
+from zero_engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.AdamW,  # as in DeepSpeed, unless "adam_w_mode" is false
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+# These look at whole matrices or at all parameters at once: pieces would change the result.
+_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+
+def make_optimizer(
+    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    config: OptimizerConfig | None,
+    parameters: Parameters,
+) -> torch.optim.Optimizer | None:
+    """The optimizer of this run: the user's object or callable, else the config's, else None.
+
+    Raises:
+        ConfigError: Two were given, or one that cannot work on shards.
+    """
+    if given is not None and config is not None:
+        raise ConfigError("an optimizer is given both to initialize() and in the config; keep one")
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif given is not None:
+        optimizer = given(parameters)
+    elif config is not None:
+        optimizer = _from_config(config, parameters)
+    else:
+        return None
+    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} needs whole parameters and cannot work on "
+            "shards; use an elementwise one, such as AdamW"
+        )
+    return optimizer
+
+
+def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
+    params = dict(config.params)
+    params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
+    cls = BY_NAME.get(config.type.lower())
+    if cls is None:
+        known = ", ".join(sorted(BY_NAME))
+        raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
+    if not params.pop("adam_w_mode", True):
+        cls = torch.optim.Adam
+    if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
+        params["fused"] = True
+    try:
+        return cls(parameters, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
+
+
+def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:
+    """id(parameter) -> param group, for what the optimizer trains.
+
+    A parameter in a group that does not require gradients is left alone, as in plain torch. One
+    that requires gradients but is in no group stops requiring them.
+
+    Raises:
+        ConfigError: A group holds a parameter that is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer: parameter {position} of param group {index}, shape "
+                    f"{tuple(param.shape)}, is not one of the model's; make the optimizer from "
+                    "the parameters of the model that is given to initialize()"
+                )
+            if param.requires_grad:
+                groups[id(param)] = index
+    _freeze_the_rest(model, groups)
+    return groups
+
+
+def _freeze_the_rest(model: nn.Module, groups: dict[int, int]) -> None:
+    stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
+    for _, param in stray:
+        param.requires_grad_(False)
+    if stray and groups:
+        _log.warning(
+            "%d parameters are in no param group and will not be trained: %s",
+            len(stray),
+            ", ".join(name for name, _ in stray[:5]) + (", ..." if len(stray) > 5 else ""),
+        )

@@ -1,0 +1,66 @@
+"""What an engine is made of: records that `assembly` fills, `engine` and `persistence` read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_engine.collectives import Collectives
+from zero_engine.data import ElasticLoader
+from zero_engine.flat_unit import FlatUnit
+from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_step
+from zero_engine.grad_reducer import GradReducer
+from zero_engine.ledger import Ledger
+from zero_engine.param_coordinator import ParamCoordinator
+from zero_engine.stages import Stage
+from zero_engine.zero_optimizer import ZeroOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """The parts that know parameters."""
+
+    module: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    """What the model computes in."""
+    stage: Stage
+    collectives: Collectives
+    units: Sequence[FlatUnit]
+    aliases: Mapping[str, str]
+    zero: ZeroOptimizer | None
+    """None, as is the reducer, if nothing is trained."""
+    reducer: GradReducer | None
+    coordinator: ParamCoordinator
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The parts that know samples, and where the run is."""
+
+    batch: BatchShape
+    batch_from_world: bool
+    """The config leaves the batch to the world size of the first round; a checkpoint knows it."""
+    cursor: Cursor
+    rank: int
+    world: int
+    loader: ElasticLoader | None = None
+    ledger: Ledger | None = None
+
+    def plan(self) -> StepPlan:
+        """The step under way, or about to begin."""
+        epoch_size = self.loader.sampler.source.epoch_size if self.loader is not None else None
+        return plan_step(self.cursor.samples, self.batch, epoch_size)
+
+    def leaf(self) -> Leaf:
+        """What this rank runs at the micro-step under way, or about to begin."""
+        return self.plan().leaf(self.cursor.micro, self.rank, self.world)
+
+    def adopt_batch(self, batch: BatchShape) -> None:
+        """Go on with the batch of a checkpoint."""
+        self.batch = batch
+        if self.loader is not None:
+            self.loader.sampler.batch = batch

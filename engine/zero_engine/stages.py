@@ -1,0 +1,36 @@
+"""The ZeRO stages as a table: what each one divides among the ranks.
+
+Owns the policy and nothing else. Must always hold: a stage changes where bytes live and when
+they travel, never a result. Everything that depends on the stage asks one of the three
+questions below; nothing compares stage numbers.
+
+Source of the idea: ZeRO (arXiv 1910.02054), P_os, P_os+g, P_os+g+p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One row of the table."""
+
+    number: int
+    shards_optimizer: bool
+    """Each rank steps its own interval of the master weights, not all of them."""
+    shards_gradients: bool
+    """The full gradient buffer of a unit goes back to a pool as soon as it is reduced."""
+    shards_parameters: bool
+    """The full parameters of a unit exist only while its module computes."""
+
+
+STAGES: dict[int, Stage] = {
+    stage.number: stage
+    for stage in (
+        Stage(0, shards_optimizer=False, shards_gradients=False, shards_parameters=False),
+        Stage(1, shards_optimizer=True, shards_gradients=False, shards_parameters=False),
+        Stage(2, shards_optimizer=True, shards_gradients=True, shards_parameters=False),
+        Stage(3, shards_optimizer=True, shards_gradients=True, shards_parameters=True),
+    )
+}

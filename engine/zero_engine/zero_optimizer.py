@@ -1,0 +1,199 @@
+"""One optimizer step on the shards: norm, consensus, clip, step, new parameters.
+
+Owns the gradient totals, the segments that the torch optimizer steps, and the decision to skip.
+Must always hold:
+
+- The user's optimizer object stays the same; only the `params` of its groups are replaced, by
+  *segments*: for each unit and group, the part of the run that this rank steps.
+- One all-gather a step carries block norms and each rank's notes, so that every rank decides
+  from the same numbers: the global norm, whether it is finite, who asks to leave.
+- The norm is summed over blocks in an order that does not depend on the world size.
+
+Called by `engine`; `engine_state` reads and writes the per-segment state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_engine.collectives import Collectives, wait
+from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
+from zero_engine.stages import Stage
+
+_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Elements [start, stop) of `unit`, all of one param group, as the optimizer sees them."""
+
+    unit: FlatUnit
+    group: int
+    start: int
+    stop: int
+    param: nn.Parameter
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What all ranks agree on after a step."""
+
+    applied: bool
+    """False if the norm was not finite: weights and moments are unchanged."""
+    norm: float
+    """Global gradient norm before clipping."""
+    notes: Tensor
+    """[world, notes], on the CPU: what each rank handed in."""
+
+
+class ZeroOptimizer:
+    """Steps a torch optimizer on this rank's share of the trained units."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[FlatUnit],
+        stage: Stage,
+        collectives: Collectives,
+        clip: float,
+    ) -> None:
+        self.optimizer = optimizer
+        self.units = tuple(units)
+        self._stage = stage
+        self._collectives = collectives
+        self._clip = clip
+        device = units[0].full.device
+        sizes = [unit.padded // collectives.world for unit in units]
+        self._accumulated = torch.zeros(sum(sizes), device=device)
+        self.totals = self._accumulated.split(sizes)
+        self._gradients = self._full_gradients() if not stage.shards_optimizer else self.totals
+        self._block_order = _block_order(units, sizes, collectives.world).to(device)
+        self.segments = self._attach()
+
+    def _full_gradients(self) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(unit.master) for unit in self.units)
+
+    def _attach(self) -> tuple[Segment, ...]:
+        """Put segments in the place of the groups' parameters."""
+        groups = self.optimizer.param_groups
+        segments = [segment for i in range(len(groups)) for segment in self._segments_of(i)]
+        old_state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for index, group in enumerate(groups):
+            group["params"] = [s.param for s in segments if s.group == index]
+        for segment in segments:
+            if state := _adopted(segment, old_state):
+                self.optimizer.state[segment.param] = state
+        return tuple(segments)
+
+    def _segments_of(self, group: int) -> list[Segment]:
+        found = []
+        for unit, gradients in zip(self.units, self._gradients, strict=True):
+            if group in unit.layout.runs():
+                found.append(self._cut(unit, gradients, group))
+        filled = [segment for segment in found if segment.stop > segment.start]
+        # A group keeps at least one segment on every rank, if need be an empty one: its scalar
+        # state (the step count) is then known everywhere.
+        return filled or found[:1]
+
+    def _cut(self, unit: FlatUnit, gradients: Tensor, group: int) -> Segment:
+        low = unit.interval[0] if self._stage.shards_optimizer else 0
+        run = unit.layout.runs()[group]
+        start, stop = overlap(*run, low, low + unit.master.numel())
+        part = slice(start - low, stop - low) if stop > start else slice(0, 0)
+        param = nn.Parameter(unit.master[part])
+        return Segment(unit, group, start, stop, param, gradients[part])
+
+    def segments_by_group(self) -> Iterator[tuple[dict[str, Any], list[Segment]]]:
+        """Each param group with its segments on this rank."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            yield group, [segment for segment in self.segments if segment.group == index]
+
+    def step(self, notes: Tensor) -> StepOutcome:
+        """Apply the gradient totals, and clear them. Collective.
+
+        Args:
+            notes: [n] fp32, the same n on all ranks; every rank gets everybody's.
+        """
+        blocks = torch.linalg.vector_norm(self._accumulated.view(-1, BLOCK), dim=1)
+        everybodys = self._exchange(torch.cat([blocks, notes]))
+        norm = self._global_norm(everybodys[:, : blocks.numel()])
+        applied = math.isfinite(norm)
+        if applied:
+            self._apply(norm)
+        self._accumulated.zero_()
+        return StepOutcome(applied, norm, everybodys[:, blocks.numel() :].cpu())
+
+    def _exchange(self, own: Tensor) -> Tensor:
+        everybodys = own.new_empty(self._collectives.world * own.numel())
+        self._collectives.own(everybodys).copy_(own)
+        wait(self._collectives.all_gather(everybodys, "gradient norms"))
+        return everybodys.view(self._collectives.world, -1)
+
+    def _global_norm(self, blocks: Tensor) -> float:
+        ordered = blocks.flatten()[self._block_order]
+        return math.sqrt(float(ordered.double().square().sum()))
+
+    def _apply(self, norm: float) -> None:
+        factor = self._clip / (norm + _NORM_EPSILON)
+        if self._clip > 0 and factor < 1:
+            self._accumulated.mul_(factor)
+        if not self._stage.shards_optimizer:
+            self._gather_gradients()
+        for segment in self.segments:
+            segment.param.grad = segment.gradient  # the user may have called zero_grad()
+        self.optimizer.step()
+        for pending in [unit.refresh() for unit in self.units]:
+            wait(pending)
+
+    def _gather_gradients(self) -> None:
+        started = []
+        for unit, total, full in zip(self.units, self.totals, self._gradients, strict=True):
+            self._collectives.own(full).copy_(total)
+            started.append(self._collectives.all_gather(full, f"gradient sums of {unit.name}"))
+        for pending in started:
+            wait(pending)
+
+
+def _block_order(units: Sequence[FlatUnit], sizes: Sequence[int], world: int) -> Tensor:
+    """Where the norm of each block lies in the gathered [world * blocks], in unit order.
+
+    Every rank contributes one row: its blocks of the first unit, of the second, and so on.
+    Blocks of the tail's padding are left out, so the list is the same at every world size.
+    """
+    per_rank = sum(sizes) // BLOCK
+    order, column = [], 0
+    for unit, size in zip(units, sizes, strict=True):
+        width = size // BLOCK
+        places = torch.arange(world)[:, None] * per_rank + torch.arange(column, column + width)
+        order.append(places.flatten()[: -(-unit.layout.numel // BLOCK)])
+        column += width
+    return torch.cat(order)
+
+
+def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:
+    """State that the optimizer made at construction (Adagrad), moved to a segment."""
+    slots = zip(segment.unit.layout.slots, segment.unit.params, strict=True)
+    members = [(slot, param) for slot, param in slots if slot.group == segment.group]
+    first = old_state.get(members[0][1], {})
+    return {key: _adopt(segment, members, old_state, key) for key in first}
+
+
+def _adopt(segment: Segment, members: list[Any], old_state: dict[Any, Any], key: str) -> Any:
+    param = members[0][1]
+    example = old_state[param][key]
+    if not isinstance(example, Tensor):
+        return example
+    if key == "step" or example.shape != param.shape:
+        return example.clone()
+    whole = example.new_zeros(segment.unit.padded, device=segment.param.device)
+    for slot, param in members:
+        whole[slot.start : slot.stop] = old_state[param][key].flatten()
+    return whole[segment.start : segment.stop].clone()

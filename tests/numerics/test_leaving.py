@@ -1,0 +1,299 @@
+"""A worker and its agent: leaving at a boundary, fenced saves, peers that vanish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.elastic import Departure, choose_departure
+from zero_engine.engine import Engine
+from zero_engine.errors import PeerLost
+from zero_orchestrator import contract
+from zero_orchestrator.contract import (
+    CommitReply,
+    CommitRequest,
+    ExitCode,
+    Hello,
+    Leave,
+    Left,
+    Progress,
+    When,
+)
+
+ROUND = 3
+
+
+class Agent:
+    """The other end of the socket: one worker's agent, as real as the contract describes it."""
+
+    def __init__(self, path: Path, *, grants: bool = True, leave_after: int | None = None) -> None:
+        self.heard: list[contract.Message] = []
+        self._grants = grants
+        self._leave_after = leave_after
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection, connection.makefile("rb") as lines:
+            for line in lines:
+                message = contract.decode(line)
+                self.heard.append(message)
+                for answer in self._answers(message):
+                    connection.sendall(contract.encode(answer))
+
+    def _answers(self, message: contract.Message) -> Iterator[contract.Message]:
+        match message:
+            case CommitRequest():
+                reason = "" if self._grants else "round 4 is forming"
+                yield CommitReply(request=message.request, granted=self._grants, reason=reason)
+            case Progress() if message.step == self._leave_after:
+                yield Leave(round=ROUND, when=When.BOUNDARY, reason="drain")
+
+    def told(self, deadline_s: float = 5.0) -> list[contract.Message]:
+        """All that the worker said, once it has closed the connection."""
+        self._thread.join(deadline_s)
+        assert not self._thread.is_alive()
+        return self.heard
+
+
+@contextmanager
+def under_agent(root: str, **options: Any) -> Iterator[Agent]:
+    """Let the engine find an agent in the environment."""
+    path = Path(root) / f"agent-{dist.get_rank()}.sock"
+    agent = Agent(path, **options)
+    os.environ.update({contract.ENV_SOCKET: str(path), contract.ENV_ROUND: str(ROUND)})
+    try:
+        yield agent
+    finally:
+        del os.environ[contract.ENV_SOCKET], os.environ[contract.ENV_ROUND]
+
+
+def exit_code_of(engine: Engine, run: Any) -> int | None:
+    """What the process would exit with."""
+    try:
+        run()
+    except SystemExit as ending:
+        return int(ending.code or 0)
+    finally:
+        engine.destroy()
+    return None
+
+
+def await_leave(engine: Engine) -> None:
+    """The agent's message comes on another thread; wait until it is here."""
+    limit = time.monotonic() + 5
+    while not engine._link.leave_asked:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+# ---- leaving ----
+
+
+def drained(root: str, how: str) -> tuple[Any, ...]:
+    """Rank 0 alone is asked to leave, after step 2; what every rank does."""
+    asked = dist.get_rank() == 0
+    with under_agent(root, leave_after=2 if asked else None) as agent:
+        engine = make_engine(config(3))
+        checkpoints = f"{root}/checkpoints"
+        if how != "unknown directory":
+            engine.load_checkpoint(checkpoints)
+
+        def run() -> None:
+            for step in range(1, 6):
+                if step == 3 and asked:
+                    await_leave(engine)
+                train(engine, step)
+                if how == "script asks" and engine.checkpoint_due(every_steps=100):
+                    engine.save_checkpoint(checkpoints, client_state={"step": step})
+                if how == "script has state" and step in (1, 4):
+                    engine.save_checkpoint(checkpoints, client_state={"step": step})
+
+        code = exit_code_of(engine, run)
+        heard = agent.told()
+    left = [message for message in heard if isinstance(message, Left)]
+    tags = [message.tag for message in heard if isinstance(message, CommitRequest)]
+    return code, engine.global_steps, left, tags
+
+
+@pytest.mark.parametrize(
+    ("how", "ends_at", "saved", "tags"),
+    [
+        ("directory known", 3, 3, ["global_step3"]),
+        ("script asks", 3, 3, ["global_step3"]),
+        ("script has state", 4, 4, ["global_step1", "global_step4"]),
+        ("unknown directory", 3, 0, []),
+    ],
+)
+def test_all_ranks_leave_at_the_same_boundary_with_a_fresh_checkpoint(
+    worlds: WorldPool, tmp_path: Path, how: str, ends_at: int, saved: int, tags: list[str]
+) -> None:
+    ranks = worlds.run(3, drained, str(tmp_path), how)
+    left = [Left(round=ROUND, step=saved)]
+    assert [rank[:3] for rank in ranks] == [(ExitCode.LEFT, ends_at, left)] * 3
+    assert [rank[3] for rank in ranks] == [tags, [], []]  # the coordinator alone asks to commit
+
+
+def test_a_drained_run_goes_on_to_the_same_bits(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(3, drained, str(tmp_path), "directory known")
+    resumed = worlds.run(2, finish, f"{tmp_path}/checkpoints")
+    assert resumed == worlds.run(2, finish, f"{tmp_path}/none")
+
+
+def finish(root: str) -> str:
+    engine = make_engine(config(1))
+    engine.load_checkpoint(root)
+    train(engine, 5)
+    return engine.weight_hash()
+
+
+@pytest.mark.parametrize(
+    ("known", "state", "asks", "expected"),
+    [
+        (True, False, False, Departure.SAVE_AND_LEAVE),
+        (True, False, True, Departure.SAVE_AND_LEAVE),
+        (True, True, False, Departure.AWAIT_SAVE),
+        (False, True, True, Departure.AWAIT_SAVE),
+        (False, False, True, Departure.AWAIT_SAVE),
+        (False, False, False, Departure.LEAVE),
+    ],
+)
+def test_how_to_leave_follows_from_what_the_script_has_done(
+    known: bool, state: bool, asks: bool, expected: Departure
+) -> None:
+    departure, _ = choose_departure(directory_known=known, script_has_state=state, script_asks=asks)
+    assert departure is expected
+
+
+# ---- what the agent hears ----
+
+
+def test_the_agent_hears_a_hello_and_every_step(worlds: WorldPool, tmp_path: Path) -> None:
+    first, second = worlds.run(2, two_steps, str(tmp_path))
+    assert [message for message in first if isinstance(message, Hello)] == [
+        Hello(rank=0, pid=first[0].pid, can=("boundary",))
+    ]
+    steps = [[m for m in heard if isinstance(m, Progress)] for heard in (first, second)]
+    assert [(m.step, m.samples) for m in steps[0]] == [(1, 10), (2, 20)]
+    assert steps[0] == steps[1]  # the loss is that of the global batch
+
+
+def two_steps(root: str) -> list[contract.Message]:
+    with under_agent(root) as agent:
+        engine = make_engine(config(1))
+        train(engine, 2)
+        engine.destroy()
+        return agent.told()
+
+
+# ---- fenced saves ----
+
+
+def test_a_refused_commit_publishes_nothing_and_training_goes_on(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(2, save_refused, str(tmp_path)) == [(False, 2)] * 2
+    assert list((tmp_path / "checkpoints").glob("*/MANIFEST.json")) == []
+
+
+def save_refused(root: str) -> tuple[bool, int]:
+    with under_agent(root, grants=False):
+        engine = make_engine(config(1))
+        train(engine, 1)
+        saved = engine.save_checkpoint(f"{root}/checkpoints")
+        train(engine, 2)
+        engine.destroy()
+    return saved, engine.global_steps
+
+
+def test_an_agent_that_is_gone_stops_saves_but_not_training(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(1, train_without_agent, str(tmp_path)) == [(False, 2)]
+
+
+def train_without_agent(root: str) -> tuple[bool, int]:
+    os.environ[contract.ENV_SOCKET] = f"{root}/nobody.sock"
+    try:
+        engine = make_engine(config(1))
+    finally:
+        del os.environ[contract.ENV_SOCKET]
+    train(engine, 2)
+    return engine.save_checkpoint(f"{root}/checkpoints"), engine.global_steps
+
+
+# ---- peers that vanish ----
+
+
+def lose_a_peer(root: str, agent: bool, where: str, stage: int) -> Any:
+    """Rank 2 is killed at some point of step 2; what becomes of the others."""
+    if agent:
+        with under_agent(root):
+            engine = make_engine(config(stage))
+    else:
+        engine = make_engine(config(stage))
+    train(engine, 1)
+    rank = dist.get_rank()
+
+    def run() -> None:
+        if rank == 2:
+            die_in(engine, where)
+        train(engine, 3)
+
+    began = time.monotonic()
+    try:
+        code = exit_code_of(engine, run)
+    except PeerLost as error:
+        code = f"PeerLost: {error}"
+    assert time.monotonic() - began < 10
+    Path(root, f"rank{rank}").write_text(str(code))
+
+
+def die_in(engine: Engine, where: str) -> None:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    match where:
+        case "forward":
+            engine.module.blocks[1].register_forward_pre_hook(die)
+        case "backward":
+            engine.module.blocks[0].up.weight.register_hook(die)
+        case "step":
+            engine.optimizer.register_step_pre_hook(die)
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(0, "backward"), (2, "step"), (3, "forward"), (3, "backward")]
+)
+def test_under_an_agent_survivors_of_a_killed_peer_say_so_by_their_exit_code(
+    worlds: WorldPool, tmp_path: Path, where: str, stage: int
+) -> None:
+    with pytest.raises(WorldError, match="rank 2 died, exit -9"):
+        worlds.run(3, lose_a_peer, str(tmp_path), True, where, stage)
+    codes = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert codes == [str(int(ExitCode.PEER_LOST))] * 2
+
+
+def test_without_an_agent_a_killed_peer_is_an_error_that_says_what_was_going_on(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    with pytest.raises(WorldError, match="rank 2 died, exit -9"):
+        worlds.run(3, lose_a_peer, str(tmp_path), False, "backward", 2)
+    for rank in (0, 1):
+        assert (tmp_path / f"rank{rank}").read_text().startswith("PeerLost: gradients of blocks.")

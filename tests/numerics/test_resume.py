@@ -1,0 +1,261 @@
+"""Saved at one world size and stage, loaded at another: every bit of the state, and of the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.checkpoint.pieces import BUFFER
+from zero_engine.engine import Engine
+
+STAGES = (0, 1, 2, 3)
+SOURCES = [(stage, world) for world in (1, 2, 3) for stage in STAGES]
+SAVED_AT, ENDS_AT = 2, 4
+"""Steps; the position of the save is in the first epoch, that of the end in the second."""
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def engine_at(stage: int, bf16: bool, *, seed: int = 7) -> Engine:
+    return make_engine(config(stage, bf16=bf16), seed=seed, lr_scheduler=halving)
+
+
+def source(stage: int, bf16: bool, root: str) -> tuple[Any, ...]:
+    engine = engine_at(stage, bf16)
+    train(engine, SAVED_AT)
+    engine.save_checkpoint(root, client_state={"note": [1, 2.5, None]})
+    return state_of(engine)
+
+
+def resume_all(
+    roots: Mapping[tuple[int, int], str], stages: tuple[int, ...], bf16: bool
+) -> dict[tuple[int, int, int], tuple[Any, ...]]:
+    """From every checkpoint at every stage: the loaded state and the hash at the end."""
+    results = {}
+    for (from_stage, from_world), root in roots.items():
+        for stage in stages:
+            engine = engine_at(stage, bf16, seed=8)  # other weights, buffers and frozen values
+            path, client = engine.load_checkpoint(root)
+            assert path is not None
+            assert path.startswith(root)
+            assert client == {"note": [1, 2.5, None]}
+            loaded = state_of(engine)
+            train(engine, ENDS_AT)
+            results[from_stage, from_world, stage] = (loaded, engine.weight_hash())
+    return results
+
+
+def state_of(engine: Engine) -> tuple[Any, ...]:
+    """This rank's pieces by digest, and what all ranks share."""
+    state = engine._persistence.state.capture({}, {})
+    pieces = {
+        (piece.id.kind, piece.id.fqn, piece.start): piece.data.view(torch.uint8).numpy().tobytes()
+        for piece in state.pieces
+    }
+    buffers = {name: value.tolist() for name, value in engine.module.named_buffers()}
+    position = (engine.global_steps, engine.global_samples, engine.micro_steps > 0)
+    return pieces, (state.meta["engine"], buffers, position[:2], dict(state.aliases))
+
+
+def whole(states: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The digest of every whole tensor, put together from all ranks, and what they share."""
+    shared = states[0][1]
+    assert all(state[1] == shared for state in states)
+    tensors: dict[tuple[str, str], bytes] = {}
+    atoms = {key: data for pieces, _ in states for key, data in pieces.items()}
+    for (kind, fqn, _), data in sorted(atoms.items()):
+        tensors[kind, fqn] = tensors.get((kind, fqn), b"") + data
+    return {key: hashlib.sha256(data).hexdigest() for key, data in tensors.items()}, shared
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def run(request: pytest.FixtureRequest, worlds: WorldPool, tmp_path_factory: Any) -> Any:
+    """Checkpoints from every source, their state, and the hash of the uninterrupted run."""
+    bf16 = request.param
+    base = tmp_path_factory.mktemp("checkpoints")
+    roots = {(s, w): str(base / f"stage{s}-world{w}") for s, w in SOURCES}
+    states = {
+        (stage, world): whole(worlds.run(world, source, stage, bf16, roots[stage, world]))
+        for stage, world in SOURCES
+    }
+    end = worlds.run(1, uninterrupted, bf16)[0]
+    return bf16, roots, states, end
+
+
+def uninterrupted(bf16: bool) -> str:
+    engine = engine_at(0, bf16)
+    train(engine, ENDS_AT)
+    return engine.weight_hash()
+
+
+def test_every_stage_and_world_saves_the_same_state(run: Any) -> None:
+    _, _, states, _ = run
+    tensors, shared = states[0, 1]
+    assert all(state == (tensors, shared) for state in states.values())
+    kinds = {kind for kind, _ in tensors}
+    assert kinds == {"param", "exp_avg", "exp_avg_sq", BUFFER}
+    assert (BUFFER, "scratch") not in tensors
+    assert ("param", "blocks.0.scale") in tensors
+    assert ("exp_avg", "blocks.0.scale") not in tensors
+    assert shared[3] == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_it_loads_at_every_stage_and_world_and_goes_on_as_if_nothing_had_happened(
+    worlds: WorldPool, run: Any, world: int
+) -> None:
+    bf16, roots, states, end = run
+    # In bf16 the buffers are the same as in fp32 but for their dtype: fewer sources will do.
+    chosen = {key: root for key, root in roots.items() if not bf16 or key[0] in (0, 3)}
+    ranks = worlds.run(world, resume_all, chosen, STAGES, bf16, deadline_s=150)
+    for key in ranks[0]:
+        loaded = whole([rank[key][0] for rank in ranks])
+        assert loaded == states[key[0], key[1]], key
+        assert {rank[key][1] for rank in ranks} == {end}, key
+
+
+# ---- what a load must refuse, or say ----
+
+
+def save_here(root: str, steps: int) -> str:
+    engine = engine_at(1, False)
+    train(engine, steps)
+    engine.save_checkpoint(root)
+    return engine.weight_hash()
+
+
+def test_an_empty_directory_is_a_start_from_scratch(worlds: WorldPool, tmp_path: Path) -> None:
+    assert worlds.run(2, load_nothing, str(tmp_path / "none")) == [(None, {}, 0)] * 2
+
+
+def load_nothing(root: str) -> tuple[Any, ...]:
+    engine = engine_at(2, False)
+    return (*engine.load_checkpoint(root), engine.global_steps)
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_moments_and_loads(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    worlds.run(2, save_here, str(tmp_path), 0)
+    assert (
+        worlds.run(3, load_into_trained, str(tmp_path))
+        == [worlds.run(1, uninterrupted, False)[0]] * 3
+    )
+
+
+def load_into_trained(root: str) -> str:
+    """Going back to the beginning must also forget the moments there are."""
+    engine = engine_at(3, False, seed=8)
+    train(engine, 1)
+    engine.load_checkpoint(root)
+    train(engine, ENDS_AT)
+    return engine.weight_hash()
+
+
+def test_a_tag_names_an_earlier_checkpoint(worlds: WorldPool, tmp_path: Path) -> None:
+    assert worlds.run(2, save_twice_load_first, str(tmp_path)) == [1, 1]
+
+
+def save_twice_load_first(root: str) -> int:
+    engine = engine_at(1, False)
+    for steps in (1, 2):
+        train(engine, steps)
+        engine.save_checkpoint(root)
+    engine.load_checkpoint(root, tag="global_step1")
+    return engine.global_steps
+
+
+def test_other_param_groups_are_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(1, save_here, str(tmp_path), 1)
+    with pytest.raises(
+        WorldError, match=r"in other param groups .*for example blocks\.0\.down\.bias"
+    ):
+        worlds.run(2, load_with_one_group, str(tmp_path))
+
+
+def load_with_one_group(root: str) -> None:
+    make_engine(config(1), model_parameters=None, lr_scheduler=halving).load_checkpoint(root)
+
+
+def test_a_client_state_that_is_not_json_is_refused_by_name_and_nothing_is_saved(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    with pytest.raises(WorldError, match=r"client_state\.best\[1\] is a Tensor"):
+        worlds.run(2, save_tensor, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_tensor(root: str) -> None:
+    engine_at(0, False).save_checkpoint(root, client_state={"best": [1, torch.ones(2)]})
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_is_refused(worlds: WorldPool, tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match="micro-step 1 of a step: its gradients cannot be saved"):
+        worlds.run(1, save_after_one_micro_step, str(tmp_path))
+
+
+def save_after_one_micro_step(root: str) -> None:
+    engine = engine_at(0, False)
+    for batch in engine.training_dataloader:
+        engine.backward(engine(batch))
+        engine.step()
+        engine.save_checkpoint(root)
+
+
+def test_a_batch_fixed_by_the_first_worlds_size_stays_at_the_next(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(3, first_world, str(tmp_path)) == [(12, 2)] * 3
+    assert worlds.run(2, next_world, str(tmp_path)) == [(12, 3)] * 2
+
+
+MICRO_ONLY = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+def first_world(root: str) -> tuple[int, int]:
+    engine = make_engine(MICRO_ONLY)
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    return engine.train_batch_size(), engine.gradient_accumulation_steps()
+
+
+def next_world(root: str) -> tuple[int, int]:
+    engine = make_engine(MICRO_ONLY)
+    engine.load_checkpoint(root)
+    train(engine, 2)
+    assert engine.global_samples == DATASET_SIZE  # 12, and then the 11 that are left
+    return engine.train_batch_size(), engine.gradient_accumulation_steps()
+
+
+def test_a_model_that_has_changed_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(1, save_here, str(tmp_path), 1)
+    with pytest.raises(WorldError, match="extra"):
+        worlds.run(2, load_into_another_model, str(tmp_path))
+
+
+def load_into_another_model(root: str) -> None:
+    import zero_engine
+
+    model = make_model()
+    del model.unused
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        model_parameters=param_groups(model),
+        training_data=Tokens(DATASET_SIZE),
+        config=config(1),
+    )
+    engine.load_checkpoint(root)

@@ -1,0 +1,118 @@
+"""One result at every stage and world size, and it is plain torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.global_batch import BatchShape, mix, plan_epoch, sample_ids
+
+STAGES = (0, 1, 2, 3)
+STEPS = 4
+"""Past the end of the first epoch, whose last step is short."""
+
+
+def train_at_every_stage(bf16: bool, steps: int) -> list[tuple[Any, ...]]:
+    fingerprints = []
+    for stage in STAGES:
+        engine = make_engine(config(stage, bf16=bf16))
+        losses = train(engine, steps)
+        fingerprints.append((*fingerprint(engine), tuple(losses)))
+    return fingerprints
+
+
+def train_once(settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    engine = make_engine(settings)
+    train(engine, steps)
+    return {name: value.numpy() for name, value in engine.module_state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def reference(worlds: WorldPool) -> dict[bool, tuple[Any, ...]]:
+    """Weights, loss, norm, position and rates of one rank alone, at stage 0."""
+    return {bf16: worlds.run(1, train_at_every_stage, bf16, STEPS)[0][0] for bf16 in (False, True)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_every_stage_and_world_size_gives_the_same_bits(
+    worlds: WorldPool, reference: dict[bool, tuple[Any, ...]], world: int, bf16: bool
+) -> None:
+    results = worlds.run(world, train_at_every_stage, bf16, STEPS)
+    assert results == [[reference[bf16]] * len(STAGES)] * world
+
+
+def test_clipping_dropout_and_dtype_all_matter_to_the_hash(
+    worlds: WorldPool, reference: dict[bool, tuple[Any, ...]]
+) -> None:
+    """The hash test above could otherwise pass with any of them switched off."""
+    unclipped = worlds.run(1, train_once_hash, config(gradient_clipping=0))[0]
+    reseeded = worlds.run(1, train_once_hash, config(seed=43))[0]
+    assert len({reference[False][0], reference[True][0], unclipped, reseeded}) == 4
+
+
+def train_once_hash(settings: dict[str, Any]) -> str:
+    engine = make_engine(settings)
+    train(engine, STEPS)
+    return engine.weight_hash()
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    # The fused AdamW rounds the last elements of a tensor that does not fill a vector register in
+    # another way, and plain torch steps tensors of odd sizes; the loop of single operations does
+    # not depend on where a tensor ends.
+    "AdamW": {"lr": 1e-2, "foreach": False},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_what_plain_torch_computes_from_the_same_leaves(worlds: WorldPool, name: str) -> None:
+    optimizer = {"type": name, "params": OPTIMIZERS[name]}
+    settings = config(stage=2, gradient_clipping=0, optimizer=optimizer)
+    ours = worlds.run(3, train_once, settings, STEPS)[0]
+    theirs = plain_torch(STEPS, name, clip=None)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not np.array_equal(ours[key], theirs[key])] == []
+
+
+def test_clipping_follows_torch_up_to_the_rounding_of_the_norm(worlds: WorldPool) -> None:
+    optimizer = {"type": "SGD", "params": OPTIMIZERS["SGD"]}
+    ours = worlds.run(2, train_once, config(stage=3, optimizer=optimizer), STEPS)[0]
+    theirs = plain_torch(STEPS, "SGD", clip=0.5)
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-7)
+
+
+def plain_torch(steps: int, optimizer_name: str, clip: float | None) -> dict[str, Any]:
+    """The training loop that the engine stands for, on one process, with nothing of ours but the
+    order of the samples and the seeds of dropout."""
+    torch.set_num_threads(1)
+    model = make_model()
+    make_optimizer = getattr(torch.optim, optimizer_name)
+    optimizer = make_optimizer(param_groups(model), **OPTIMIZERS[optimizer_name])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    data, batch = Tokens(DATASET_SIZE), BatchShape(leaves=5, micro_batch=2)
+    position = 0
+    for step in range(steps):
+        plan = next(plan_epoch(position, batch, DATASET_SIZE))
+        optimizer.zero_grad()
+        for index in range(plan.leaves):
+            leaf = plan.leaf(index, 0, 1)
+            ids = sample_ids(plan, leaf, DATASET_SIZE, DATASET_SIZE, 42)
+            tokens = torch.stack([data[i] for i in ids])
+            torch.manual_seed(mix(42, step, index))
+            (model(tokens) * (len(ids) / plan.samples)).backward()
+        for param in trained:  # flat shards cannot tell "no gradient" from a gradient of zero
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(trained, clip)
+        optimizer.step()
+        position += plan.samples
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}

@@ -1,0 +1,61 @@
+"""What a rank does in the engine's tests: make an engine, train it, tell what came out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zero_engine
+from tests.support.models import Tokens, make_model, param_groups
+from zero_engine.engine import Engine
+
+DATASET_SIZE = 23
+"""Odd on purpose: steps of 10 samples leave a last step of 3, in leaves of 2 and 1."""
+
+
+def config(stage: int = 0, *, bf16: bool = False, **more: Any) -> dict[str, Any]:
+    """A configuration of 5 leaves of 2 samples."""
+    return {
+        "train_batch_size": 10,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **more,
+    }
+
+
+def make_engine(settings: dict[str, Any], *, seed: int = 7, **more: Any) -> Engine:
+    """An engine for the tiny model with two param groups and its own data."""
+    model = make_model(seed)
+    more = {"model_parameters": param_groups(model), "training_data": Tokens(DATASET_SIZE)} | more
+    engine, _, _, _ = zero_engine.initialize(model=model, config=settings, **more)
+    return engine
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    """Train until `steps` steps are done in all; the mean loss of each new one."""
+    losses = []
+    loader = engine.training_dataloader
+    assert loader is not None
+    while engine.global_steps < steps:
+        for batch in loader:
+            engine.backward(engine(batch))
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps > before:
+                losses.append(engine.mean_loss)
+            if engine.global_steps == steps:
+                break
+    return losses
+
+
+def fingerprint(engine: Engine) -> tuple[Any, ...]:
+    """Everything that must not depend on world and stage."""
+    return (
+        engine.weight_hash(),
+        engine.mean_loss,
+        engine.get_global_grad_norm(),
+        engine.global_samples,
+        tuple(engine.get_lr()),
+    )

@@ -1,0 +1,144 @@
+"""A pool of worker processes that form small worlds, one call after the other.
+
+Importing torch costs seconds, forming a gloo group milliseconds: so the processes are started
+once for a whole test run, and each call forms a fresh process group among the first `world` of
+them. A call ends by its deadline. A worker that dies or hangs fails the test with what is known
+of it, and is replaced before the next call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_GRACE_S = 2.0
+"""How long the other ranks may go on after the first error, to tell their own."""
+
+
+class WorldError(AssertionError):
+    """A rank raised, died or hung; the message holds every rank's story."""
+
+
+@dataclass
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+class WorldPool:
+    """Runs functions as the ranks of a world. `close` it when done."""
+
+    def __init__(self, size: int) -> None:
+        import torch.distributed as dist
+
+        self._context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers = [self._start() for _ in range(size)]
+        self._calls = 0
+        # The workers may have children of their own, so they are no daemons; and Python waits at
+        # its end for those that are not.
+        atexit.register(self.close)
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._store.port))
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def run(
+        self, world: int, job: Callable[..., Any], *args: Any, deadline_s: float = 60.0
+    ) -> list[Any]:
+        """Call `job(*args)` on each rank inside a process group; results in rank order.
+
+        `job` must be a module-level function. Raises WorldError.
+        """
+        self._calls += 1
+        workers = self._workers[:world]
+        for rank, worker in enumerate(workers):
+            worker.pipe.send_bytes(pickle.dumps((self._calls, rank, world, job, args)))
+        answers = _collect(workers, time.monotonic() + deadline_s)
+        stories = [_story(rank, workers[rank], answers.get(rank)) for rank in range(world)]
+        for rank in range(world):
+            if rank not in answers:
+                self._workers[rank].stop()
+                self._workers[rank] = self._start()
+        if any(stories):
+            raise WorldError("\n".join(story for story in stories if story))
+        return [answers[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        """End all processes."""
+        while self._workers:
+            self._workers.pop().stop()
+
+
+def _collect(workers: list[_Worker], deadline: float) -> dict[int, tuple[bool, Any]]:
+    """The answers by rank, until all are in, the deadline, or a grace after the first failure."""
+    answers: dict[int, tuple[bool, Any]] = {}
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), timeout=left_s):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())
+                failed = not answers[rank][0]
+            except EOFError:
+                failed = True
+            if failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return answers
+
+
+def _story(rank: int, worker: _Worker, answer: tuple[bool, Any] | None) -> str:
+    """What went wrong on a rank; empty if nothing did."""
+    if answer is not None:
+        return "" if answer[0] else f"rank {rank} raised:\n{answer[1]}"
+    worker.process.join(0.1)
+    code = worker.process.exitcode
+    return f"rank {rank} {'did not answer in time' if code is None else f'died, exit {code}'}"
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    """A worker's life: one call after the other until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while True:
+        try:
+            call, rank, world, job, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"call{call}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=30),
+        )
+        try:
+            answer = (True, job(*args))
+        except BaseException as error:
+            answer = (False, "".join(traceback.format_exception(error)))
+            sys.stdout.flush()
+        if dist.is_initialized():  # the job may have ended it
+            dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_engine.config import Config, load_config
+from zero_engine.errors import ConfigError
+
+
+def test_an_empty_config_has_deepspeeds_defaults() -> None:
+    config = load_config({})
+    assert config == Config()
+    assert (config.gradient_clipping, config.zero_optimization.stage, config.seed) == (1.0, 0, 42)
+
+
+def test_a_dict_a_json_string_and_a_file_give_the_same_config(tmp_path: Path) -> None:
+    data = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    assert load_config(data) == load_config(json.dumps(data)) == load_config(str(path))
+    assert load_config(path).zero_optimization.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "value"),
+    [
+        ({"train_batch_size": 2e3}, "train_batch_size", 2000),
+        ({"train_batch_size": "auto"}, "train_batch_size", None),
+        ({"train_batch_size": None}, "train_batch_size", None),
+        ({"gradient_clipping": 2}, "gradient_clipping", 2.0),
+        ({"gradient_clipping": "auto"}, "gradient_clipping", 1.0),
+    ],
+)
+def test_numbers_are_taken_as_deepspeed_takes_them(
+    data: dict[str, Any], name: str, value: object
+) -> None:
+    taken = getattr(load_config(data), name)
+    assert (taken, type(taken)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("switch", "stage"), [(True, 1), (False, 0), ({"stage": 2}, 2)])
+def test_zero_optimization_true_is_stage_one(switch: object, stage: int) -> None:
+    assert load_config({"zero_optimization": switch}).zero_optimization.stage == stage
+
+
+def test_bfloat16_is_another_name_for_bf16() -> None:
+    assert load_config({"bfloat16": {"enabled": True}}).bf16.enabled
+
+
+def test_tuning_keys_without_effect_are_accepted_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tuning = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    with caplog.at_level(logging.INFO, logger="zero_engine.config"):
+        load_config({"zero_optimization": tuning})
+    assert caplog.messages == [
+        "config keys without effect here: zero_optimization.overlap_comm, "
+        "zero_optimization.reduce_bucket_size"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"gradient_cliping": 1},
+            "gradient_cliping: unknown config key; did you mean 'gradient_clipping'?",
+        ),
+        (
+            {"zero_optimization": {"stge": 1}},
+            "zero_optimization.stge: unknown config key; did you mean 'stage'?",
+        ),
+        ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
+        ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown config key; known: sample_ledger, shuffle"),
+        ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not an integer"),
+        ({"train_batch_size": True}, "train_batch_size: True is not an integer"),
+        ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),
+        ({"train_batch_size": 0}, "train_batch_size: 0 is less than 1"),
+        ({"gradient_clipping": -1}, "gradient_clipping: -1.0 is negative; 0 is off"),
+        ({"bf16": True}, "bf16: True is not an object"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled: 'yes' is not true or false"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled: fp16 is not supported yet; use bf16"),
+        ({"optimizer": {"params": {}}}, "optimizer.type: missing"),
+        ({"reduction": "native"}, "reduction: 'native' is not supported yet"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: not supported yet"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer: not supported yet",
+        ),
+        ("[1]", "cannot be read"),
+        ('{"a": ', "the config is not JSON"),
+        ('{"seed": 1, "seed": 2}', "the config has the key 'seed' more than once"),
+        ("/nowhere/config.json", "'/nowhere/config.json' cannot be read: No such file"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_place_and_remedy(data: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(data)
+    assert message in str(caught.value)
+
+
+def test_a_feature_that_is_named_but_switched_off_is_accepted() -> None:
+    off = {"offload_optimizer": {"device": "none"}, "zero_quantized_weights": False}
+    assert load_config({"zero_optimization": off, "fp16": {"enabled": False}}) == Config()

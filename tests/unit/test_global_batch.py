@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_engine.errors import ConfigError
+from zero_engine.global_batch import (
+    BatchShape,
+    Leaf,
+    StepPlan,
+    micro_steps_left,
+    mix,
+    permute,
+    plan_epoch,
+    plan_step,
+    resolve_batch,
+    sample_ids,
+)
+
+BATCH = BatchShape(leaves=5, micro_batch=2)
+
+
+def ids_of_epoch(epoch: int, world: int, dataset_size: int, batch: BatchShape) -> list[int]:
+    """What all ranks consume in one epoch, in step and leaf order, ghosts left out."""
+    consumed = []
+    for plan in plan_epoch(epoch * dataset_size, batch, dataset_size):
+        for micro in range(plan.micro_steps(world)):
+            for rank in range(world):
+                leaf = plan.leaf(micro, rank, world)
+                if not leaf.ghost:
+                    consumed += sample_ids(plan, leaf, dataset_size, dataset_size, 42)
+    return consumed
+
+
+@given(
+    dataset_size=st.integers(1, 60),
+    leaves=st.integers(1, 7),
+    micro_batch=st.integers(1, 4),
+    world=st.integers(1, 9),
+)
+def test_an_epoch_is_every_sample_once_in_the_same_order_at_every_world_size(
+    dataset_size: int, leaves: int, micro_batch: int, world: int
+) -> None:
+    batch = BatchShape(leaves=leaves, micro_batch=micro_batch)
+    epoch = ids_of_epoch(1, world, dataset_size, batch)
+    assert sorted(epoch) == list(range(dataset_size))
+    assert epoch == ids_of_epoch(1, 1, dataset_size, batch)
+
+
+def test_the_last_step_of_an_epoch_is_shorter_and_straddles_nothing() -> None:
+    plans = list(plan_epoch(20, BATCH, 23))
+    assert plans == [StepPlan(20, 3, 2)]
+    assert [plans[0].leaf(0, rank, 2) for rank in range(2)] == [
+        Leaf(0, 0, 2, ghost=False),
+        Leaf(1, 2, 1, ghost=False),
+    ]
+    assert plan_step(23, BATCH, 23) == StepPlan(23, 10, 2)
+
+
+def test_a_rank_past_the_last_leaf_runs_it_again_as_a_ghost() -> None:
+    plan = StepPlan(0, 10, 2)
+    assert plan.micro_steps(3) == 2
+    assert plan.live(1, 3) == 2
+    assert plan.leaf(1, 2, 3) == Leaf(4, 8, 2, ghost=True)
+
+
+@given(position=st.integers(0, 99), world=st.integers(1, 9))
+def test_the_micro_steps_left_are_those_of_the_plans_left(position: int, world: int) -> None:
+    plans = plan_epoch(position, BATCH, 23)
+    assert micro_steps_left(position, BATCH, 23, world) == sum(p.micro_steps(world) for p in plans)
+
+
+@given(samples=st.integers(1, 40), micro_batch=st.integers(1, 9))
+def test_the_weights_of_the_leaves_add_up_to_one(samples: int, micro_batch: int) -> None:
+    plan = StepPlan(0, samples, micro_batch)
+    weights = [plan.weight(plan.leaf(i, 0, 1)) for i in range(plan.leaves)]
+    assert sum(weights) == pytest.approx(1, abs=1e-12)
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
+def test_a_shuffle_is_a_permutation_whatever_part_of_it_is_asked_for(size: int, seed: int) -> None:
+    whole = permute(np.arange(size), size, seed, 0)
+    assert sorted(whole.tolist()) == list(range(size))
+    part = np.arange(size // 3, size // 2)
+    assert permute(part, size, seed, 0).tolist() == whole[part].tolist()
+
+
+def test_shuffles_and_seeds_stay_what_they_are_forever() -> None:
+    """Checkpoints taken with one release go on with the next."""
+    assert permute(np.arange(8), 8, 42, 0).tolist() == [4, 1, 3, 2, 7, 6, 0, 5]
+    assert mix(42, 3, 1) == 6717522985872898827
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    orders = {tuple(permute(np.arange(50), 50, 42, epoch).tolist()) for epoch in range(20)}
+    assert len(orders) == 20
+
+
+def test_a_shuffle_puts_samples_everywhere() -> None:
+    """Each of 10 samples meets each of 10 places, about evenly, over 2000 keys."""
+    counts = np.zeros((10, 10))
+    for seed in range(2000):
+        counts[np.arange(10), permute(np.arange(10), 10, seed, 0)] += 1
+    assert abs(counts - 200).max() < 75  # 5.6 standard deviations of one count
+
+
+@pytest.mark.parametrize(
+    ("numbers", "world", "expected"),
+    [
+        ((12, 3, None), 8, (BatchShape(leaves=4, micro_batch=3), False)),
+        ((12, 3, 7), 8, (BatchShape(leaves=4, micro_batch=3), False)),
+        ((None, 3, 2), 4, (BatchShape(leaves=8, micro_batch=3), True)),
+        ((None, 3, None), 4, (BatchShape(leaves=4, micro_batch=3), True)),
+        ((12, None, 2), 3, (BatchShape(leaves=6, micro_batch=2), True)),
+        ((12, None, None), 3, (BatchShape(leaves=3, micro_batch=4), True)),
+    ],
+)
+def test_any_two_of_deepspeeds_batch_numbers_describe_the_batch(
+    numbers: tuple[int | None, int | None, int | None], world: int, expected: object
+) -> None:
+    assert resolve_batch(*numbers, world) == expected
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does() -> None:
+    with pytest.raises(ConfigError, match=r"7 is not a multiple of .* 2; the nearest that is: 8"):
+        resolve_batch(7, 2, None, 1)
+
+
+def test_a_config_without_a_batch_size_says_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="set train_batch_size"):
+        resolve_batch(None, None, 4, 2)
