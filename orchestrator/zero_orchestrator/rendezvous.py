@@ -25,7 +25,7 @@ from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
 from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import Compare, Delete, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.kv import NO_LEASE, Compare, Delete, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
 from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
 from zero_orchestrator.spec import JobSpec
@@ -98,6 +98,11 @@ class Rendezvous:
     def reason(self) -> str:
         """What the job is doing or waiting for, as of the last poll."""
         return self._reason
+
+    @property
+    def lease(self) -> int:
+        """Under which this agent is registered."""
+        return self._lease.lease if self._lease is not None else NO_LEASE
 
     def register(self) -> None:
         """Agree on the specification and become a live node of the job.
@@ -273,7 +278,12 @@ class Rendezvous:
             if self._lease is not None:
                 self._lease.close()
             self._lease = LeaseKeeper(
-                self._store, self._ttl_s, clock=self._clock, on_lost=self._lease_lost
+                self._store,
+                self._ttl_s,
+                clock=self._clock,
+                on_lost=self._lease_lost,
+                on_silent=self._ages.silent,
+                on_heard=self._ages.heard,
             )
         try:
             self._store.put(
@@ -285,6 +295,7 @@ class Rendezvous:
         self._stale.set()
 
     def _lease_lost(self, reason: str) -> None:
+        self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere
         self._lost_lease.set()
         self._journal.tell("lease", f"node {self._node.id} may be out: {reason}")
         self._on_change()
@@ -309,6 +320,16 @@ class _Ages:
         self._pending: tuple[int, Move] | None = None
         self._pending_since_s = 0.0
         self._fence = 0
+        self._silent = False
+        self._heard_s = float("-inf")
+
+    def silent(self, reason: str) -> None:
+        """The store does not answer this node's keep-alive."""
+        self._silent = True
+
+    def heard(self, reason: str) -> None:
+        """It answers again."""
+        self._silent, self._heard_s = False, self._clock.now()
 
     def look(self, job: Snapshot) -> None:
         now_s = self._clock.now()
@@ -324,6 +345,7 @@ class _Ages:
         return Observed(
             nodes_s=now_s - self._nodes_since_s,
             symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
+            heard_s=0.0 if self._silent else now_s - self._heard_s,
         )
 
     def pending(self, move: Move) -> float:

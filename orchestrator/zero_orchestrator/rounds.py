@@ -70,6 +70,8 @@ class Timing:
     """No node came or went for so long before a round begins below the maximum with newcomers."""
     grow_after_s: float = 2.0
     """No node came or went for so long before a running round is asked to make room."""
+    return_within_s: float = 4.0
+    """After the store was silent, nodes whose leases lapsed meanwhile have so long to return."""
     symptom_patience_s: float = 6.0
     """A lost peer is expected to show its cause (a failure, a lapsed lease) within so long."""
 
@@ -82,6 +84,8 @@ class Observed:
     """Since it last saw the set of live nodes change."""
     symptom_s: float
     """Since it first saw a symptom in this round; 0 without one."""
+    heard_s: float = float("inf")
+    """Since the store answered it again after a silence; 0 during one."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,11 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
 def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     if not job.lost:
         return None
-    return _interrupt(job, f"lost node {', '.join(node.id for node in job.lost)}")
+    names = ", ".join(node.id for node in job.lost)
+    if seen.heard_s < timing.return_within_s:
+        # Leases lapse while nobody can refresh them: that says nothing about the nodes.
+        return Decision(None, f"etcd was silent; waiting for node {names} to register again")
+    return _interrupt(job, f"lost node {names}")
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
