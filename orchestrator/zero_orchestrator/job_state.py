@@ -113,6 +113,8 @@ class Node:
     """It wants to leave: it keeps its round until the next step boundary and joins no other."""
     ring: str = ""
     """Where its liveness ring listens, `host:port`."""
+    role: str = "default"
+    """What its workers are called."""
 
     def to_json(self) -> str:
         """The value of its key."""
@@ -159,8 +161,9 @@ class Failure:
     """The workers were healthy and lost their peers: the cause is elsewhere."""
     summary: str
     rank: int = -1
-    exit: str = ""
     traceback: str = ""
+    hang: bool = False
+    """They ran and took no step: the others write down where they are before they are killed."""
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 

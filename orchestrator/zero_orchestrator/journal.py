@@ -1,8 +1,9 @@
 """The story of a job: one line for every decision and every fault, with its reason.
 
-Each event is a sentence for people on the log and, when a file is given, a JSON object for
-tools, so that a recovery can be timed afterwards. Events of several nodes are told apart by
-`node` and put in order by `round`; `time` is this node's wall clock, for people only.
+Each event is a sentence for people on the log and a JSON object for tools, in a file when one is
+given, and in the store (`events.Publisher`), so that a recovery can be told and timed
+afterwards. Events of several nodes are told apart by `node` and put in order by `round`, or by
+their revision in the store; `time` is this node's wall clock, for people only.
 
 A journal must never stop a job: a full disk or a closed terminal costs the line, not the run.
 """
@@ -12,27 +13,49 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("zero")
 
 
+def _ignore(line: str) -> None: ...
+
+
 class Journal:
     """Writes events to the log and to `path`, appending; safe to share between threads."""
 
-    def __init__(self, node: str, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        node: str,
+        path: Path | None = None,
+        *,
+        publish: Callable[[str], None] = _ignore,
+    ) -> None:
+        """Open a journal.
+
+        Args:
+            node: Who writes.
+            path: Where to keep the events, one JSON object a line.
+            publish: Handed each event as JSON; must return at once and raise nothing.
+        """
         self._node = node
         self._path = path
+        self._publish = publish
         self._broken = False
+        self.round = 0
+        """Where an event belongs that does not say so itself; the agent keeps it current."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record `event` (a short name for tools) with its sentence and machine-readable facts."""
         log.log(level, "%s", sentence)
-        record = {"time": time.time(), "node": self._node, "event": event, "text": sentence}
-        self._append(json.dumps({**record, **facts}) + "\n")
+        record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
+        line = json.dumps({**record, "text": sentence, **facts})
+        self._append(line + "\n")
+        self._publish(line)
 
     def _append(self, line: str) -> None:
         if self._path is None or self._broken:

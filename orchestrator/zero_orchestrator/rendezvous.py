@@ -164,10 +164,10 @@ class Rendezvous:
         self._stale.set()
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
 
-    def drain(self) -> None:
-        """Ask to leave: no further round includes this node."""
+    def drain(self) -> int:
+        """Ask to leave: no further round includes this node. Returns the revision of the wish."""
         self._node = dataclasses.replace(self._node, draining=True)
-        self._announce()
+        return self._announce()
 
     def publish_master(self, n: int, address: str) -> None:
         """Say where the TCPStore of round n listens, `host:port`."""
@@ -238,8 +238,9 @@ class Rendezvous:
         if decision.transition is None or not self._my_turn(decision):
             return False
         compares, writes = transaction(self.keys, job, decision.transition)
-        if self._store.txn(compares, writes).succeeded:
-            self._tell(job, decision)
+        done = self._store.txn(compares, writes)
+        if done.succeeded:
+            self._tell(job, decision, done.revision)
         return True
 
     def _my_turn(self, decision: Decision) -> bool:
@@ -257,7 +258,7 @@ class Rendezvous:
         ids = [node.id for node in ahead]
         return ids.index(self._node.id) if self._node.id in ids else len(ids)
 
-    def _tell(self, job: Snapshot, decision: Decision) -> None:
+    def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
         assert decision.transition is not None
         move = decision.transition.move
         failed = move in {Move.INTERRUPT, Move.FAIL}
@@ -267,12 +268,13 @@ class Rendezvous:
             level=logging.WARNING if failed else logging.INFO,
             round=job.n + 1 if move is Move.ACTIVATE else job.n,
             nodes=[node.id for node in decision.transition.members.nodes],
+            revision=revision,
         )
 
     # ---- writing ----
 
-    def _announce(self) -> None:
-        """(Re-)register under a lease that is alive."""
+    def _announce(self) -> int:
+        """(Re-)register under a lease that is alive; the revision of it."""
         if self._lease is None or self._lost_lease.is_set():
             self._lost_lease.clear()
             if self._lease is not None:
@@ -286,13 +288,14 @@ class Rendezvous:
                 on_heard=self._ages.heard,
             )
         try:
-            self._store.put(
+            revision = self._store.put(
                 self.keys.node(self._node.id), self._node.to_json(), lease=self._lease.lease
             )
         except LeaseLost:
             self._lost_lease.set()
             raise StoreUnavailable("the lease ended while this node registered") from None
         self._stale.set()
+        return revision
 
     def _lease_lost(self, reason: str) -> None:
         self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere

@@ -43,7 +43,7 @@ class Move(StrEnum):
     INTERRUPT = "interrupt"
     FINISH = "finish"
     FAIL = "fail"
-    STOP = "stop"
+    HALT = "halt"
 
 
 LEGAL: Mapping[Move, tuple[State | None, State]] = {
@@ -54,7 +54,7 @@ LEGAL: Mapping[Move, tuple[State | None, State]] = {
     Move.INTERRUPT: (State.ACTIVE, State.FORMING),
     Move.FINISH: (State.ACTIVE, State.DONE),
     Move.FAIL: (State.ACTIVE, State.FAILED),
-    Move.STOP: (State.FORMING, State.STOPPED),
+    Move.HALT: (State.FORMING, State.STOPPED),
 }
 """Every legal move: from which state, to which. FORM is free, INTERRUPT costs one restart."""
 
@@ -130,7 +130,7 @@ def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     if busy:
         return Decision(None, f"waiting for the workers of {', '.join(busy)} to stop")
     if job.stop is not None:
-        return Decision(Transition(Move.STOP, job.stop), f"the job ends here: {job.stop}")
+        return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
     if count < low:
         return Decision(None, f"{count} of {low}:{high} nodes are here; waiting for {low - count}")

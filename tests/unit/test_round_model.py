@@ -3,8 +3,9 @@
 The model runs the product's own lines: `rounds.decide`, `rounds.transaction` and
 `supervise.next_action`, on the database of `kv_memory`. An agent acts on the snapshot it last
 read, however old; it may die between any two operations, lose its lease while it lives on, and
-come back as a new process. Each reachable state is visited once and must keep the invariants
-of `rounds.py`; states without anything left to do must be ends that a user would accept.
+come back as a new process, and a user may ask for a stop at any time. Each reachable state is
+visited once and must keep the invariants of `rounds.py`; states without anything left to do must
+be ends that a user would accept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from zero_agent.supervise import Action, Situation, Workers, next_action
 from zero_orchestrator import rounds
-from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, State, parse
+from zero_orchestrator.job_state import ENDED, Failure, Keys, Node, Snapshot, State, parse
 from zero_orchestrator.kv import Put, Range, absent, unchanged
 from zero_orchestrator.kv_memory import Database
 from zero_orchestrator.rounds import Move, Observed, Timing, Transition, decide, transaction
@@ -57,6 +58,8 @@ class World:
     database: Database
     agents: tuple[Agent, ...]
     faults: int
+    may_stop: bool = False
+    """A user may still ask for a stop."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -216,7 +219,14 @@ def faults(world: World, index: int) -> Iterator[World]:
     yield cut_off  # the lease lapsed while the process lives on, with what it last read
 
 
+def stop(world: World) -> World:
+    """A user asks for a stop."""
+    return replace(write(world, [], [Put(KEYS.stop, '"enough"')])[0], may_stop=False)
+
+
 def successors(world: World) -> Iterator[World]:
+    if world.may_stop:
+        yield stop(world)
     for index, agent in enumerate(world.agents):
         if agent.gone:
             continue
@@ -244,11 +254,13 @@ def still_registered(world: World, agent: Agent) -> bool:
 
 
 def check_move(before: World, after: World, transition: Transition) -> None:
-    """I1, I3, I4, I5, I10: of one transition that has succeeded."""
+    """I1, I3, I4, I5, I10, I11: of one transition that has succeeded."""
     spec, old, new = before.spec, before.read(), after.read()
-    assert old.state not in {State.DONE, State.FAILED}, "I10: an ended job moved"
+    assert old.state not in ENDED, "I10: an ended job moved"
     assert new.n - old.n == (transition.move is Move.ACTIVATE), "I1: rounds are counted by one"
+    assert new.state is not State.STOPPED or old.stop, "I11: nobody asked for a stop"
     if transition.move is Move.ACTIVATE:
+        assert not old.stop, "I11: a round began after a stop was asked for"
         ids = [node.id for node in new.members.nodes]
         assert len(set(ids)) == len(ids), "I3: one rank, one node"
         assert spec.min_nodes <= len(ids) <= spec.max_nodes, "I4: the size is within bounds"
@@ -272,7 +284,7 @@ def check_commits(world: World) -> None:
 def check_end(world: World) -> None:
     """Nothing is left to do, fault or no fault: the job has ended and everybody has seen it."""
     job = world.read()
-    assert job.state in {State.DONE, State.FAILED}, f"stuck in {job}"
+    assert job.state in ENDED, f"stuck in {job}"
     assert all(agent.gone for agent in world.agents), f"an agent waits for ever: {world.agents}"
 
 
@@ -288,7 +300,7 @@ def fingerprint(world: World) -> tuple[object, ...]:
     ordered.sort(key=lambda item: item.create_revision)
     fence = next((item.mod_revision for item in items if item.key == KEYS.round), 0)
     return (
-        world.faults,
+        (world.faults, world.may_stop),
         frozenset((item.key, item.value, leases.get(item.lease)) for item in items),
         tuple(item.key for item in ordered),
         tuple(
@@ -334,9 +346,9 @@ def explore(world: World, max_round: int) -> int:
     return len(seen)
 
 
-def begin(spec: JobSpec, nodes: int, faults: int) -> World:
-    agents = tuple(Agent(name, 0, 0, alive=False) for name in "abc"[:nodes])
-    return World(spec, Database(), agents, faults)
+def begin(spec: JobSpec, nodes: int, faults: int, *, may_stop: bool = False) -> World:
+    agents = tuple(Agent(name, 0, 0, alive=False) for name in "abcdefgh"[:nodes])
+    return World(spec, Database(), agents, faults, may_stop)
 
 
 SMALL_JOBS = {
@@ -354,6 +366,55 @@ SMALL_JOBS = {
 def test_no_order_of_events_breaks_an_invariant(nodes, bounds, restarts, faults, max_round):
     spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=restarts)
     assert explore(begin(spec, nodes, faults), max_round) > 1000
+
+
+def running(world: World) -> World:
+    """The same nodes in round 1, all workers running, nothing having gone wrong."""
+    nodes = range(len(world.agents))
+    for index in nodes:
+        world = register(world, index)
+    while not all(agent.workers is Workers.RUNNING for agent in world.agents):
+        for index in nodes:
+            world = look(world, index)
+            for step in (move, act):
+                if world.agents[index].view is not None:
+                    world = step(world, index)
+    return world
+
+
+STOPPED_JOBS = {
+    "one node that comes back": (1, (1, 1), 1, 1, 2),
+    "two nodes, no restarts": (2, (1, 2), 0, 0, 1),
+}
+"""As above."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bounds", "restarts", "faults", "max_round"),
+    STOPPED_JOBS.values(),
+    ids=STOPPED_JOBS,
+)
+def test_a_stop_asked_for_at_any_time_ends_the_job_for_everybody(
+    nodes, bounds, restarts, faults, max_round
+):
+    spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=restarts)
+    assert explore(begin(spec, nodes, faults, may_stop=True), max_round) > 1000
+
+
+def test_a_stop_ends_a_running_job_although_a_node_fails_meanwhile():
+    spec = JobSpec(min_nodes=2, max_nodes=2)
+    assert explore(stop(running(begin(spec, 2, faults=1))), max_round=1) > 1000
+
+
+def test_the_search_notices_a_round_that_begins_in_spite_of_a_stop(monkeypatch):
+    def careless(keys, job, move):
+        compares, writes = rounds.transaction(keys, job, move)
+        return [compare for compare in compares if compare.key != keys.stop], writes
+
+    monkeypatch.setitem(globals(), "transaction", careless)
+    spec = JobSpec(min_nodes=1, max_nodes=1)
+    with pytest.raises(AssertionError, match="I11"):
+        explore(begin(spec, 1, faults=0, may_stop=True), max_round=1)
 
 
 def test_the_search_notices_a_transition_without_its_fence(monkeypatch):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_orchestrator.job_state import Failure, Keys, Members, Node, Snapshot, State
+from zero_orchestrator.job_state import ENDED, Failure, Keys, Members, Node, Snapshot, State
 from zero_orchestrator.rounds import LEGAL, Move, Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.spec import JobSpec
 
@@ -100,6 +100,16 @@ def test_a_lost_node_costs_one_restart():
     assert verdict(active("abc", live="ab")) == (Move.INTERRUPT, "lost node c; restart 1 of 1")
 
 
+def test_a_lease_that_lapsed_while_etcd_was_silent_is_no_loss_yet():
+    job = active("abc", live="ab")
+    after_silence = replace(STEADY, heard_s=1.0)
+    assert verdict(job, after_silence) == (
+        None,
+        "etcd was silent; waiting for node c to register again",
+    )
+    assert verdict(job, replace(STEADY, heard_s=5.0))[0] is Move.INTERRUPT
+
+
 def test_a_node_that_came_back_as_another_process_was_lost():
     job = replace(active("ab"), nodes=(node("a"), node("b", incarnation="2")))
     assert verdict(job) == (Move.INTERRUPT, "lost node b; restart 1 of 1")
@@ -171,7 +181,39 @@ def test_the_job_is_done_when_all_are_even_if_one_has_gone_since():
     assert verdict(job) == (Move.FINISH, "every worker has exited with 0")
 
 
-@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+def test_a_job_that_is_to_stop_lets_its_workers_leave_at_a_boundary():
+    job = replace(active("ab"), stop="enough")
+    assert verdict(job) == (Move.YIELD, "enough")
+    leaving = replace(job, yielding="enough", yield_revision=5, quiet=frozenset("a"))
+    assert verdict(leaving) == (None, "enough; waiting for b to stop")
+    assert verdict(replace(leaving, quiet=frozenset("ab"))) == (Move.FORM, "enough")
+
+
+def test_a_job_that_is_to_stop_begins_no_round_and_ends_when_all_workers_have():
+    job = replace(forming("ab", former="ab", quiet="a"), stop="enough")
+    assert verdict(job) == (None, "waiting for the workers of b to stop")
+    job = replace(job, quiet=frozenset("ab"))
+    assert verdict(job) == (Move.HALT, "the job ends here: enough")
+    assert verdict(replace(forming("a", low=2), stop="enough"))[0] is Move.HALT
+
+
+def test_what_is_lost_while_the_job_stops_is_named_and_costs_nothing():
+    job = replace(active("abc", live="ab"), stop="enough", charges=1)
+    assert verdict(job) == (Move.FORM, "lost node c; nothing restarts, enough")
+
+
+def test_a_job_whose_last_worker_finishes_before_the_stop_is_done():
+    job = replace(active("ab"), stop="enough", done=frozenset("ab"))
+    assert verdict(job)[0] is Move.FINISH
+
+
+def test_a_round_is_refused_by_the_store_once_a_stop_was_asked_for():
+    job = replace(forming("a"), fence=7)
+    compares, _ = transaction(Keys("job"), job, Transition(Move.ACTIVATE, "why"))
+    assert ("/zero/v1/job/cmd/stop", 0) in [(c.key, c.revision) for c in compares]
+
+
+@pytest.mark.parametrize("state", list(ENDED))
 def test_an_ended_job_never_moves(state):
     job = replace(active("ab", live="abc"), state=state, failures=(failed("a"),))
     assert verdict(job)[0] is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from zero_agent.supervise import Action, Situation, Workers, next_action
-from zero_orchestrator.job_state import Failure, Members, Node, Snapshot, State
+from zero_orchestrator.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.spec import JobSpec
 
 ME = Node(id="me", incarnation="1", address="me", slots=1)
@@ -38,6 +38,8 @@ FAILURE = Failure(node="me", symptom=False, summary="")
         (FORMS, Workers.NONE, Action.REPORT_QUIET),
         (job(State.DONE), Workers.NONE, Action.EXIT),
         (job(State.FAILED), Workers.NONE, Action.EXIT),
+        (job(State.STOPPED), Workers.NONE, Action.EXIT),
+        (replace(RUNS, stop="enough"), Workers.NONE, Action.REPORT_QUIET),
     ],
 )
 def test_an_agent_without_workers(snapshot, workers, expected):
@@ -62,7 +64,7 @@ def test_how_the_workers_of_a_running_round_end_is_reported_once(workers, expect
     assert action(reported, workers) is Action.WAIT
 
 
-@pytest.mark.parametrize("state", [State.FORMING, State.DONE, State.FAILED])
+@pytest.mark.parametrize("state", [State.FORMING, *sorted(ENDED)])
 def test_workers_of_a_round_that_is_over_are_killed(state):
     assert action(job(state), Workers.RUNNING) is Action.KILL
     assert action(job(state), Workers.STOPPING) is Action.WAIT

@@ -1,0 +1,5 @@
+"""`python -m zero_orchestrator`: as `zero-ctl`."""
+
+from zero_orchestrator.cli import main
+
+main()

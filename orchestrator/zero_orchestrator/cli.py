@@ -1,0 +1,309 @@
+"""`zero-ctl`: look into the jobs of an etcd, and tell a node to leave or a job to stop.
+
+It talks to etcd alone, so it works from any machine that reaches it, whether or not the job's
+nodes do. It decides nothing: a wish becomes a key, and the job's agents carry it out.
+
+Must always hold: what is asked for is written only to the very job and agent that were looked
+at; every mistake is one message and an exit code. Who calls it: the console script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_orchestrator import events, retry, status
+from zero_orchestrator.errors import LeaseLost, SpecError, StoreError, StoreUnavailable, ZeroError
+from zero_orchestrator.job_state import DrainOrder, Keys
+from zero_orchestrator.kv import KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.status import JobStatus, NoSuchJob, NoSuchNode
+from zero_orchestrator.views import JsonView, TableView, View
+
+if TYPE_CHECKING:
+    from zero_orchestrator.etcd import EtcdStore
+
+DEFAULT_ENDPOINT = "127.0.0.1:2379"
+"""Where agents without an endpoint meet on one machine."""
+WATCH_S = 1.0
+OUTAGE_S = 30.0
+"""A watch goes on through a silence of etcd of so long."""
+
+_ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
+
+
+class CtlExit(IntEnum):
+    """Exit codes of `zero-ctl`."""
+
+    OK = 0
+    TOO_LATE = 1
+    """What was asked for had not happened within --wait; it still may."""
+    USAGE = 2
+    """Wrong usage, or no such job or node."""
+    NO_STORE = 3
+    """etcd could not be reached, or refused."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    args = _parser().parse_args([_with_dashes(a) for a in (sys.argv[1:] if argv is None else argv)])
+    logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
+    try:
+        code = _run(args)
+    except ZeroError as error:
+        remedy = "; --rdzv-endpoint names it" if isinstance(error, StoreUnavailable) else ""
+        print(f"zero-ctl: {error}{remedy}", file=sys.stderr)
+        code = CtlExit.NO_STORE if isinstance(error, StoreError) else CtlExit.USAGE
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # `zero-ctl events | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    view = JsonView() if args.json else TableView()
+    with contextlib.closing(_open(args)) as store:
+        return _COMMANDS[args.command](args, store, view)
+
+
+# ---- the command line ----
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-ctl",
+        description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
+        epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
+        "node, 3 etcd out of reach. Each flag can be set as PET_<FLAG> in the environment.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        _add_common(sub)
+        return sub
+
+    look = command("status", "show a job: its state, nodes, restarts and newest checkpoint")
+    look.add_argument("job", nargs="?", help="which (the one that runs; all if several do)")
+    look.add_argument("--watch", action="store_true", help="go on until the job ends")
+    look.add_argument("--all", action="store_true", help="list all jobs")
+    tell = command("events", "tell what has happened in a job, and why")
+    tell.add_argument("job", nargs="?", help="which (the one that runs)")
+    tell.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
+    drain = command("drain", "let a node leave at the next step boundary; the job goes on")
+    drain.add_argument("node", help="its name, as in `zero-ctl status`")
+    drain.add_argument("job", nargs="?", help="of which job (the one it is in)")
+    stop = command("stop", "end a job for all its nodes, with a checkpoint")
+    stop.add_argument("job", nargs="?", help="which (the one that runs)")
+    stop.add_argument("--reason", default="", help="why; every agent will say so")
+    for sub in (drain, stop):
+        text = "wait so many seconds for it to have happened (0)"
+        sub.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=text)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for tools: one object a line")
+    group = parser.add_argument_group("etcd")
+    _add_flag(group, "rdzv-endpoint", f"where ({DEFAULT_ENDPOINT})", "HOST:PORT[,...]")
+    _add_flag(group, "etcd-user", "log in as this user", "NAME")
+    for name in _ETCD_FILES:
+        _add_flag(group, name, "as for zero-agent", "FILE")
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str) -> None:
+    dest = name.replace("-", "_")
+    default = os.environ.get(f"PET_{dest.upper()}", "")
+    group.add_argument(f"--{name}", dest=dest, default=default, metavar=metavar, help=text)
+
+
+def _with_dashes(argument: str) -> str:
+    """`--rdzv_endpoint` as `--rdzv-endpoint`, as torchrun reads its flags."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: write a number of seconds, 0 or more")
+    return value
+
+
+def _open(args: argparse.Namespace) -> EtcdStore:
+    from zero_orchestrator.etcd import Credentials, EtcdStore  # gRPC: not for --help
+
+    ca, cert, key, password = (getattr(args, name.replace("-", "_")) for name in _ETCD_FILES)
+    credentials = Credentials(
+        user=args.etcd_user or None,
+        password=_first_line(Path(password)) if password else None,
+        ca=Path(ca) if ca else None,
+        cert=Path(cert) if cert else None,
+        key=Path(key) if key else None,
+    )
+    return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").partition("\n")[0]
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--etcd-password-file={path}: cannot be read: {error}") from error
+
+
+# ---- the commands ----
+
+
+def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    jobs = status.read_all(store)
+    try:
+        job = status.choose_job(jobs, args.job)
+    except NoSuchJob:
+        if args.job is not None or not jobs:
+            raise
+        args.all = True
+    if args.all:
+        view.jobs(jobs)
+    elif args.watch:
+        view.watch(_changes(store, job.job))
+    else:
+        view.status(status.read(store, job.job))
+    return CtlExit.OK
+
+
+def _changes(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
+    """The job's status whenever it has changed, until the job has ended."""
+    last: JobStatus | None = None
+    while last is None or not last.ended:
+        if last is not None:
+            time.sleep(WATCH_S)
+        now = retry.within(OUTAGE_S)(status.read, store, job)
+        if now != last:
+            yield now
+        last = now
+
+
+def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = status.choose_job(status.read_all(store), args.job).job
+    if not args.follow:
+        for event in events.read(store, job):
+            view.event(event)
+        return CtlExit.OK
+    for news in events.follow(store, job):
+        if news is not None:
+            view.event(news)
+        elif _has_ended(store, job):
+            break
+    return CtlExit.OK
+
+
+def _has_ended(store: KeyValueStore, job: str) -> bool:
+    """Whether the job is over and its agents have gone, so that nothing more will be told."""
+    try:
+        now = status.read(store, job)
+    except StoreUnavailable:
+        return False
+    return now.ended and not now.live_nodes
+
+
+def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = status.choose_node(status.read_all(store), args.node, args.job).job
+    ask_to_drain(store, job, args.node, _who())
+    view.say(f"node {args.node} will leave job {job} at its next step boundary")
+    left = _wait(args.wait, lambda: store.get(Keys(job).node(args.node)) is None)
+    return _say_outcome(view, args.wait, left, f"node {args.node} has left job {job}")
+
+
+def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = status.choose_job(status.read_all(store), args.job)
+    if job.ended:
+        view.say(f"job {job.job} has ended already: {job.now}")
+        return CtlExit.OK
+    asked = ask_to_stop(store, job.job, _who(), args.reason)
+    if not job.live_nodes:
+        view.say(f"no agent of job {job.job} is alive; the first that comes will end it")
+    else:
+        how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
+        view.say(f"job {job.job} {how}; its workers leave at the next step boundary")
+    ended = _wait(args.wait, lambda: status.read(store, job.job).ended)
+    return _say_outcome(view, args.wait, ended, f"job {job.job} has ended")
+
+
+def _say_outcome(view: View, wait_s: float, happened: bool, sentence: str) -> int:
+    if wait_s == 0:
+        return CtlExit.OK
+    view.say(sentence if happened else f"not within {wait_s:g} s; `zero-ctl status` tells more")
+    return CtlExit.OK if happened else CtlExit.TOO_LATE
+
+
+def _wait(wait_s: float, happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if happened():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
+    "status": _status,
+    "events": _events,
+    "drain": _drain,
+    "stop": _stop,
+}
+
+
+# ---- what is asked of a job ----
+
+
+def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
+    """Ask the agent that now runs under this name to leave.
+
+    The wish has the agent's own lease: it vanishes with the agent, however that ends, and can
+    not be taken for a wish about the next agent of that name.
+
+    Raises:
+        NoSuchNode: The agent has just gone, or registered anew.
+    """
+    keys = Keys(job)
+    agent = store.get(keys.node(node))
+    if agent is not None:
+        order = DrainOrder(node, json.loads(agent.value)["incarnation"], by)
+        same = unchanged(agent.key, agent.mod_revision)
+        put = Put(keys.drain(node), order.to_json(), agent.lease)
+        with contextlib.suppress(LeaseLost):
+            if store.txn([same], [put]).succeeded:
+                return
+    raise NoSuchNode(f"node {node} of job {job} has just gone or come back; look, and try again")
+
+
+def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
+    """Ask for the end of a job; False if somebody has already."""
+    key = Keys(job).stop
+    wish = f"stop asked by {by}" + (f" ({reason})" if reason else "")
+    return store.txn([absent(key)], [Put(key, json.dumps(wish))]).succeeded
+
+
+def _who() -> str:
+    """For the record: who typed this, and where."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without such a user
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,215 @@
+"""A job's events and progress in the store, for `zero-ctl`: written by agents, best effort.
+
+    /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal
+    /zero/progress/<job>/<node>                  the last step of a node's workers; leased
+
+They are not among the job's own keys, which every agent watches and reads. The order of events
+is that of the store's revisions: clocks of two nodes are never compared.
+
+Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
+time is dropped. The store keeps about the last `KEEP` events of a job, however many agents
+write, and gets at most about one progress a second from a job of any size.
+Who calls it: the agent, through its journal and its loop; `zero-ctl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_orchestrator import retry
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.contract import Progress
+from zero_orchestrator.errors import StoreError
+from zero_orchestrator.kv import Change, Delete, KeyValue, KeyValueStore
+
+_log = logging.getLogger(__name__)
+
+KEEP = 1000
+"""Events of a job that outlive a trim."""
+TRIM_EVERY = 97
+"""Whoever writes an event at a revision that this divides deletes the oldest: about one event in
+so many of all agents together. A prime, lest it keep step with the other writes of a job."""
+PROGRESS_S = 2.0
+"""Between two progresses of a node..."""
+PROGRESS_PER_NODE_S = 1.0
+"""...or this, times the nodes of the job, if that is longer."""
+IDLE_S = 1.0
+"""`follow` gives a sign after so long without an event."""
+
+_QUEUE = 1000
+_RETRY_S = 10.0
+_FLUSH_S = 1.0
+_DELETES = 100
+"""In one transaction: etcd's limit is 128 operations."""
+
+
+def events_prefix(job: str) -> str:
+    """What the keys of a job's events start with."""
+    return f"/zero/events/{job}/"
+
+
+def progress_prefix(job: str) -> str:
+    """What the keys of its nodes' progress start with."""
+    return f"/zero/progress/{job}/"
+
+
+# ---- writing ----
+
+
+class Publisher:
+    """One agent's pen: a queue, and a daemon thread that writes what is in it."""
+
+    def __init__(
+        self, store: KeyValueStore, job: str, node: str, incarnation: str, clock: Clock
+    ) -> None:
+        """Nothing is written before the first event.
+
+        Args:
+            store: Shared with others; used on the publisher's own thread alone.
+            job: The job's name.
+            node: The agent's node.
+            incarnation: Tells this agent process from earlier ones of the node.
+            clock: Paces the progress.
+        """
+        self._store = store
+        self._prefix = events_prefix(job)
+        self._writer = f"{node}.{incarnation}"
+        self._progress = progress_prefix(job) + node
+        self._clock = clock
+        self._count = 0
+        self._shown: Progress | None = None
+        self._due_s = clock.now()
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def event(self, line: str) -> None:
+        """Publish an event, one JSON object."""
+        self._enqueue(lambda: self._write_event(line))
+
+    def progress(self, progress: Progress, *, lease: int, nodes: int) -> None:
+        """Show how far this node's workers are, unless it is too soon; call it often.
+
+        Args:
+            progress: Of any of them.
+            lease: What is shown vanishes with it.
+            nodes: Of the job's round: the more there are, the rarer each writes.
+        """
+        if self._clock.now() < self._due_s or progress == self._shown:
+            return
+        self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
+        self._shown = progress
+        value = json.dumps(dataclasses.asdict(progress))
+        self._enqueue(lambda: self._put(self._progress, value, lease))
+
+    def close(self) -> None:
+        """Give what is queued a moment to be written."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_FLUSH_S)
+        self._thread.join(_FLUSH_S)
+        self._cancelled.set()
+
+    def _enqueue(self, write: Callable[[], object]) -> None:
+        with contextlib.suppress(queue.Full):  # the store is away for long: the line is lost
+            self._queue.put_nowait(write)
+
+    def _run(self) -> None:
+        while (write := self._queue.get()) is not None:
+            try:
+                write()
+            except StoreError as error:
+                _log.debug("not published: %s", error)
+
+    def _write_event(self, line: str) -> None:
+        self._count += 1
+        revision = self._put(f"{self._prefix}{self._writer}.{self._count:06d}", line)
+        if revision % TRIM_EVERY == 0:
+            trim(self._store, self._prefix, KEEP)
+
+    def _put(self, key: str, value: str, lease: int = 0) -> int:
+        """Write a key that nobody else writes: doing it twice is doing it once."""
+        again = retry.within(_RETRY_S, cancelled=self._cancelled)
+        return again(self._store.put, key, value, lease=lease)
+
+
+def trim(store: KeyValueStore, prefix: str, keep: int) -> None:
+    """Delete the oldest keys but `keep`; several may do it at once."""
+    items = sorted(store.range(prefix).items, key=lambda item: item.create_revision)
+    oldest = [Delete(item.key) for item in items[:-keep]]
+    for first in range(0, len(oldest), _DELETES):
+        store.txn([], oldest[first : first + _DELETES])
+
+
+# ---- reading ----
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the story."""
+
+    revision: int
+    """Of the store, when it happened (a transition says so itself) or else was written."""
+    record: dict[str, Any]
+    """`time` (wall clock of the node, seconds since the epoch), `node`, `round`, `event`, `text`,
+    and what else the event has to say."""
+
+
+def read(store: KeyValueStore, job: str) -> tuple[Event, ...]:
+    """The events that are kept, oldest first."""
+    return tuple(_in_order(store.range(events_prefix(job)).items))
+
+
+def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
+    """The events that are kept, then each as it comes; None when none came for `IDLE_S`.
+
+    Raises:
+        StoreUnavailable: At the beginning. Later the watch survives an outage by itself.
+    """
+    prefix = events_prefix(job)
+    arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
+    found = store.range(prefix)
+    watch = store.watch(
+        prefix, arrived.put, after=found.revision, on_compacted=lambda revision: arrived.put(None)
+    )
+    try:
+        seen, items = 0, found.items
+        while True:
+            fresh = [item for item in items if item.create_revision > seen]
+            seen = max((item.create_revision for item in fresh), default=seen)
+            yield from _in_order(fresh)
+            items = _news(store, prefix, arrived)
+            if not items:
+                yield None
+    finally:
+        watch.cancel()
+
+
+def _news(
+    store: KeyValueStore, prefix: str, arrived: queue.SimpleQueue[Sequence[Change] | None]
+) -> tuple[KeyValue, ...]:
+    """What the watch brought; after a compaction everything there is."""
+    try:
+        changes = arrived.get(timeout=IDLE_S)
+    except queue.Empty:
+        return ()
+    if changes is None:
+        return store.range(prefix).items
+    return tuple(change.item for change in changes if change.item is not None)
+
+
+def _in_order(items: Sequence[KeyValue]) -> list[Event]:
+    return sorted(map(_event, items), key=lambda event: event.revision)
+
+
+def _event(item: KeyValue) -> Event:
+    record = json.loads(item.value)
+    return Event(record.pop("revision", item.create_revision), record)

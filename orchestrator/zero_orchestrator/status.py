@@ -1,0 +1,276 @@
+"""How a job is getting on: its keys, read once, as rows for people and for tools.
+
+Read-only. What a job waits for is what the round machine itself says about the same snapshot,
+so a status can never tell another story than the agents' decisions.
+
+Must always hold: a status is of one revision of the job's keys; progress, which is not among
+them, may be a few seconds old. Who calls it: `zero-ctl`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from typing import Any
+
+from zero_orchestrator.errors import ZeroError
+from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.job_state import ENDED, Keys, Node, Snapshot, parse
+from zero_orchestrator.kv import KeyValue, KeyValueStore, Range
+from zero_orchestrator.rounds import Observed, Timing, decide
+from zero_orchestrator.spec import JobSpec
+
+JOBS_PREFIX = "/zero/v1/"
+
+_JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
+
+
+class NoSuchJob(ZeroError):
+    """The name is of no job in this store, or it could be more than one."""
+
+
+class NoSuchNode(ZeroError):
+    """No live agent has this name, or agents of several jobs have."""
+
+
+class UnreadableJob(ZeroError):
+    """The keys of a job are not as this version writes them."""
+
+
+class Condition(StrEnum):
+    """How a node is."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    LEFT = "left"
+    DONE = "done"
+    FAILED = "failed"
+    LOST = "lost"
+    GONE = "gone"
+    SPARE = "spare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRow:
+    """One node of a job."""
+
+    node: str
+    condition: Condition
+    alive: bool
+    """Its agent holds its lease."""
+    first_rank: int | None
+    """Of its workers; None for a spare."""
+    slots: int
+    """Workers."""
+    address: str
+    step: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """One job at one revision."""
+
+    job: str
+    state: str
+    """Of the current round; empty before the first."""
+    round: int
+    cause: str
+    """Why it is in this state."""
+    now: str
+    """What it does or waits for."""
+    stop: str | None
+    """Who wants it to end, and why."""
+    min_nodes: int
+    max_nodes: int
+    world_size: int
+    members: tuple[NodeRow, ...]
+    """Nodes of the round, in rank order."""
+    spares: tuple[NodeRow, ...]
+    """Live nodes outside of it: spares, and those about to join or to go."""
+    restarts: int
+    """Charged so far."""
+    max_restarts: int
+    checkpoint: dict[str, Any] | None
+    """The newest published one: step, tag, digest, samples."""
+    command: tuple[str, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over for good."""
+        return self.state in ENDED
+
+    @property
+    def live_nodes(self) -> tuple[str, ...]:
+        """Nodes whose agents are alive, members first."""
+        return tuple(row.node for row in (*self.members, *self.spares) if row.alive)
+
+    def to_json(self) -> str:
+        """One line, for tools."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+# ---- reading ----
+
+
+def read(store: KeyValueStore, job: str) -> JobStatus:
+    """The job as it is now.
+
+    Raises:
+        NoSuchJob: It has no keys.
+        UnreadableJob: They are of another version.
+    """
+    status = _understood(job, store.range(Keys(job).prefix), _progress(store, job))
+    if status is None:
+        raise NoSuchJob(f"job {job} is not there any more")
+    return status
+
+
+def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
+    """All jobs of the store by name, without their progress. Raises UnreadableJob."""
+
+    def job_of(item: KeyValue) -> str:
+        return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
+
+    found = store.range(JOBS_PREFIX)
+    by_job = groupby(sorted(found.items, key=job_of), job_of)
+    statuses = [_understood(job, Range(found.revision, tuple(of)), {}) for job, of in by_job]
+    return tuple(status for status in statuses if status is not None)
+
+
+def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:
+    prefix = progress_prefix(job)
+    found = store.range(prefix).items
+    return {item.key.removeprefix(prefix): json.loads(item.value) for item in found}
+
+
+def _understood(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
+    try:
+        return _status(job, found, progress)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableJob(
+            f"the keys of job {job} cannot be understood ({error}); use the zero-ctl of the same "
+            f"version as its agents, or, if the job is over, delete {Keys(job).prefix}"
+        ) from error
+
+
+def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
+    """The status in a job's keys; None if nobody has written what the job is."""
+    keys = Keys(job)
+    items = {item.key: item.value for item in found.items}
+    if keys.spec not in items:
+        return None
+    spec = JobSpec.from_json(items[keys.spec])
+    view, latest = parse(keys, found, spec), items.get(keys.latest)
+    return JobStatus(
+        job=job,
+        state=view.state or "",
+        round=view.n,
+        cause=view.cause,
+        now=_now(view),
+        stop=view.stop,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        world_size=view.members.world_size,
+        members=_members(view, progress),
+        spares=tuple(_row(view, n, None, progress) for n in view.nodes if not view.has_member(n)),
+        restarts=view.charges,
+        max_restarts=spec.max_restarts,
+        checkpoint=json.loads(latest) if latest else None,
+        command=spec.command,
+    )
+
+
+def _now(view: Snapshot) -> str:
+    if not view.nodes and view.state not in ENDED:
+        return "no agent is alive; the job goes on when one is started"
+    return decide(view, _JUST_NOW, Timing()).reason
+
+
+def _members(view: Snapshot, progress: Mapping[str, Any]) -> tuple[NodeRow, ...]:
+    return tuple(
+        _row(view, node, view.members.first_rank(index), progress)
+        for index, node in enumerate(view.members.nodes)
+    )
+
+
+def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
+    last = progress.get(node.id, {})
+    return NodeRow(
+        node=node.id,
+        condition=condition(view, node),
+        alive=(node.id, node.incarnation) in view.alive,
+        first_rank=rank,
+        slots=node.slots,
+        address=node.address,
+        step=last.get("step"),
+        loss=last.get("loss"),
+    )
+
+
+def condition(view: Snapshot, node: Node) -> Condition:
+    """How a member or a spare is; the first of the rules that fits."""
+    return next(name for name, fits in _CONDITIONS if fits(view, node))
+
+
+def _is_draining(view: Snapshot, node: Node) -> bool:
+    draining = any(live.draining and live.id == node.id for live in view.nodes)
+    return draining or view.drain_order(node) is not None
+
+
+_CONDITIONS: Sequence[tuple[Condition, Callable[[Snapshot, Node], bool]]] = (
+    (Condition.DONE, lambda view, node: node.id in view.done),
+    (Condition.FAILED, lambda view, node: node.id in {f.node for f in view.failures}),
+    (Condition.GONE, lambda view, node: view.state in ENDED),
+    (Condition.LOST, lambda view, node: node in view.lost),
+    (Condition.GONE, lambda view, node: (node.id, node.incarnation) not in view.alive),
+    (Condition.DRAINING, _is_draining),
+    (Condition.SPARE, lambda view, node: not view.has_member(node)),
+    (Condition.LEFT, lambda view, node: node.id in view.quiet),
+    (Condition.RUNNING, lambda view, node: True),
+)
+
+
+# ---- choosing ----
+
+
+def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
+    """The job that a command is about: the named one, the only one that runs, or the only one.
+
+    Raises:
+        NoSuchJob: There is none, or more than one; names those there are.
+    """
+    if name is not None:
+        found = [job for job in jobs if job.job == name]
+    else:
+        found = [job for job in jobs if not job.ended and job.live_nodes] or list(jobs)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(job.job for job in jobs)
+    if not jobs:
+        raise NoSuchJob("no job has been started with this etcd; --rdzv-endpoint names another")
+    if name is not None:
+        raise NoSuchJob(f"there is no job {name}; there are: {names}")
+    raise NoSuchJob(f"which job? Name one of: {', '.join(job.job for job in found)}")
+
+
+def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobStatus:
+    """The job in which a live node of this name is.
+
+    Raises:
+        NoSuchJob: There is no job of this name.
+        NoSuchNode: There is no such node, or there is one in several jobs; names them.
+    """
+    within = [choose_job(jobs, name)] if name is not None else [j for j in jobs if j.live_nodes]
+    found = [job for job in within if node in job.live_nodes]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(job.job for job in found)
+        raise NoSuchNode(f"node {node} is in several jobs ({names}); name one after the node")
+    there = "; ".join(f"{job.job}: {', '.join(job.live_nodes) or 'none'}" for job in within)
+    raise NoSuchNode(f"there is no live node {node}; there are: {there or 'none'}")

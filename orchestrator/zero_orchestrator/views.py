@@ -1,0 +1,210 @@
+"""How `zero-ctl` shows things: tables for people, or one JSON object a line for tools.
+
+Must always hold: what jobs, nodes and reasons say is shown as it is, never read as markup; the
+output of a pipe is complete, however narrow a terminal would be. Who calls it: `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from zero_orchestrator.events import Event
+from zero_orchestrator.status import Condition, JobStatus, NodeRow
+
+_PIPE_COLUMNS = 250
+_STYLES = {
+    "ACTIVE": "green",
+    "FORMING": "yellow",
+    "DONE": "bold green",
+    "FAILED": "bold red",
+    "STOPPED": "bold",
+    Condition.RUNNING: "green",
+    Condition.DRAINING: "yellow",
+    Condition.LEFT: "yellow",
+    Condition.FAILED: "red",
+    Condition.LOST: "red",
+}
+_EVENT_STYLES = {"interrupt": "red", "fail": "red", "exit": "red", "activate": "green"}
+
+
+class View(Protocol):
+    """A way to show things."""
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """All jobs, a line each."""
+
+    def status(self, status: JobStatus) -> None:
+        """One job."""
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """One job, again whenever it has changed."""
+
+    def event(self, event: Event) -> None:
+        """One event."""
+
+    def say(self, sentence: str) -> None:
+        """What a command has done."""
+
+
+class JsonView:
+    """For tools: one object a line on stdout; sentences go to stderr."""
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """As `View.jobs`."""
+        self.watch(jobs)
+
+    def status(self, status: JobStatus) -> None:
+        """As `View.status`."""
+        print(status.to_json(), flush=True)
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """As `View.watch`."""
+        for status in statuses:
+            self.status(status)
+
+    def event(self, event: Event) -> None:
+        """As `View.event`."""
+        print(json.dumps({"revision": event.revision, **event.record}), flush=True)
+
+    def say(self, sentence: str) -> None:
+        """As `View.say`."""
+        print(sentence, file=sys.stderr)
+
+
+class TableView:
+    """For people."""
+
+    def __init__(self) -> None:
+        self._console = Console(markup=False, emoji=False, highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = _PIPE_COLUMNS
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """As `View.jobs`."""
+        self._console.print(_jobs_table(jobs))
+
+    def status(self, status: JobStatus) -> None:
+        """As `View.status`."""
+        self._console.print(_status_page(status))
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """As `View.watch`; a terminal shows the last state only."""
+        with self._screen() as live:
+            for status in statuses:
+                if live is None:
+                    self.status(status)
+                else:
+                    live.update(_status_page(status), refresh=True)
+
+    def event(self, event: Event) -> None:
+        """As `View.event`."""
+        self._console.print(_event_line(event), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """As `View.say`."""
+        self._console.print(sentence, soft_wrap=True)
+
+    @contextmanager
+    def _screen(self) -> Iterator[Live | None]:
+        if not self._console.is_terminal:
+            yield None
+            return
+        with Live(console=self._console, auto_refresh=False) as live:
+            yield live
+
+
+def _styled(word: str) -> Text:
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
+    table = _table("job", "state", "round", "nodes", "now")
+    for job in jobs:
+        nodes = f"{len(job.live_nodes)} of {_bounds(job)}"
+        state = _styled(job.state or "not begun")
+        table.add_row(job.job, state, str(job.round), nodes, job.now)
+    return table
+
+
+def _status_page(status: JobStatus) -> RenderableType:
+    title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
+    facts = _table("", "")
+    facts.show_header = False
+    for name, value in _facts(status):
+        facts.add_row(name, value)
+    return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
+
+
+def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
+    yield "round", f"{status.round}, world size {status.world_size}"
+    yield "now", status.now
+    if status.cause and not status.ended:
+        yield "since", status.cause
+    if status.stop is not None and not status.ended:
+        yield "stop", status.stop
+    yield "nodes", f"{len(status.members)} of {_bounds(status)}, {len(status.spares)} beside them"
+    yield "restarts", f"{status.restarts} of {status.max_restarts} charged"
+    yield "checkpoint", _checkpoint(status)
+    yield "command", " ".join(status.command)
+
+
+def _bounds(status: JobStatus) -> str:
+    return f"{status.min_nodes}:{status.max_nodes}"
+
+
+def _checkpoint(status: JobStatus) -> str:
+    if (latest := status.checkpoint) is None:
+        return "none yet"
+    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']})"
+
+
+def _nodes_table(rows: Sequence[NodeRow]) -> Table:
+    table = _table("rank", "node", "state", "workers", "address", "step", "loss")
+    for row in rows:
+        table.add_row(
+            _ranks(row),
+            row.node,
+            _styled(row.condition),
+            str(row.slots),
+            row.address,
+            "-" if row.step is None else str(row.step),
+            "-" if row.loss is None else f"{row.loss:.4f}",
+        )
+    return table
+
+
+def _ranks(row: NodeRow) -> str:
+    if row.first_rank is None:
+        return "-"
+    last = row.first_rank + row.slots - 1
+    return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
+
+
+def _event_line(event: Event) -> Text:
+    record = event.record
+    at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
+    name = str(record.get("event", "?"))
+    return Text.assemble(
+        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+        f"  round {record.get('round', '-')!s:3}",
+        (f" {record.get('node', '-')!s:12}", "cyan"),
+        (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
+        f" {record.get('text', '')}",
+    )

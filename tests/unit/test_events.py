@@ -1,0 +1,175 @@
+"""The story of a job in the store: in order, bounded, and never at the expense of an agent."""
+
+import json
+import threading
+
+import pytest
+
+from tests.support.waiting import wait_for
+from zero_orchestrator import events
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.contract import Progress
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.kv_memory import MemoryStore
+
+
+@pytest.fixture
+def job(root):
+    """A job's name that no other test uses."""
+    return root.strip("/").replace("/", "-")
+
+
+def publisher(store, job, node="a", clock=None):
+    return Publisher(store, job, node, "1", clock or ManualClock())
+
+
+def texts(store, job):
+    return [event.record["text"] for event in events.read(store, job)]
+
+
+def test_events_of_several_agents_are_told_in_the_order_in_which_they_happened(store, job):
+    pens = {node: publisher(store, job, node) for node in "ab"}
+    told = []
+    for number, node in enumerate("abba"):
+        Journal(node, publish=pens[node].event).tell("start", f"event {number}", rank=number)
+        told.append(f"event {number}")
+        wait_for(lambda: texts(store, job) == told, 5, "the event")
+    assert [event.record["node"] for event in events.read(store, job)] == list("abba")
+    assert [event.record["rank"] for event in events.read(store, job)] == [0, 1, 2, 3]
+    for pen in pens.values():
+        pen.close()
+
+
+def test_an_event_that_knows_its_revision_comes_before_what_followed_from_it(job):
+    store = MemoryStore()
+    pen = publisher(store, job)
+    journal = Journal("a", publish=pen.event)
+    happened = store.put("round", "")
+    journal.tell("start", "what followed")
+    journal.tell("activate", "what happened", revision=happened)
+    pen.close()
+    assert texts(store, job) == ["what happened", "what followed"]
+
+
+def test_an_event_belongs_to_the_round_of_its_agent_or_to_the_one_it_names(job):
+    store = MemoryStore()
+    pen = publisher(store, job)
+    journal = Journal("a", publish=pen.event)
+    journal.round = 3
+    journal.tell("start", "here")
+    journal.tell("activate", "next", round=4)
+    pen.close()
+    assert [event.record["round"] for event in events.read(store, job)] == [3, 4]
+
+
+def test_only_the_last_events_of_a_job_are_kept(job):
+    store = MemoryStore()
+    pen = publisher(store, job)
+    for number in range(500):
+        pen.event(json.dumps({"text": str(number)}))
+    pen.close()
+    events.trim(store, events_prefix(job), keep=120)
+    assert texts(store, job) == [str(number) for number in range(380, 500)]
+
+
+def test_whoever_writes_trims_now_and_then_however_much_is_written(job, monkeypatch):
+    monkeypatch.setattr(events, "KEEP", 50)
+    store = MemoryStore()
+    pen = publisher(store, job)
+    for number in range(900):
+        pen.event(json.dumps({"text": str(number)}))
+    pen.close()
+    kept = texts(store, job)
+    assert len(kept) < 50 + 2 * events.TRIM_EVERY
+    assert kept[-1] == "899"
+
+
+def test_a_reader_that_follows_gets_the_past_then_the_present_and_a_sign_in_silence(store, job):
+    pen = publisher(store, job)
+    pen.event(json.dumps({"text": "before"}))
+    wait_for(lambda: texts(store, job), 5, "the first event")
+    news = events.follow(store, job)
+    assert next(news).record["text"] == "before"
+    assert next(news) is None
+    pen.event(json.dumps({"text": "after"}))
+    pen.close()
+    assert next(event for event in news if event).record["text"] == "after"
+    news.close()
+
+
+class ForgetfulStore(MemoryStore):
+    """Its history is compacted just before a watch begins."""
+
+    def __init__(self, late_event):
+        super().__init__()
+        self._late_event = late_event
+
+    def watch(self, prefix, on_changes, *, after, on_compacted=None):
+        self.put(prefix + "late", self._late_event)
+        self.compact(self.put("other", ""))
+        return super().watch(prefix, on_changes, after=after, on_compacted=on_compacted)
+
+
+def test_a_reader_whose_history_was_compacted_misses_nothing_and_gets_nothing_twice(job):
+    store = ForgetfulStore(json.dumps({"text": "late"}))
+    store.put(events_prefix(job) + "early", json.dumps({"text": "early"}))
+    news = events.follow(store, job)
+    assert [next(news).record["text"] for _ in range(2)] == ["early", "late"]
+    assert next(news) is None
+    news.close()
+
+
+class SilentStore(MemoryStore):
+    """Answers nothing until it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = threading.Event()
+
+    def put(self, key, value, *, lease=0):
+        if not self.answers.wait(30):
+            raise StoreUnavailable("silence")
+        return super().put(key, value, lease=lease)
+
+
+def test_an_agent_goes_on_while_the_store_is_silent_and_the_story_stays_bounded(job):
+    store = SilentStore()
+    pen = publisher(store, job)
+    for number in range(3000):
+        pen.event(json.dumps({"text": str(number)}))  # returns, or this test would take for ever
+    store.answers.set()
+    wait_for(lambda: len(texts(store, job)) >= KEEP, 20, "what was queued")
+    assert texts(store, job)[:3] == ["0", "1", "2"], "in order; what did not fit is dropped"
+    assert len(texts(store, job)) <= KEEP + 1
+    pen.close()
+
+
+def test_a_store_that_refuses_costs_the_event_and_not_the_next_one(job):
+    store = MemoryStore()
+    pen = publisher(store, job)
+    pen.progress(Progress(step=1, samples=8, loss=1.0), lease=999, nodes=1)  # no such lease
+    pen.event(json.dumps({"text": "goes on"}))
+    pen.close()
+    assert texts(store, job) == ["goes on"]
+    assert store.range(progress_prefix(job)).items == ()
+
+
+def test_progress_is_written_every_two_seconds_and_rarer_the_more_nodes_there_are(job):
+    store, clock = MemoryStore(), ManualClock()
+    pen = publisher(store, job, clock=clock)
+    key, lease = progress_prefix(job) + "a", store.grant(60)
+
+    def shown(step: int) -> int:
+        pen.progress(Progress(step=step, samples=0, loss=0.0), lease=lease, nodes=5)
+        pen.event(json.dumps({"text": str(step)}))
+        wait_for(lambda: texts(store, job)[-1:] == [str(step)], 5, "the queue to be empty")
+        return json.loads(store.get(key).value)["step"]
+
+    assert shown(1) == 1
+    clock.advance(4.9)
+    assert shown(2) == 1
+    clock.advance(0.1)
+    assert shown(3) == 3
+    pen.close()

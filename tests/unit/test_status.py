@@ -1,0 +1,188 @@
+"""What `zero-ctl status` makes of a job's keys, and which job it takes a command to be about."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_orchestrator import status
+from zero_orchestrator.cli import ask_to_drain, ask_to_stop
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.job_state import Failure, Keys, Members, Node
+from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.status import (
+    Condition,
+    NoSuchJob,
+    NoSuchNode,
+    UnreadableJob,
+    choose_job,
+    choose_node,
+)
+
+SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))
+
+
+def node(name: str) -> Node:
+    return Node(id=name, incarnation="1", address=f"host-{name}", slots=2)
+
+
+class Job:
+    """A job written key by key."""
+
+    def __init__(self, store: MemoryStore, name: str = "gpt") -> None:
+        self.store, self.keys = store, Keys(name)
+        store.put(self.keys.spec, SPEC.to_json())
+
+    def live(self, names: str) -> None:
+        for name in names:
+            lease = self.store.grant(3)
+            self.store.put(self.keys.node(name), node(name).to_json(), lease=lease)
+
+    def round(self, n: int, state: str, members: str, cause: str = "because") -> None:
+        record = f'{{"n": {n}, "state": "{state}", "cause": "{cause}"}}'
+        self.store.put(self.keys.round, record)
+        written = Members(tuple(map(node, members))).to_json()
+        self.store.put(self.keys.of_round(n, "members"), written)
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore(ManualClock())
+
+
+def read(job: Job) -> status.JobStatus:
+    return status.read(job.store, job.keys.job)
+
+
+def conditions(job: Job) -> dict[str, Condition]:
+    now = read(job)
+    return {row.node: row.condition for row in (*now.members, *now.spares)}
+
+
+def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memory):
+    job = Job(memory)
+    job.live("abc")
+    job.round(2, "ACTIVE", "ab")
+    memory.put(job.keys.charged(1), '"lost node d"')
+    memory.put(job.keys.latest, '{"step": 40, "tag": "t", "digest": "d", "samples": 320}')
+    memory.put(progress_prefix("gpt") + "b", '{"step": 44, "samples": 352, "loss": 1.5}')
+    now = read(job)
+    assert (now.state, now.round, now.world_size, now.ended) == ("ACTIVE", 2, 4, False)
+    assert (now.restarts, now.max_restarts, now.min_nodes, now.max_nodes) == (1, 2, 1, 3)
+    assert now.checkpoint == {"step": 40, "tag": "t", "digest": "d", "samples": 320}
+    assert [(r.node, r.first_rank, r.slots, r.address) for r in now.members] == [
+        ("a", 0, 2, "host-a"),
+        ("b", 2, 2, "host-b"),
+    ]
+    assert [(r.step, r.loss) for r in now.members] == [(None, None), (44, 1.5)]
+    assert [(r.node, r.first_rank, r.condition) for r in now.spares] == [
+        ("c", None, Condition.SPARE)
+    ]
+    assert now.live_nodes == ("a", "b", "c")
+
+
+def test_what_a_job_waits_for_is_what_its_agents_say(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "FORMING", "ab")
+    assert read(job).now == "waiting for the workers of a, b to stop"
+
+
+def test_a_job_that_all_agents_have_left_says_what_would_bring_it_back(memory):
+    job = Job(memory)
+    job.round(1, "ACTIVE", "ab")
+    assert read(job).now == "no agent is alive; the job goes on when one is started"
+    assert conditions(job) == {"a": Condition.LOST, "b": Condition.LOST}
+
+
+def test_the_condition_of_every_member_is_its_own(memory):
+    job = Job(memory)
+    job.live("abcde")
+    job.round(1, "ACTIVE", "abcdefg")
+    memory.put(job.keys.of_round(1, "quiet", "a"), "")
+    memory.put(job.keys.of_round(1, "quiet", "g"), "")
+    memory.put(job.keys.of_round(1, "done", "b"), "")
+    failure = Failure(node="c", symptom=False, summary="broke")
+    memory.put(job.keys.of_round(1, "fail", "c"), failure.to_json())
+    draining = replace(node("d"), draining=True)
+    memory.put(job.keys.node("d"), draining.to_json(), lease=memory.grant(3))
+    assert conditions(job) == {
+        "a": Condition.LEFT,
+        "b": Condition.DONE,
+        "c": Condition.FAILED,
+        "d": Condition.DRAINING,
+        "e": Condition.RUNNING,
+        "f": Condition.LOST,
+        "g": Condition.GONE,
+    }
+
+
+def test_nobody_is_lost_in_a_job_that_has_ended(memory):
+    job = Job(memory)
+    job.round(1, "STOPPED", "ab", cause="enough")
+    assert conditions(job) == {"a": Condition.GONE, "b": Condition.GONE}
+    assert read(job).live_nodes == ()
+    assert read(job).now == "the job is STOPPED: enough"
+
+
+def test_a_wish_to_drain_is_of_one_agent_process_and_goes_when_it_goes(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    ask_to_drain(memory, "gpt", "b", "me")
+    assert conditions(job) == {"a": Condition.RUNNING, "b": Condition.DRAINING}
+    memory.revoke(memory.get(job.keys.node("b")).lease)
+    assert memory.range(job.keys.drain("")).items == ()
+    with pytest.raises(NoSuchNode, match="node b of job gpt has just gone"):
+        ask_to_drain(memory, "gpt", "b", "me")
+
+
+def test_the_first_wish_to_stop_is_kept_and_shown(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    assert ask_to_stop(memory, "gpt", "me", "maintenance")
+    assert not ask_to_stop(memory, "gpt", "you", "")
+    assert read(job).stop == "stop asked by me (maintenance)"
+
+
+def test_a_job_of_another_version_is_named_with_what_to_do(memory):
+    memory.put(Keys("future").spec, '{"min_nodes": 1, "max_nodes": 1, "moon": "full"}')
+    with pytest.raises(UnreadableJob, match=r"job future cannot be understood .*same version"):
+        status.read_all(memory)
+
+
+def test_a_command_without_a_job_is_about_the_only_one_that_runs(memory):
+    Job(memory, "old").round(1, "DONE", "a")
+    running = Job(memory, "new")
+    running.live("a")
+    running.round(1, "ACTIVE", "a")
+    jobs = status.read_all(memory)
+    assert [job.job for job in jobs] == ["new", "old"]
+    assert choose_job(jobs, None).job == "new"
+    assert choose_job(jobs, "old").job == "old"
+
+
+def test_a_job_that_is_not_there_is_answered_with_those_that_are(memory):
+    with pytest.raises(NoSuchJob, match="no job has been started with this etcd"):
+        choose_job([], None)
+    for name in ("a", "b"):
+        Job(memory, name).live("x")
+    jobs = status.read_all(memory)
+    with pytest.raises(NoSuchJob, match="there is no job c; there are: a, b"):
+        choose_job(jobs, "c")
+    with pytest.raises(NoSuchJob, match="which job\\? Name one of: a, b"):
+        choose_job(jobs, None)
+
+
+def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(memory):
+    Job(memory, "a").live("xy")
+    Job(memory, "b").live("xz")
+    jobs = status.read_all(memory)
+    assert choose_node(jobs, "z", None).job == "b"
+    assert choose_node(jobs, "x", "a").job == "a"
+    with pytest.raises(NoSuchNode, match=r"node x is in several jobs \(a, b\)"):
+        choose_node(jobs, "x", None)
+    with pytest.raises(NoSuchNode, match="no live node q; there are: a: x, y; b: x, z"):
+        choose_node(jobs, "q", None)
