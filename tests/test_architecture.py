@@ -9,9 +9,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TOUR = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGES = {
     "orchestrator/zero_orchestrator",
+    "orchestrator/zero_torchrun",
     "agent/zero_agent",
     "engine/zero_engine",
     "engine/zero_engine/checkpoint",
+    "engine/zero_engine/config",
+    "engine/zero_engine/checkpoint/tools",
 }
 
 

@@ -22,12 +22,14 @@ from pathlib import Path
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_agent.crew import Crew
+from zero_agent.health import Status
 from zero_agent.ring import Ring
 from zero_agent.supervise import Action, Situation, Workers, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.job_state import Failure, Node, State
+from zero_orchestrator.events import Publisher
+from zero_orchestrator.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.kv import KeyValueStore
 from zero_orchestrator.rendezvous import Rendezvous
@@ -56,7 +58,9 @@ class Agent:
         self._scratch = tempfile.TemporaryDirectory(prefix="zero-agent-")
         log_dir = (config.log_dir or Path(self._scratch.name)) / job
         events = log_dir / f"events-{config.node_id}.jsonl" if config.log_dir else None
-        self._journal = Journal(config.node_id, events)
+        incarnation = secrets.token_hex(4)
+        self._publisher = Publisher(store, job, config.node_id, incarnation, clock)
+        self._journal = Journal(config.node_id, events, publish=self._publisher.event)
         self._crew = Crew(
             config,
             job,
@@ -75,28 +79,54 @@ class Agent:
             config.spec,
             Node(
                 id=config.node_id,
-                incarnation=secrets.token_hex(4),
+                incarnation=incarnation,
                 address=config.address,
                 slots=config.slots,
                 ring=self._ring.address,
+                role=config.role,
             ),
             clock=clock,
             journal=self._journal,
             timing=config.timing,
+            lease_ttl_s=config.lease_ttl_s,
             on_change=self._post(lambda: None),
         )
         self._signal: int | None = None
         self._drain_s: float | None = None
+        self._drain_code: int = AgentExit.OK
         self._outage_s: float | None = None
         self._waiting_s: float | None = None
         self._said = ""
+        self._turned_s = clock.now()
         self.took_part = False
-        """Workers were started at least once."""
+        """It saw the job before its end."""
 
     @property
     def ended(self) -> bool:
         """The job is over, for every node."""
-        return self._rdzv.snapshot.state in {State.DONE, State.FAILED}
+        return self._rdzv.snapshot.state in ENDED
+
+    @property
+    def root_cause(self) -> Failure | None:
+        """What made the job fail, from whichever node; None if no worker reported a failure."""
+        causes = self._rdzv.snapshot.failures
+        return min(causes, key=lambda cause: (cause.symptom, cause.revision), default=None)
+
+    @property
+    def status(self) -> Status:
+        """How this agent is; may be read on any thread."""
+        job, now_s, outage_s = self._rdzv.snapshot, self._clock.now(), self._outage_s
+        return Status(
+            job=self._job,
+            node=self._config.node_id,
+            round=job.n,
+            state=job.state or "",
+            reason=self._rdzv.reason,
+            workers=self._crew.state,
+            workers_round=self._crew.round,
+            turned_s=now_s - self._turned_s,
+            store_silent_s=None if outage_s is None else now_s - outage_s,
+        )
 
     # ---- the loop ----
 
@@ -120,6 +150,7 @@ class Agent:
         self._crew.close()
         self._rdzv.close()
         self._ring.close()
+        self._publisher.close()
         self._scratch.cleanup()
 
     def on_signal(self, number: int) -> None:
@@ -127,14 +158,17 @@ class Agent:
 
         May be called from a signal handler.
         """
-        self._inbox.put(lambda: self._drain(number))
+        self._inbox.put(lambda: self._signalled(number))
 
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""
+        self._turned_s = self._clock.now()
         try:
             self._rdzv.poll()
             self._store_answers()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
+            self._show()
+            self._obey()
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
                 return self._exit_code()
@@ -180,7 +214,7 @@ class Agent:
         self._crew.check_limits()
         if self._past(self._drain_s, self._config.shutdown_timeout_s):
             raise AgentFailed(
-                _by_signal(self._signal),
+                self._drain_code,
                 f"the node could not leave within {self._config.shutdown_timeout_s:g} s "
                 "(--shutdown-timeout); its workers are killed",
             )
@@ -224,8 +258,11 @@ class Agent:
         self._crew.host_store(self._rdzv.snapshot.n)
 
     def _start(self, reason: str) -> None:
-        self.took_part = True
         self._crew.start(self._rdzv.snapshot, self._rdzv.node)
+
+    def _kill(self, reason: str) -> None:
+        hang = any(failure.hang for failure in self._rdzv.snapshot.failures)
+        self._crew.kill(reason, show_stacks=hang)
 
     def _report_done(self, reason: str) -> None:
         self._rdzv.report_done(self._rdzv.snapshot.n)
@@ -241,6 +278,7 @@ class Agent:
             summary=f"{end.summary} on node {self._rdzv.node.id}",
             rank=end.rank,
             traceback=end.traceback,
+            hang=self._crew.hung,
         )
         self._rdzv.report_failure(self._crew.round, failure)
 
@@ -277,19 +315,41 @@ class Agent:
             return False, f"etcd cannot be reached: {error}"
         return granted, "" if granted else f"round {self._crew.round} is over"
 
-    def _drain(self, number: int) -> None:
+    def _show(self) -> None:
+        """Note how the job and this node's workers are getting on, for those who look at it."""
+        job = self._rdzv.snapshot
+        self.took_part |= job.state not in ENDED
+        self._journal.round = job.n
+        if self._crew.progress is not None:
+            nodes = len(job.members.nodes)
+            self._publisher.progress(self._crew.progress, lease=self._rdzv.lease, nodes=nodes)
+
+    def _obey(self) -> None:
+        """Leave if somebody wants this node to."""
+        order = self._rdzv.snapshot.drain_order(self._rdzv.node)
+        if order is not None and self._drain_s is None:
+            why = f"zero-ctl drain by {order.by}: leaving at the next step boundary"
+            self._drain(AgentExit.DRAINED, why)
+
+    def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._signal is not None:
-            raise AgentFailed(_by_signal(number), f"{name} again: the workers are killed")
+            raise AgentFailed(128 + number, f"{name} again: the workers are killed")
         self._signal = number
-        self._drain_s = self._clock.now()
-        self._journal.tell(
-            "drain", f"{name}: leaving at the next step boundary; once more to leave at once"
-        )
+        why = f"{name}: leaving at the next step boundary; once more to leave at once"
         try:
-            self._rdzv.drain()
+            self._drain(128 + number, why)
         except StoreUnavailable as error:
-            raise AgentFailed(_by_signal(number), f"{name} while etcd is away: {error}") from error
+            raise AgentFailed(128 + number, f"{name} while etcd is away: {error}") from error
+
+    def _drain(self, code: int, why: str) -> None:
+        """Leave at the next step boundary and exit with `code`, unless that has begun already."""
+        if self._drain_s is None:
+            revision = self._rdzv.drain()
+            self._drain_s, self._drain_code = self._clock.now(), code
+            self._journal.tell("drain", why, revision=revision)
+        else:
+            self._journal.tell("drain", why)
 
     # ---- the end ----
 
@@ -301,17 +361,20 @@ class Agent:
         if job.state is State.DONE:
             self._journal.tell("done", f"job {self._job} is done")
             return AgentExit.OK
+        if job.state is State.STOPPED:
+            text = f"job {self._job} has been stopped: {job.cause}"
+            self._journal.tell("stopped", f"{text}; to run it again, give another --rdzv-id")
+            return AgentExit.STOPPED
         self._journal.tell("drained", f"node {self._rdzv.node.id} has left the job")
-        return _by_signal(self._signal)
+        return self._drain_code
 
     def _show_root_cause(self) -> None:
         job = self._rdzv.snapshot
         self._journal.tell(
             "failed", f"job {self._job} has failed: {job.cause}", level=logging.ERROR
         )
-        causes = sorted(job.failures, key=lambda failure: (failure.symptom, failure.revision))
-        if causes and causes[0].traceback:
-            log.error("%s\n%s", causes[0].summary, causes[0].traceback.rstrip())
+        if (cause := self.root_cause) and cause.traceback:
+            log.error("%s\n%s", cause.summary, cause.traceback.rstrip())
 
     def _say(self, reason: str) -> None:
         if reason != self._said:
@@ -319,16 +382,12 @@ class Agent:
             log.info("%s", reason)
 
 
-def _by_signal(number: int | None) -> int:
-    return 128 + number if number is not None else AgentExit.OK
-
-
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.HOST_STORE: Agent._host_store,
     Action.START: Agent._start,
     Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(reason),
     Action.STOP: lambda agent, reason: agent._crew.stop(reason),
-    Action.KILL: lambda agent, reason: agent._crew.kill(reason),
+    Action.KILL: Agent._kill,
     Action.REPORT_DONE: Agent._report_done,
     Action.REPORT_QUIET: Agent._report_quiet,
     Action.REPORT_FAILURE: Agent._report_failure,

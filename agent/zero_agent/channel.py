@@ -42,6 +42,12 @@ class Channel:
         if peer := self._peers.get(rank):
             peer.send(message)
 
+    def hang_up(self) -> None:
+        """End all conversations: the workers of the last round are gone."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
     def close(self) -> None:
         """Close the sockets and remove their directory."""
         self._hub.remove(self._listener.fileno(), self._listener.close)

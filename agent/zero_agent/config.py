@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from zero_agent.hang import HangPolicy
+from zero_agent.streams import Streams
 from zero_agent.worker_main import Program
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.rounds import Timing
@@ -25,6 +28,10 @@ class AgentExit(IntEnum):
     """etcd could not be reached, at the start or for longer than --etcd-grace."""
     NO_NODES = 4
     """Too few nodes came within --join-timeout."""
+    STOPPED = 5
+    """The job was stopped by `zero-ctl stop` (also for an agent that comes late)."""
+    DRAINED = 6
+    """This node left because of `zero-ctl drain`; the job goes on without it."""
 
 
 class AgentFailed(ZeroError):
@@ -37,7 +44,7 @@ class AgentFailed(ZeroError):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """One agent's configuration, resolved from flags, environment and defaults by `cli.py`."""
+    """One agent's configuration, made from flags and environment by `resolve.py`."""
 
     spec: JobSpec
     program: Program
@@ -46,18 +53,27 @@ class AgentConfig:
     job: str | None
     """The job's name, or None: the current run of this very command."""
     node_id: str
-    endpoints: str
-    """`HOST:PORT[,HOST:PORT...]` of etcd."""
     address: str
     """Under which the other nodes reach this one."""
     timing: Timing
+    role: str = "default"
+    """What this node's workers are called, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""
+    lease_ttl_s: int = 3
+    """The node is lost so long after its last sign of life."""
     log_dir: Path | None = None
+    streams: Streams = field(default_factory=Streams)
+    cpus: tuple[Collection[int], ...] = ()
+    """Which each worker is bound to, by local rank; empty: all of them to all."""
+    virtual_local_rank: bool = False
+    """Each worker sees its own GPU alone, as number 0."""
     preload: tuple[str, ...] = ("torch", "numpy", "torch._dynamo", "zero_engine")
     """Modules that every worker finds imported."""
     shutdown_timeout_s: float = 30.0
     """From SIGTERM to SIGKILL for workers that are asked to end."""
     boundary_timeout_s: float = 300.0
     """How long workers may take to reach a step boundary before they are stopped."""
+    hang: HangPolicy = field(default_factory=HangPolicy)
+    """When workers that take no step are killed."""
     etcd_grace_s: float = 600.0
     """How long the workers may go on while etcd cannot be reached."""
     join_timeout_s: float = 600.0

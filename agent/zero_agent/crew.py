@@ -19,10 +19,12 @@ from typing import Any
 from zero_agent.channel import Channel
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_agent.exits import Exit
+from zero_agent.hang import StepClock
 from zero_agent.hub import Hub
 from zero_agent.network import interface_of
+from zero_agent.streams import Std
 from zero_agent.supervise import Workers
-from zero_agent.worker_env import nursery_env, places, worker_env
+from zero_agent.worker_env import Place, nursery_env, own_device, places, worker_env
 from zero_agent.workers import Nursery, Order, WorkerGroup
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import (
@@ -40,6 +42,9 @@ from zero_orchestrator.job_state import Node, Snapshot
 from zero_orchestrator.journal import Journal
 
 log = logging.getLogger("zero")
+
+STACKS_S = 0.5
+"""Between asking for stacks and the kill."""
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
@@ -90,8 +95,12 @@ class Crew:
         self._can_leave: set[int] = set()
         self._asked_s: float | None = None
         self._stop_s: float | None = None
+        self._kill_s: float | None = None
+        self._steps: dict[int, StepClock] = {}
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
+        self.progress: Progress | None = None
+        """The last step that any worker of this node has reported."""
 
     # ---- how it stands ----
 
@@ -126,6 +135,11 @@ class Crew:
         return self._past(self._asked_s, self._config.boundary_timeout_s)
 
     @property
+    def hung(self) -> bool:
+        """The workers were taken for hung."""
+        return self._group is not None and self._group.hung
+
+    @property
     def first_failure(self) -> Exit:
         """The exit that ended the group."""
         assert self._group is not None
@@ -145,20 +159,7 @@ class Crew:
         """Start the workers of the job's round on this node."""
         self._forget_last_round(job.n)
         self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
-        orders = []
-        for place in places(job, node):
-            log_dir = self._log_dir / f"round{job.n}" / f"rank{place.rank}"
-            log_dir.mkdir(parents=True, exist_ok=True)
-            env = worker_env(
-                job,
-                node,
-                place,
-                name=self._job,
-                socket_path=self._channel.path,
-                error_file=str(log_dir / "error.json"),
-            )
-            keep_output = log_dir if self._config.log_dir else None
-            orders.append(Order(rank=place.rank, env=env, log_dir=keep_output))
+        orders = [self._order(job, node, place) for place in places(job, node)]
         self._group.start(self._config.program, orders)
         self._journal.tell(
             "start",
@@ -166,6 +167,35 @@ class Crew:
             f"of {job.members.world_size}",
             round=job.n,
             world_size=job.members.world_size,
+        )
+
+    def _order(self, job: Snapshot, node: Node, place: Place) -> Order:
+        """What one worker is started with."""
+        config = self._config
+        directory = self._log_dir / f"round{job.n}"
+        own = directory / f"rank{place.rank}"
+        own.mkdir(parents=True, exist_ok=True)
+        env = worker_env(
+            job,
+            node,
+            place,
+            name=self._job,
+            socket_path=self._channel.path,
+            error_file=str(own / "error.json"),
+        )
+        if config.virtual_local_rank:
+            env |= own_device(self._env, place.local_rank)
+        out, err = (
+            config.streams.route(std, directory, place.rank, place.local_rank, node.role)
+            for std in (Std.OUT, Std.ERR)
+        )
+        return Order(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            env=env,
+            out=out,
+            err=err,
+            cpus=config.cpus[place.local_rank] if config.cpus else (),
         )
 
     def ask_to_leave(self, reason: str) -> None:
@@ -180,15 +210,36 @@ class Crew:
         self._stop_s = self._clock.now()
         self._end(signal.SIGTERM, reason)
 
-    def kill(self, reason: str) -> None:
-        """SIGKILL."""
-        self._end(signal.SIGKILL, reason)
+    def kill(self, reason: str, *, show_stacks: bool = False) -> None:
+        """SIGKILL; on request after every worker has written down where it is."""
+        if not show_stacks:
+            self._end(signal.SIGKILL, reason)
+            return
+        assert self._group is not None
+        self._kill_s = self._clock.now()
+        self._group.show_stacks()
+        self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._log_dir}")
 
     def check_limits(self) -> None:
         """Kill workers that were asked to stop too long ago."""
         if self._past(self._stop_s, self._config.shutdown_timeout_s):
             self._stop_s = None
             self.kill("the workers did not stop in time")
+        if self._group and self._past(self._kill_s, STACKS_S):
+            self._kill_s = None
+            self._group.stop(signal.SIGKILL)
+        if self.state is Workers.RUNNING:
+            self._check_steps()
+
+    def _check_steps(self) -> None:
+        """A worker that has taken no step for too long makes the whole group fail."""
+        assert self._group is not None
+        for rank, steps in self._steps.items():
+            if verdict := steps.verdict(self._clock.now()):
+                self._kill_s = self._clock.now()
+                self._group.condemn(rank, verdict)
+                self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
+                return
 
     def close(self) -> None:
         """End every process of this node."""
@@ -203,7 +254,9 @@ class Crew:
 
     def _forget_last_round(self, n: int) -> None:
         self._can_leave.clear()
-        self._asked_s = self._stop_s = None
+        self._channel.hang_up()
+        self._asked_s = self._stop_s = self._kill_s = None
+        self._steps = {}
         for store, of_round in list(self._stores.items()):
             if of_round != n:
                 del self._stores[store]
@@ -269,6 +322,9 @@ class Crew:
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Progress():
+                self.progress = message
+                clock = self._steps.setdefault(rank, StepClock(self._config.hang))
+                clock.beat(self._clock.now())
                 log.debug("rank %d: step %d, loss %.4f", rank, message.step, message.loss)
             case _:
                 pass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +61,15 @@ class Exit:
         return f"rank {self.rank}: {describe(self.status)}"
 
 
+def read_stacks(paths: Sequence[Path]) -> str:
+    """What hung workers wrote of their stacks, one after the other; nothing from a stopped one."""
+    found = []
+    for path in paths:
+        text = path.read_text(errors="replace") if path.exists() else ""
+        found.append(f"{path.parent.name}:\n{text or '(no answer: the process is stopped)'}")
+    return "\n".join(found)[-TRACEBACK_LIMIT:]
+
+
 def read_error_file(path: Path) -> tuple[str, str]:
     """The message and traceback in a torchelastic error file; empty where there is none."""
     try:
@@ -68,3 +80,20 @@ def read_error_file(path: Path) -> tuple[str, str]:
         return str(record.get("message", "")), traceback[-TRACEBACK_LIMIT:]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return "", ""
+
+
+def leave_error_file(path: str | None, message: str, traceback: str, code: int) -> None:
+    """Tell whoever started this agent why it fails, in torchelastic's format.
+
+    Args:
+        path: The agent's own TORCHELASTIC_ERROR_FILE, if it was given one.
+        message: The root cause in one line.
+        traceback: Of the worker that failed first; empty where there is none.
+        code: The agent's exit code.
+    """
+    if not path:
+        return
+    facts = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    record = {"message": {"message": message, "extraInfo": facts, "errorCode": int(code)}}
+    with contextlib.suppress(OSError):  # the message is on the log as well
+        Path(path).write_text(json.dumps(record), encoding="utf-8")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -55,8 +55,14 @@ _POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def private_server() -> Iterator[str]:
-    """A new etcd for the calling process alone; the endpoint. Enter it from the main thread.
+def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str]:
+    """A new etcd that goes when the calling process does; the endpoint.
+
+    Enter it from the main thread.
+
+    Args:
+        addresses: IP addresses on which other machines reach it, beside the loopback.
+        port: 0: a free one.
 
     Raises:
         SpecError: No etcd is installed.
@@ -65,7 +71,7 @@ def private_server() -> Iterator[str]:
     binary = find_etcd()
     _sweep()
     with _private_directory() as directory:
-        process = _start_on_free_port(directory, binary)
+        process = _start(directory, binary, addresses, port)
         try:
             yield process.member.endpoint
         finally:
@@ -86,10 +92,15 @@ def _private_directory() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start_on_free_port(directory: Path, binary: Path) -> EtcdProcess:
-    """Another process may take the free port first: then another one is tried."""
-    for left in reversed(range(_PORT_TRIES)):
-        member = Member(data=directory / "data", client_port=free_port())
+def _start(
+    directory: Path, binary: Path, addresses: Sequence[str] = (), port: int = 0
+) -> EtcdProcess:
+    """Another process may take a free port first: then another one is tried."""
+    for left in reversed(range(1 if port else _PORT_TRIES)):
+        chosen = port or free_port()
+        urls = ",".join(f"http://{host}:{chosen}" for host in (LOOPBACK, *addresses))
+        options = (f"--listen-client-urls={urls}",)
+        member = Member(data=directory / "data", client_port=chosen, options=options)
         process = EtcdProcess(member, directory / "etcd.log", binary=binary)
         try:
             process.wait_healthy()

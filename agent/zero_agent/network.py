@@ -22,6 +22,17 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def is_local(address: str) -> bool:
+    """Whether an address, or what a name stands for, is one of this machine's."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -66,13 +66,21 @@ class Nursery:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
             if self._agent.fileno() in readable:
-                data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
+                data, fds = self._receive()
                 if not data:
                     self._kill_everything()
                     return None
                 if program := self._obey(json.loads(data), fds):
                     return program
             self._reap()
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """An order and its descriptors; nothing when the agent is gone, however it went."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
+        except OSError:
+            return b"", []
+        return data, fds
 
     def _obey(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program | None:
         if order["op"] == "signal":
@@ -103,6 +111,8 @@ class Nursery:
         if order["op"] == "store":
             host_store(self._agent, order["id"])
         self._agent.close()
+        if order["cpus"]:
+            os.sched_setaffinity(0, order["cpus"])
         os.environ.update(order["env"])
         return worker_main.Program(**order["program"])
 

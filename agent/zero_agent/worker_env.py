@@ -7,10 +7,11 @@ for torchrun find everything they know.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_orchestrator.contract import ENV_FENCE, ENV_JOB, ENV_NODE, ENV_ROUND, ENV_SOCKET
+from zero_orchestrator.errors import SpecError
 from zero_orchestrator.job_state import Node, Snapshot
 
 
@@ -53,9 +54,9 @@ def worker_env(
         "LOCAL_WORLD_SIZE": node.slots,
         "GROUP_RANK": job.members.index(node),
         "GROUP_WORLD_SIZE": len(job.members.nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": place.rank,
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": node.role,
+        "ROLE_RANK": _role_rank(job, node, place),
+        "ROLE_WORLD_SIZE": _slots_of_role(job.members.nodes, node.role),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": job.members.restarts,
@@ -71,6 +72,33 @@ def worker_env(
         ENV_SOCKET: socket_path,
     }
     return {key: str(value) for key, value in values.items()}
+
+
+def _role_rank(job: Snapshot, node: Node, place: Place) -> int:
+    """The worker's place among those of its role, in the order of ranks."""
+    index = job.members.index(node) or 0
+    return _slots_of_role(job.members.nodes[:index], node.role) + place.local_rank
+
+
+def _slots_of_role(nodes: Sequence[Node], role: str) -> int:
+    return sum(node.slots for node in nodes if node.role == role)
+
+
+def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """`--virtual-local-rank`: one GPU to see, which is number 0.
+
+    Args:
+        environ: The agent's own; it may show only some GPUs.
+        local_rank: Which of those is this worker's.
+    """
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    devices = shown.split(",") if shown else [str(n) for n in range(local_rank + 1)]
+    if local_rank >= len(devices):
+        raise SpecError(
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={shown} has no device for local rank "
+            f"{local_rank}; start fewer workers with --nproc-per-node"
+        )
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank]}
 
 
 def nursery_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:

@@ -15,16 +15,19 @@ import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
 import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""On it a worker writes the stacks of all its threads beside its error file, and goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +38,16 @@ class Program:
     """A script's path, or a module's name."""
     is_module: bool
     arguments: list[str]
-    cold: bool = False
-    """Start a fresh interpreter instead of going on in the forked one."""
+    command: list[str] = field(default_factory=list)
+    """Become this command instead of going on in the forked interpreter."""
 
 
 def run(program: Program) -> NoReturn:
     """Become the program: the process ends when it does, with its exit code."""
-    if program.cold:
-        option = ["-m"] if program.is_module else []
-        command = [sys.executable, "-u", *option, program.target, *program.arguments]
-        os.execv(sys.executable, command)
+    if program.command:
+        _replace(program.command)
     faulthandler.enable()
+    _show_stacks_on_demand()
     _refresh_seeds()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -59,6 +61,15 @@ def run(program: Program) -> NoReturn:
         write_error_file(error)
         code = 1
     _end(code)
+
+
+def _replace(command: list[str]) -> NoReturn:
+    """Execute another program in this process; exit codes of failures as the shell's."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be executed: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -91,6 +102,18 @@ def _execute(program: Program) -> None:
         return
     sys.path[0] = str(Path(program.target).resolve().parent)
     runpy.run_path(program.target, run_name="__main__")
+
+
+def stacks_file(error_file: str) -> Path:
+    """Where a worker with this error file writes its stacks."""
+    return Path(error_file).with_name("stacks.txt")
+
+
+def _show_stacks_on_demand() -> None:
+    """Works even while the interpreter is stuck in a call of a library."""
+    if path := os.environ.get(ENV_ERROR_FILE):
+        file = stacks_file(path).open("w")  # stays open: there is no opening it in the handler
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
 
 def _refresh_seeds() -> None:

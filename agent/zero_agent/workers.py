@@ -17,17 +17,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zero_agent.exits import Exit
+from zero_agent.exits import Exit, read_stacks
 from zero_agent.hub import Hub
 from zero_agent.nursery import PACKET_BYTES
 from zero_agent.output import Tap, Terminal
+from zero_agent.streams import Route
 from zero_agent.supervise import Workers
-from zero_agent.worker_main import ENV_ERROR_FILE, Program
+from zero_agent.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
 from zero_orchestrator.contract import ExitCode
 
 log = logging.getLogger("zero")
@@ -62,9 +63,16 @@ class Nursery:
         theirs.close()
         hub.add(self._socket.fileno(), self._on_readable)
 
-    def start(self, program: Program, env: Mapping[str, str], out: Tap, err: Tap) -> int:
-        """Fork a worker; its id, known from now on in `on_news`."""
-        order = {"op": "start", "program": vars(program), "env": dict(env)}
+    def start(
+        self,
+        program: Program,
+        env: Mapping[str, str],
+        out: Tap,
+        err: Tap,
+        cpus: Collection[int] = (),
+    ) -> int:
+        """Fork a worker, bound to some CPUs if any; its id, known from now on in `on_news`."""
+        order = {"op": "start", "program": vars(program), "env": dict(env), "cpus": sorted(cpus)}
         worker = self._order(order, [out.write_fd, err.write_fd])
         out.started()
         err.started()
@@ -74,7 +82,7 @@ class Nursery:
         """Fork a process that hosts a TCPStore; its id. News will have its port."""
         return self._order({"op": "store"}, [])
 
-    def signal(self, worker: int, number: signal.Signals) -> None:
+    def signal(self, worker: int, number: int) -> None:
         """Signal a worker's whole process group; nothing happens if it is gone."""
         self._send({"op": "signal", "id": worker, "signal": int(number)}, [])
 
@@ -120,9 +128,12 @@ class Order:
     """One worker to start."""
 
     rank: int
+    local_rank: int
     env: dict[str, str]
-    log_dir: Path | None
-    """Where to keep its output, if it is to be kept."""
+    out: Route = field(default_factory=Route)
+    err: Route = field(default_factory=Route)
+    cpus: Collection[int] = ()
+    """Those it is bound to; none: all."""
 
 
 class WorkerGroup:
@@ -137,19 +148,35 @@ class WorkerGroup:
         self._hub = hub
         self._running: dict[int, Order] = {}
         self._stopping = False
+        self._hung: Exit | None = None
+        self._stacks: list[Path] = []
 
     def start(self, program: Program, orders: Sequence[Order]) -> None:
         """Start all workers."""
         for order in orders:
-            out, err = (self._tap(order, name) for name in ("stdout", "stderr"))
-            worker = self._nursery.start(program, order.env, out, err)
+            out = Tap.along(self._hub, _STDOUT, order.out)
+            err = Tap.along(self._hub, _STDERR, order.err)
+            own = _with_local_rank(program, order.local_rank)
+            worker = self._nursery.start(own, order.env, out, err, order.cpus)
             self._running[worker] = order
 
-    def stop(self, number: signal.Signals) -> None:
+    def stop(self, number: int) -> None:
         """Ask (SIGTERM) or make (SIGKILL) all workers end."""
         self._stopping = True
         for worker in self._running:
             self._nursery.signal(worker, number)
+
+    def show_stacks(self) -> None:
+        """Have every worker write down where it is; it is to be killed soon after."""
+        self._stacks = [stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()]
+        self.stop(STACKS_SIGNAL)
+
+    def condemn(self, rank: int, reason: str) -> None:
+        """Take the group for hung: it has failed, by this rank, whatever its processes do."""
+        self._hung = Exit(
+            rank=rank, status=-signal.SIGKILL, wanted=False, message=reason, traceback=""
+        )
+        self.show_stacks()
 
     def rank_of(self, worker: int) -> int | None:
         """The rank of a running worker of this group."""
@@ -179,6 +206,8 @@ class WorkerGroup:
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
         statuses = {end.status for end in self.exits if not end.wanted}
+        if self._hung is not None:
+            return Workers.FAILED
         if statuses - set(ExitCode):
             return Workers.FAILED
         if ExitCode.PEER_LOST in statuses:
@@ -188,15 +217,27 @@ class WorkerGroup:
         return Workers.STOPPED if self._stopping else Workers.SUCCEEDED
 
     @property
+    def hung(self) -> bool:
+        """It was condemned."""
+        return self._hung is not None
+
+    @property
     def first_failure(self) -> Exit:
         """The exit that made the group fail: by order of exit, not by anybody's clock."""
+        if self._hung is not None:
+            return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if end.status not in set(ExitCode)]
         return (failures or unwanted or self.exits)[0]
 
-    def _tap(self, order: Order, name: str) -> Tap:
-        path = order.log_dir / f"{name}.log" if order.log_dir else None
-        return Tap(self._hub, _TERMINALS[name], path)
+
+def _with_local_rank(program: Program, local_rank: int) -> Program:
+    """Fill in torchrun's one macro, `${local_rank}` in an argument."""
+
+    def fill(texts: list[str]) -> list[str]:
+        return [text.replace("${local_rank}", str(local_rank)) for text in texts]
+
+    return replace(program, arguments=fill(program.arguments), command=fill(program.command))
 
 
-_TERMINALS = {"stdout": Terminal(1), "stderr": Terminal(2)}
+_STDOUT, _STDERR = Terminal(1), Terminal(2)

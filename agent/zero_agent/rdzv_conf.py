@@ -1,0 +1,134 @@
+"""`--rdzv-backend` and `--rdzv-conf`: torchrun's rendezvous settings, and what they mean here.
+
+Pure: text in, settings out, together with the sentences that tell the user what becomes of what
+he wrote.
+
+Source of the names: torch.distributed.elastic.rendezvous (dynamic, c10d, etcd, static).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_orchestrator.errors import SpecError
+
+# torchrun: 5 s between two signs of life, 3 of which may be missing.
+_KEEP_ALIVE_INTERVAL_S = 5.0
+_KEEP_ALIVE_ATTEMPTS = 3.0
+
+_MEANINGS: Mapping[str, str] = {
+    "join_timeout": "join_timeout_s",
+    "timeout": "join_timeout_s",
+    "last_call_timeout": "settle_s",
+    "read_timeout": "read_timeout_s",
+    "keep_alive_interval": "",
+    "keep_alive_max_attempt": "",
+    "ca_cert": "ca",
+    "cacert": "ca",
+    "ssl_cert": "cert",
+    "ssl_cert_key": "key",
+}
+_WITHOUT_MEANING = ("close_timeout", "heartbeat_timeout", "is_host", "store_type", "protocol")
+_FILES = ("ca", "cert", "key")
+
+BACKENDS: Mapping[str, str] = {
+    "static": "",
+    "etcd-v3": "",
+    "zero-etcd": "",
+    "etcd": "--rdzv-backend=etcd: the v3 API of that etcd is used",
+    "etcd-v2": "--rdzv-backend=etcd-v2: the v3 API of that etcd is used",
+    "c10d": "--rdzv-backend=c10d: the nodes meet in etcd v3 instead, which outlives any of them",
+}
+"""Known backends, and what to tell those who ask for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdzvConf:
+    """What of the settings has a meaning here; None: not given."""
+
+    join_timeout_s: float | None = None
+    settle_s: float | None = None
+    """torchrun's last call: how long to wait for more nodes once there are enough."""
+    lease_ttl_s: int | None = None
+    """A node is lost so long after its last sign of life."""
+    read_timeout_s: float | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    notes: tuple[str, ...] = ()
+    """What to tell the user."""
+
+
+def check_backend(name: str) -> str:
+    """What to tell a user of this backend; empty: nothing.
+
+    Raises:
+        SpecError: There is no such backend.
+    """
+    if name in BACKENDS:
+        return BACKENDS[name]
+    near = difflib.get_close_matches(name, BACKENDS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(BACKENDS)}"
+    raise SpecError(f"--rdzv-backend={name}: there is no such backend; {remedy}")
+
+
+def parse_rdzv_conf(text: str) -> RdzvConf:
+    """`join_timeout=60,last_call_timeout=5`, also within quotes that a template left in.
+
+    Raises:
+        SpecError: A key that torchrun does not know either, or a value of the wrong form.
+    """
+    pairs = _pairs(text.strip().strip("'\""))
+    ignored = [key for key in pairs if key in _WITHOUT_MEANING]
+    given = {_MEANINGS[key]: (key, value) for key, value in pairs.items() if _MEANINGS.get(key)}
+    seconds = {name: _number(*pair) for name, pair in given.items() if name not in _FILES}
+    files = {name: Path(pair[1]) for name, pair in given.items() if name in _FILES}
+    note = f"--rdzv-conf: {', '.join(ignored)}: without meaning in etcd v3, and ignored"
+    return RdzvConf(
+        join_timeout_s=seconds.get("join_timeout_s"),
+        settle_s=seconds.get("settle_s"),
+        read_timeout_s=seconds.get("read_timeout_s"),
+        lease_ttl_s=_lease_ttl_s(pairs),
+        ca=files.get("ca"),
+        cert=files.get("cert"),
+        key=files.get("key"),
+        notes=(note,) if ignored else (),
+    )
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals or not value:
+            raise SpecError(f"--rdzv-conf: {part!r}: write KEY=VALUE[,KEY=VALUE...]")
+        if key not in _MEANINGS and key not in _WITHOUT_MEANING:
+            known = (*_MEANINGS, *_WITHOUT_MEANING)
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise SpecError(f"--rdzv-conf: {key}: there is no such setting; {remedy}")
+        pairs[key] = value
+    return pairs
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise SpecError(f"--rdzv-conf: {key}={text}: write a number above 0, such as {key}=30")
+    return value
+
+
+def _lease_ttl_s(pairs: Mapping[str, str]) -> int | None:
+    """The time after which torchrun gives a silent node up is our lease's time to live."""
+    names = ("keep_alive_interval", "keep_alive_max_attempt")
+    given = {name: _number(name, pairs[name]) for name in names if name in pairs}
+    if not given:
+        return None
+    interval_s = given.get(names[0], _KEEP_ALIVE_INTERVAL_S)
+    return max(2, round(interval_s * given.get(names[1], _KEEP_ALIVE_ATTEMPTS)))

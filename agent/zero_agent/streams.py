@@ -1,0 +1,138 @@
+"""Where each worker's output goes: to this terminal, to a file, or to both.
+
+`--redirects` sends a stream to its file only, `--tee` to its file and here, with the worker's
+name before each line; `--log-dir` alone keeps everything and shows it as it is. Pure: `output.py`
+moves the bytes.
+
+Source of the flags' meaning: torch.distributed.elastic.multiprocessing (Std, DefaultLogsSpecs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from pathlib import Path
+from string import Template
+
+from zero_orchestrator.errors import SpecError
+
+PREFIX = "[${role_name}${local_rank}]:"
+"""Before each line of a stream that is teed, as torchrun does."""
+
+
+class Std(IntFlag):
+    """Standard streams, as torchrun numbers them."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+FILES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
+FILTERED = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Streams of some or of all workers of this node."""
+
+    everywhere: Std = Std.NONE
+    by_local_rank: Mapping[int, Std] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Std:
+        """The streams selected of one worker."""
+        return self.by_local_rank.get(local_rank, self.everywhere)
+
+    def __bool__(self) -> bool:
+        return bool(self.everywhere) or any(self.by_local_rank.values())
+
+
+def parse_selection(flag: str, text: str) -> Selection:
+    """`3` -> both streams of all; `0:1,1:3` -> stdout of local rank 0, both of local rank 1.
+
+    Raises:
+        SpecError: Of neither form.
+    """
+    if re.fullmatch(r"[0-3]", text):
+        return Selection(Std(int(text)))
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise SpecError(
+            f"{flag}={text}: write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or one of "
+            "them for each local rank, such as 0:1,1:3"
+        )
+    pairs = (pair.split(":") for pair in text.split(","))
+    return Selection(Std.NONE, {int(rank): Std(int(std)) for rank, std in pairs})
+
+
+def parse_ranks(text: str) -> frozenset[int] | None:
+    """`--local-ranks-filter`: `0,2` -> {0, 2}; None, meaning all, for nothing.
+
+    Raises:
+        SpecError: Not numbers.
+    """
+    if not text:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise SpecError(f"--local-ranks-filter={text}: write local ranks, such as 0,1,2")
+    return frozenset(map(int, text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The ways of one stream of one worker."""
+
+    shown: bool = True
+    """On the agent's own stream of the same name."""
+    prefix: str = ""
+    """Before each line that is shown."""
+    file: Path | None = None
+    copy: Path | None = None
+    """Where lines that contain one of `filters` go as well."""
+    filters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """What to do with the output of this node's workers."""
+
+    redirects: Selection = Selection()
+    tee: Selection = Selection()
+    keep_all: bool = False
+    """Every stream is kept in a file, and shown as well unless it is redirected."""
+    local_ranks: frozenset[int] | None = None
+    """Only these are shown; None: all."""
+    filters: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
+    prefix: str = PREFIX
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether there must be a directory to keep output in."""
+        return self.keep_all or bool(self.redirects or self.tee or any(self.filters.values()))
+
+    def route(self, stream: Std, directory: Path, rank: int, local_rank: int, role: str) -> Route:
+        """The ways of one stream.
+
+        Args:
+            stream: OUT or ERR.
+            directory: Of the round; a worker's files are in `rank<N>` below it.
+            rank: The worker's.
+            local_rank: The worker's.
+            role: The worker's.
+        """
+        teed = bool(self.tee.of(local_rank) & stream)
+        redirected = bool(self.redirects.of(local_rank) & stream)
+        filtered_out = self.local_ranks is not None and local_rank not in self.local_ranks
+        filters = self.filters.get(stream, ())
+        names = {"role_name": role, "local_rank": local_rank, "rank": rank}
+        return Route(
+            shown=(teed or not redirected) and not filtered_out,
+            prefix=Template(self.prefix).safe_substitute(names) if teed else "",
+            file=directory / f"rank{rank}" / FILES[stream]
+            if teed or redirected or self.keep_all
+            else None,
+            copy=directory / FILTERED[stream] if filters else None,
+            filters=filters,
+        )

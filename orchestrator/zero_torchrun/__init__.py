@@ -1,0 +1,1 @@
+"""A plug-in for stock torchrun: `--rdzv-backend=zero-etcd`, a rendezvous in etcd v3."""

@@ -1,0 +1,51 @@
+"""A worker that runs and takes no step is found out, shown, and replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.processes.test_elastic import assert_as_if_nothing_had_happened
+from tests.support.cluster import training
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+FLAGS = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=3")
+STUCK = """
+import os, pathlib, runpy, sys, time
+import zero_engine
+step, mark = zero_engine.Engine.step, pathlib.Path(sys.argv[1])
+def stuck_once(engine):
+    step(engine)
+    if engine.global_steps == 25 and engine.global_rank == 1 and not mark.exists():
+        mark.touch()
+        time.sleep(600)
+zero_engine.Engine.step = stuck_once
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash):
+    job = cluster(flags=FLAGS)
+    job.start("a", "b")
+    job.wait_for_step(25, world=2)
+    os.kill(job.worker_of("b"), signal.SIGSTOP)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert len(job.events("interrupt")) == 1
+    assert "no step for 3" in job.events("hang")[0]["text"]
+
+
+def test_where_every_worker_hangs_is_written_down_before_it_is_killed(
+    cluster, tmp_path, undisturbed_hash
+):
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    job = cluster(flags=FLAGS, script=[str(script), f"{tmp_path}/mark", *training(tmp_path)])
+    job.start("a", "b")
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    logs = tmp_path / "logs" / job.job / "round1"
+    assert "in stuck_once" in (logs / "rank1" / "stacks.txt").read_text()
+    assert "collectives.py" in (logs / "rank0" / "stacks.txt").read_text(), "waiting for rank 1"

@@ -1,0 +1,255 @@
+"""`zero-agent` in the place of `torchrun`: its flags mean what they mean there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import environment
+from tests.support.waiting import wait_for
+from zero_agent.etcd_process import free_port
+from zero_agent.numa import parse_cpus
+
+pytestmark = pytest.mark.processes
+
+# Programs without Python start at once: the workers' imports are not what is tested here.
+TALK = ("--no-python", "sh", "-c", 'echo out "$LOCAL_RANK" "$@"; echo err "$LOCAL_RANK" >&2', "sh")
+WAIT = ("--no-python", "sh", "-c", "echo ready; while :; do sleep 0.05; done")
+MEET = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ranks = torch.tensor([dist.get_rank()])
+dist.all_reduce(ranks)
+names = "RANK LOCAL_RANK GROUP_RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE".split()
+print(*(os.environ[name] for name in names), "sum", ranks.item())
+dist.destroy_process_group()
+"""
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "zero_agent", *map(str, arguments)]
+
+
+def agent(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.fixture
+def start():
+    """Starts agents in the background; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: object) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command(*arguments), env=environment(), text=True, **pipes)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_nodes_with_given_ranks_meet_without_an_etcd_of_the_users(tmp_path, start):
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    world = ["--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    roles = ["ps", "trainer", "trainer"]
+    agents = [
+        start(*world, f"--node-rank={n}", f"--nproc_per_node={n + 1}", f"--role={roles[n]}", script)
+        for n in (2, 1, 0)  # the order of arrival must not matter
+    ]
+    ended = [process.communicate(timeout=60) for process in agents]
+    assert [process.returncode for process in agents] == [0, 0, 0], ended
+    assert [sorted(out.splitlines()) for out, _ in reversed(ended)] == [
+        ["0 0 0 ps 0 1 sum 15"],
+        ["1 0 1 trainer 0 5 sum 15", "2 1 1 trainer 1 5 sum 15"],
+        ["3 0 2 trainer 2 5 sum 15", "4 1 2 trainer 3 5 sum 15", "5 2 2 trainer 4 5 sum 15"],
+    ]
+
+
+def test_a_node_whose_first_node_never_comes_says_so_and_ends():
+    where = f"--master-port={free_port()}"
+    done = agent("--nnodes=2", "--node-rank=1", where, "--rdzv-conf=join_timeout=1", *TALK)
+    assert done.returncode == 4
+    assert "node 0 has not appeared at 127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_port_of_node_0_must_be_free(etcd):
+    port = etcd.member.client_port
+    done = agent("--nnodes=2", "--node-rank=0", f"--master-port={port}", *TALK)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--master-port={port}: cannot listen on 127.0.0.1: Address already in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--master-addr=192.0.2.1"], "start --node-rank=0 on the machine that --master-addr"),
+        (["--master-addr=no.such.host.invalid"], "--master-addr=no.such.host.invalid: "),
+        (["--local-addr=192.0.2.1"], "--local-addr=192.0.2.1: not an address of this machine"),
+    ],
+)
+def test_an_address_of_another_machine_is_named(flags, message):
+    done = agent("--nnodes=2", "--node-rank=0", f"--master-port={free_port()}", *flags, *TALK)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_output_goes_where_redirects_tee_and_filters_send_it(tmp_path):
+    done = agent(
+        *("--standalone", "--nproc-per-node=3", "--rdzv-id=j", f"--log-dir={tmp_path}/logs"),
+        *("-r", "0:3,1:2", "--tee=2:1", "--local-ranks-filter=0,2"),
+        *("--duplicate-stdout-filters=out 0,2 two", "--role=chief", *TALK, "x${local_rank}"),
+    )
+    assert printed(done) == ["[chief2]:out 2 x2"]  # 0 is redirected, 1 is filtered out
+    assert [line for line in done.stderr.splitlines() if line.startswith("err")] == ["err 2"]
+    found = tmp_path / "logs/j/round1"
+    kept = {str(p.relative_to(found)): p.read_text() for p in found.rglob("*.log")}
+    assert kept == {
+        "rank0/stdout.log": "out 0 x0\n",
+        "rank0/stderr.log": "err 0\n",
+        "rank1/stderr.log": "err 1\n",
+        "rank2/stdout.log": "out 2 x2\n",
+        "filtered_stdout.log": "out 0 x0\n",
+    }
+
+
+def test_lines_are_copied_without_tee_or_a_log_directory():
+    done = agent("--standalone", "--duplicate-stderr-filters=nothing,err", *TALK)
+    assert printed(done) == ["out 0"]
+    directory = re.search(r"output is kept in (\S+)", done.stderr)
+    assert directory is not None
+    copies = list(Path(directory[1]).rglob("filtered_stderr.log"))
+    assert [copy.read_text() for copy in copies] == ["err 0\n"]
+
+
+def test_any_program_runs_without_python():
+    script = 'echo "$RANK of $WORLD_SIZE: $1"'
+    done = agent("--standalone", "--nproc=2", "--no-python", "sh", "-c", script, "sh", "--tee")
+    assert printed(done) == ["0 of 2: --tee", "1 of 2: --tee"]
+
+
+def test_another_interpreter_runs_the_script_unless_run_path_asks_for_ours(tmp_path):
+    script = tmp_path / "which.py"
+    script.write_text("import os, sys; print(os.environ.get('MARK'), 'torch' in sys.modules)")
+    other = tmp_path / "other-python"
+    other.write_text(f'#!/bin/sh\nMARK=other exec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    done = agent("--standalone", script, PYTHON_EXEC=str(other))
+    assert printed(done) == ["other False"]
+    done = agent("--standalone", "--run-path", script, PYTHON_EXEC=str(other))
+    assert printed(done) == ["None True"]
+
+
+def test_a_program_that_cannot_be_executed_fails_as_in_a_shell(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    done = agent("--standalone", "--no-python", broken)
+    assert done.returncode == 1
+    assert "cannot be executed: No such file or directory" in done.stderr
+    assert "exit code 127" in done.stderr
+
+
+def test_each_worker_with_a_virtual_local_rank_has_a_device_of_its_own():
+    shows = ("--no-python", "sh", "-c", "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES")
+    flags = ("--standalone", "--nproc=2", "--virtual-local-rank")
+    assert printed(agent(*flags, *shows, CUDA_VISIBLE_DEVICES="4,6")) == ["0 0 4", "1 0 6"]
+
+
+def test_workers_are_bound_to_cores_of_their_own():
+    shows = ("--no-python", "sh", "-c", "grep Cpus_allowed_list: /proc/self/status")
+    done = agent("--standalone", "--nproc=2", "--numa-binding=exclusive", *shows)
+    if "share the" in done.stderr:
+        pytest.skip("needs two physical cores")
+    one, two = (parse_cpus(line.split()[1]) for line in printed(done))
+    assert one
+    assert two
+    assert not one & two
+
+
+def test_several_workers_get_one_thread_each_and_the_user_is_told_once():
+    env = environment()
+    del env["OMP_NUM_THREADS"]
+    shows = ("--no-python", "sh", "-c", "echo $OMP_NUM_THREADS")
+    done = subprocess.run(
+        command("--standalone", "--nproc=2", *shows),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert printed(done) == ["1", "1"]
+    assert done.stderr.count("OMP_NUM_THREADS is not set") == 1
+
+
+def test_who_started_the_agent_finds_the_root_cause_in_the_agents_own_error_file(tmp_path):
+    script, record = tmp_path / "fails.py", tmp_path / "error.json"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('why')")
+    done = agent("--standalone", "--nproc=2", script, TORCHELASTIC_ERROR_FILE=str(record))
+    assert done.returncode == 1
+    message = json.loads(record.read_text())["message"]
+    assert "rank 1: KeyError: 'why' (exit code 1)" in message["message"]
+    assert message["extraInfo"]["py_callstack"].endswith("KeyError: 'why'\n")
+    assert message["errorCode"] == 1
+
+
+def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):
+    process = start("--standalone", "--signals-to-handle=SIGUSR1,SIGTERM", *WAIT)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert "SIGUSR1: leaving at the next step boundary" in said
+
+
+def test_a_supervisor_is_told_how_the_agent_is(start):
+    process = start("--standalone", "--health-port=0", "--rdzv-id=watched", *WAIT)
+    line = next(line for line in process.stderr if "health: " in line)
+    address = re.search(r"http://(127\.0\.0\.1:\d+)/healthz", line)[1]
+
+    def ask(path: str) -> tuple[int, dict[str, object]]:
+        connection = http.client.HTTPConnection(address, timeout=5)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    assert ask("/healthz")[0] == 200
+    assert process.stdout.readline() == "ready\n"
+    _, record = wait_for(lambda: (r := ask("/readyz"))[0] == 200 and r, 10, "readiness")
+    assert (record["job"], record["state"], record["workers"]) == ("watched", "ACTIVE", "running")
+    assert record["reason"] == "round 1 runs on 1 nodes"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_an_endpoint_meant_for_c10d_is_answered_with_what_to_do():
+    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    done = agent("--rdzv-backend=c10d", where, "--nnodes=2", *TALK)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "zero-agent meets in etcd, not in a TCPStore" in done.stderr

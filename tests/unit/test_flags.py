@@ -1,0 +1,107 @@
+"""The command line: what torchrun takes is taken, and the script's own arguments are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from zero_agent.command_line import parse
+from zero_agent.flags import FLAGS
+from zero_orchestrator.errors import SpecError
+
+OURS = {"hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"}
+
+
+def test_every_flag_of_torchrun_is_known():
+    torchruns = {
+        option.removeprefix("--")
+        for action in get_args_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--") and "_" not in option and option != "--help"
+    }
+    assert torchruns - set(FLAGS) == set()
+    assert set(FLAGS) - torchruns - OURS == {name for name in FLAGS if name.startswith("etcd-")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nproc-per-node=4 s.py",
+        "--nproc_per_node 4 s.py",
+        "--nproc 4 s.py",
+        "--nproc-per_node=4 -- s.py",
+        "--nproc-per-node=2 --nproc-per-node=4 s.py",
+    ],
+)
+def test_a_flag_may_be_written_in_torchruns_ways(line):
+    args = parse(line.split(), {})
+    assert (args.nproc_per_node, args.script, args.arguments) == ("4", "s.py", [])
+
+
+@pytest.mark.parametrize("short", ["-t3", "-t=3", "-t 3", "--tee 3", "--te=3"])
+def test_a_short_flag_takes_its_value_with_or_without_a_space(short):
+    assert parse([*short.split(), "s.py"], {}).tee == "3"
+
+
+def test_what_follows_the_script_is_the_scripts_whatever_it_looks_like():
+    line = ["-m", "tool", "--nnodes_of_mine=1", "--no", "--help", "--", "-t", "--max_restarts", "x"]
+    args = parse(line, {})
+    assert (args.module, args.script, args.arguments) == (True, "tool", line[2:])
+    assert args.tee == "0"
+
+
+def test_each_flag_can_be_set_in_the_environment_and_the_command_line_wins():
+    values = {"module": "1", "numa-binding": "socket", "start-method": "fork"}
+    for name, flag in FLAGS.items():
+        value = values.get(name, "1" if flag.kind is None else "7")
+        variable = f"PET_{name.replace('-', '_').upper()}"
+        got = getattr(parse(["s.py"], {variable: value}), name.replace("-", "_"))
+        assert got == (True if flag.kind is None else got.__class__(value)), name
+        assert got != flag.default, name
+    assert parse(["--max-restarts=2", "s.py"], {"PET_MAX_RESTARTS": "5"}).max_restarts == 2
+    assert parse(["s.py"], {"PET_STANDALONE": "0", "PET_ROLE": ""}).standalone is False
+
+
+def test_a_doubled_comma_in_a_filter_is_a_comma():
+    args = parse(["--duplicate-stdout-filters=a,b,,c,d", "s.py"], {})
+    assert args.duplicate_stdout_filters == ("a", "b,c", "d")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "no script is given; write zero-agent [FLAG ...] SCRIPT"),
+        ("--nnodess=3 s.py", "--nnodess: there is no such flag; did you mean --nnodes?"),
+        ("--xyz s.py", "--xyz: there is no such flag; --help lists the flags"),
+        ("-x s.py", "-x: there is no such flag"),
+        ("--node s.py", "--node: could be any of --node-rank, --node-id"),
+        ("--standalone=1 s.py", "--standalone=1: a switch; write it without a value"),
+        ("--nnodes", "--nnodes: a value must follow"),
+        ("--max-restarts=x s.py", "--max-restarts: x is no whole number; write one, such as 3"),
+        ("--master-port=70000 s.py", "--master-port: 70000 is no port"),
+        ("--etcd-grace=soon s.py", "--etcd-grace: soon is no length of time; write seconds"),
+        ("--join-timeout=-1 s.py", "--join-timeout: -1 is no length of time"),
+        ("--start-method=fast s.py", "--start-method: invalid choice: 'fast' (choose from"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_the_right_form(line, message):
+    with pytest.raises(SpecError) as refused:
+        parse(line.split(), {})
+    assert str(refused.value).startswith(message)
+
+
+def test_a_switch_in_the_environment_is_0_or_1():
+    with pytest.raises(SpecError, match="PET_STANDALONE=yes: write 1 for yes or 0 for no"):
+        parse(["s.py"], {"PET_STANDALONE": "yes"})
+
+
+def test_the_help_names_every_flag_once():
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit, match="0"):
+        parse(["--help"], {})
+    named = re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w-]+)", shown.getvalue(), re.MULTILINE)
+    assert sorted(named) == sorted(["help", *FLAGS])

@@ -1,0 +1,54 @@
+"""Which workers are taken for hung, and which are only slow."""
+
+import pytest
+
+from zero_agent.hang import FACTOR, FLOOR_S, HangPolicy, StepClock, parse_hang_timeout
+
+
+def beats(policy: HangPolicy, *times_s: float) -> StepClock:
+    clock = StepClock(policy)
+    for time_s in times_s:
+        clock.beat(time_s)
+    return clock
+
+
+def test_nothing_is_judged_before_the_second_step():
+    assert beats(HangPolicy()).verdict(1e6) is None
+    assert beats(HangPolicy(), 5.0).verdict(1e6) is None
+
+
+def test_quick_steps_are_given_the_shortest_limit():
+    clock = beats(HangPolicy(), 0.0, 0.1, 0.2)
+    assert clock.limit_s == FLOOR_S
+    assert clock.verdict(0.2 + FLOOR_S) is None
+    assert clock.verdict(0.3 + FLOOR_S) == "no step for 300.1 s (limit 300.0 s, 10x the longest)"
+
+
+def test_a_long_pause_seen_once_is_allowed_for_ever():
+    clock = beats(HangPolicy(), 0.0, 60.0, 61.0)
+    assert clock.limit_s == FACTOR * 60.0
+    assert clock.verdict(61.0 + 599.0) is None
+
+
+def test_a_fixed_limit_holds_from_the_first_step():
+    clock = beats(HangPolicy(limit_s=2.0), 10.0)
+    assert clock.verdict(12.0) is None
+    assert clock.verdict(12.5) == "no step for 2.5 s (limit 2.0 s, --hang-timeout)"
+
+
+def test_it_can_be_switched_off():
+    assert beats(HangPolicy(enabled=False), 0.0, 0.1).verdict(1e6) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [("auto", HangPolicy()), ("off", HangPolicy(enabled=False)), ("2.5", HangPolicy(limit_s=2.5))],
+)
+def test_what_can_be_written(text, policy):
+    assert parse_hang_timeout(text) == policy
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
+def test_what_cannot(text):
+    with pytest.raises(ValueError, match=r".*"):
+        parse_hang_timeout(text)

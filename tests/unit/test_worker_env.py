@@ -1,0 +1,87 @@
+"""The environment of a worker, as scripts written for torchrun expect it."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_agent.worker_env import nursery_env, own_device, places, worker_env
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.job_state import Members, Node, Snapshot, State
+from zero_orchestrator.spec import JobSpec
+
+NODES = tuple(
+    Node(id=name, incarnation="1", address=name, slots=slots, role=role)
+    for name, slots, role in [("a", 1, "ps"), ("b", 2, "trainer"), ("c", 3, "ps"), ("d", 1, "ps")]
+)
+JOB = Snapshot(
+    spec=JobSpec(min_nodes=1, max_nodes=4, max_restarts=5),
+    n=7,
+    state=State.ACTIVE,
+    fence=42,
+    nodes=NODES,
+    members=Members(NODES, restarts=2),
+    master="10.0.0.1:4711",
+)
+
+
+def environments(index: int) -> list[dict[str, str]]:
+    node = NODES[index]
+    return [
+        worker_env(JOB, node, place, name="job", socket_path="/s", error_file="/e")
+        for place in places(JOB, node)
+    ]
+
+
+def test_ranks_are_contiguous_on_a_node_and_role_ranks_within_a_role():
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    found = [tuple(env[name] for name in names) for i in range(4) for env in environments(i)]
+    assert found == [
+        ("0", "0", "0", "ps", "0", "5"),
+        ("1", "0", "1", "trainer", "0", "2"),
+        ("2", "1", "1", "trainer", "1", "2"),
+        ("3", "0", "2", "ps", "1", "5"),
+        ("4", "1", "2", "ps", "2", "5"),
+        ("5", "2", "2", "ps", "3", "5"),
+        ("6", "0", "3", "ps", "4", "5"),
+    ]
+
+
+def test_a_worker_finds_every_variable_of_torchrun():
+    assert environments(2)[1] == {
+        "RANK": "4",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "7",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "ROLE_NAME": "ps",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "5",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "4711",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/e",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "ZERO_JOB": "job",
+        "ZERO_NODE": "c",
+        "ZERO_ROUND": "7",
+        "ZERO_FENCE": "42",
+        "ZERO_AGENT_SOCKET": "/s",
+    }
+
+
+def test_several_workers_get_one_thread_each_unless_told_otherwise():
+    assert nursery_env({}, 2, None)["OMP_NUM_THREADS"] == "1"
+    assert nursery_env({"OMP_NUM_THREADS": "4"}, 2, None)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in nursery_env({}, 1, None)
+
+
+def test_a_worker_with_a_virtual_local_rank_sees_its_own_device_alone():
+    assert own_device({}, 2) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}
+    shown = {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}
+    assert own_device(shown, 1)["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES=5,GPU-7 has no device for local"):
+        own_device(shown, 2)
