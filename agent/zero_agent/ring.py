@@ -32,7 +32,9 @@ log = logging.getLogger("zero")
 
 HANDSHAKE_TIMEOUT_S = 2.0
 RETRY_S = 1.0
-"""Between two attempts to reach a neighbour that neither answers nor refuses."""
+"""Between two attempts to reach a neighbour that was never met."""
+CONFIRM_S = 0.02
+"""The same for one whose connection has just ended."""
 _LINE_BYTES = 512
 
 
@@ -63,6 +65,8 @@ class Ring:
         self._changed = threading.Condition()
         self._open = True
         self._connection: socket.socket | None = None
+        self._met: tuple[str, str] | None = None
+        """The last process that was talked to."""
 
     def start(self, me: Node, secret: str) -> None:
         """Answer and watch from now on."""
@@ -102,27 +106,30 @@ class Ring:
 
     def _watch(self) -> None:
         while (target := self._wait_for_target()) is not None:
+            met = self._met == _key(target)
             try:
                 with self._dial(target) as connection:
+                    self._met = _key(target)
                     self._stay_on(connection, target)
+            except (ConnectionRefusedError, _AnotherProcess):
+                if met and self._wants(target):
+                    self._on_dead(target)
+                self._pause(RETRY_S)
             except OSError as error:
+                # A dying process may still accept: look again soon, it will refuse then.
                 log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
-                self._pause()
-                continue
-            if self._wants(target) and self._is_dead(target):
-                self._on_dead(target)
-                self._pause()
+                self._pause(CONFIRM_S if met else RETRY_S)
 
     def _wait_for_target(self) -> Node | None:
         with self._changed:
             self._changed.wait_for(lambda: self._target is not None or not self._open)
             return self._target if self._open else None
 
-    def _pause(self) -> None:
+    def _pause(self, seconds: float) -> None:
         """Wait a moment, or until there is another neighbour to watch."""
         with self._changed:
             before = _key(self._target)
-            self._changed.wait_for(lambda: _key(self._target) != before or not self._open, RETRY_S)
+            self._changed.wait_for(lambda: _key(self._target) != before or not self._open, seconds)
 
     def _wants(self, target: Node) -> bool:
         with self._changed:
@@ -143,18 +150,6 @@ class Ring:
         finally:
             with self._changed:
                 self._connection = None
-
-    def _is_dead(self, target: Node) -> bool:
-        """Dial once more: is it certain that this process is gone?"""
-        try:
-            self._dial(target).close()
-        except ConnectionRefusedError:
-            return True
-        except _AnotherProcess:
-            return True
-        except OSError:
-            return False
-        return False
 
     def _dial(self, target: Node) -> socket.socket:
         """A connection to the very process that `target` describes.
