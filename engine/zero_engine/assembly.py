@@ -1,7 +1,8 @@
 """`initialize`: from the user's model, optimizer, data and config to an engine.
 
 Owns the order in which the parts are made, and what is done to the user's model: parameters
-become views of flat buffers, and floating-point ones and buffers are cast in bf16 training.
+become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
+training.
 Everything afterwards belongs to `engine`.
 
 Source of the signature: deepspeed.initialize.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from zero_engine.collectives import Collectives
-from zero_engine.config import Config, load_config
-from zero_engine.data import ElasticLoader, LeafSampler, make_source
+from zero_engine.config import Config, SchedulerConfig, load_config
+from zero_engine.data import ElasticLoader
 from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine import Engine
@@ -31,20 +34,26 @@ from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import Cursor, resolve_batch
 from zero_engine.grad_reducer import GradReducer
 from zero_engine.ledger import Ledger
+from zero_engine.loaders import training_loader
+from zero_engine.loss_scaler import LossScaling
+from zero_engine.lr_schedules import make_schedule
 from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
+from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator
 from zero_engine.partition import aliases, partition
 from zero_engine.parts import Core, Run
+from zero_engine.precision import DTYPES
 from zero_engine.stages import STAGES
 from zero_engine.zero_optimizer import ZeroOptimizer
 
 _log = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+Guard = Callable[[], AbstractContextManager[None]]
 Initialized = tuple[Engine, torch.optim.Optimizer | None, ElasticLoader | None, Any]
 
 
-def initialize(
+def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
@@ -54,6 +63,11 @@ def initialize(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    mesh_param: Any = None,
     num_workers: int = 0,
 ) -> Initialized:
     """Make an engine. Every rank calls it, with the same arguments.
@@ -69,6 +83,12 @@ def initialize(
             stepped with every optimizer step that is applied.
         collate_fn: As for torch's DataLoader.
         config: A dict, a JSON string or the path of a JSON file.
+        config_params: DeepSpeed's older name for it.
+        distributed_port: Without effect, as `dist_init_required`: the environment says where
+            the group meets, and one that is there already is used.
+        mpu: Must be None, as `mesh_param`: there is no model parallelism.
+        dist_init_required: Without effect.
+        mesh_param: Must be None.
         num_workers: As for torch's DataLoader.
 
     Returns:
@@ -81,50 +101,62 @@ def initialize(
     """
     if model is None:
         raise ConfigError("initialize() needs a model")
-    settings = load_config(_config_source(args, config))
+    del distributed_port, dist_init_required
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
+    settings = load_config(_config_source(args, config, config_params))
     init_distributed()
     link = AgentLink(dist.get_rank())
     with peers_may_vanish(link):
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters)
-        core = _make_core(model, chosen, settings)
-        scheduler = _make_scheduler(lr_scheduler, chosen)
+        core = _make_core(model, chosen, settings, partial(peers_may_vanish, link))
+        scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
         engine = Engine(settings, core, run, scheduler, link)
     return engine, chosen, run.loader, scheduler
 
 
-def _config_source(args: Any, config: Any) -> Any:
-    from_args = getattr(args, "deepspeed_config", None)
-    if config is not None and from_args is not None:
-        raise ConfigError("a config is given both to initialize() and in args; keep one")
-    if config is None and from_args is None:
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    sources = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
+    if not given:
         raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
-    return config if config is not None else from_args
+    return sources[given[0]]
 
 
 # ---- the model ----
 
 
-def _make_core(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Core:
+def _make_core(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, guard: Guard
+) -> Core:
     collectives, stage = Collectives(), STAGES[config.zero_optimization.stage]
     device = local_device()
-    dtype = torch.bfloat16 if config.bf16.enabled else torch.float32
+    _check_offload(config, device)
+    dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)
     _check_dtypes(model, groups, dtype)
     _prepare_buffers(model, dtype, device, collectives)
     tied = aliases(model)
     specs = partition(model, groups, dtype)
     units = tuple(FlatUnit(spec, stage, collectives, device) for spec in specs)
-    coordinator = ParamCoordinator(model, units if stage.shards_parameters else ())
+    coordinator = ParamCoordinator(model, units if stage.shards_parameters else (), guard)
     trained = [unit for unit in units if unit.trained]
     zero = reducer = None
     if optimizer is not None and trained:
-        zero = ZeroOptimizer(optimizer, trained, stage, collectives, config.gradient_clipping)
+        clip, scaling = config.gradient_clipping, LossScaling.of(config.fp16)
+        zero = ZeroOptimizer(optimizer, trained, stage, collectives, clip, scaling)
         on_ready = coordinator.release_trained if stage.shards_parameters else None
-        reducer = GradReducer(trained, zero.totals, collectives, stage, on_ready)
-    return Core(
+        reducer = GradReducer(trained, zero.totals, collectives, stage, on_ready, guard)
+    core = Core(
         module=model,
         device=device,
         dtype=dtype,
@@ -135,7 +167,22 @@ def _make_core(model: nn.Module, optimizer: torch.optim.Optimizer | None, config
         zero=zero,
         reducer=reducer,
         coordinator=coordinator,
+        guard=guard,
     )
+    adopt_parameters(core)
+    return core
+
+
+def _check_offload(config: Config, device: torch.device) -> None:
+    """State that rests on the CPU already needs no offloading there; anything else is missing."""
+    zero = config.zero_optimization
+    for name in ("offload_optimizer", "offload_param"):
+        wanted = getattr(zero, name).device
+        if wanted not in ("none", device.type):
+            raise ConfigError(
+                f"zero_optimization.{name}.device: {wanted!r} is not supported yet on "
+                f"{device.type}; remove the section"
+            )
 
 
 def _check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
@@ -143,8 +190,8 @@ def _check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtyp
     for name, param in model.named_parameters():
         if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
             raise ConfigError(
-                f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled in the "
-                "config, or convert the model with model.float()"
+                f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled or "
+                "fp16.enabled in the config, or convert the model with model.float()"
             )
 
 
@@ -153,7 +200,7 @@ def _prepare_buffers(
 ) -> None:
     """Make every rank's buffers those of rank 0, contiguous, on the device, in the dtype."""
     for name, buffer in model.named_buffers():
-        narrows = dtype == torch.bfloat16 and buffer.is_floating_point()
+        narrows = dtype != torch.float32 and buffer.is_floating_point()
         buffer.data = buffer.data.to(device, dtype if narrows else buffer.dtype).contiguous()
         collectives.broadcast(buffer, f"buffer {name}")
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
@@ -163,13 +210,20 @@ def _prepare_buffers(
         )
 
 
-def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+def _make_scheduler(
+    given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer | None
+) -> Any:
     # A scheduler object has a step(); a callable that makes one has not.
-    if given is None or hasattr(given, "step"):
+    if given is not None and hasattr(given, "step"):
         return given
+    if given is None and (config is None or config.type is None):
+        return None
     if optimizer is None:
         raise ConfigError("lr_scheduler: there is no optimizer to schedule")
-    return given(optimizer)
+    if given is not None:  # as in DeepSpeed, the script's own comes before the config's
+        return given(optimizer)
+    assert config is not None
+    return make_schedule(config, optimizer)
 
 
 # ---- the run ----
@@ -188,36 +242,14 @@ def _make_run(
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
         world,
+        first_round=link.round <= 1,
     )
     run = Run(batch=batch, batch_from_world=from_world, cursor=Cursor(), rank=rank, world=world)
     if dataset is not None:
-        run.loader = ElasticLoader(
-            _make_sampler(config, dataset, run),
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=local_device().type == "cuda",
-        )
+        run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
     if config.elastic.sample_ledger is not None:
         if run.loader is None:
             raise ConfigError("elastic.sample_ledger: needs training_data, to know the samples")
         directory = Path(config.elastic.sample_ledger)
         run.ledger = Ledger(directory, round=link.round, rank=rank, world=world)
     return run
-
-
-def _make_sampler(config: Config, dataset: Dataset[Any], run: Run) -> LeafSampler:
-    source = make_source(
-        dataset,
-        run.batch,
-        shuffle=config.elastic.shuffle,
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-    )
-    return LeafSampler(
-        source=source,
-        batch=run.batch,
-        cursor=run.cursor,
-        rank=run.rank,
-        world=run.world,
-        seed=config.seed,
-    )

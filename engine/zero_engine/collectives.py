@@ -110,12 +110,12 @@ class Collectives:
             works.append(dist.irecv(rows[source], group_src=source, group=self._group))
         return tuple(work for work in works if work is not None)
 
-    def broadcast(self, tensor: Tensor, what: str) -> None:
-        """Make `tensor` what it is on rank 0, and wait for it."""
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
+        """Make `tensor` what it is on rank `source`, and wait for it."""
         if self.world == 1:
             return
         with _transport_failures(what):
-            work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         wait(Pending(what, (work,), (tensor,)))
 
     def barrier(self, what: str) -> None:

@@ -162,9 +162,18 @@ class ElasticLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        batch_shape, epoch = self.sampler.batch, self.epoch
         for ticket, batch in self._loader:
             self.last = ticket
             yield batch
+            if self.sampler.batch is not batch_shape:
+                break
+        else:
+            return
+        # Another batch size: what has been planned and prefetched is void. Go on from the
+        # position, unless the epoch ended there.
+        if self.epoch == epoch:
+            yield from self
 
 
 class _SeededDataset(Dataset[Any]):

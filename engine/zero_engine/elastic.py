@@ -58,6 +58,8 @@ class AgentLink:
         self._socket = _connect(path) if path else None
         self.present = bool(path)
         """Whether this worker runs under an agent, reachable or not."""
+        self.group_lost = threading.Event()
+        """A peer is gone: what waits for peers on another thread may stop waiting."""
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
             self._send(contract.Hello(rank=rank, pid=os.getpid(), can=(Ability.BOUNDARY,)))
@@ -216,6 +218,7 @@ def peers_may_vanish(link: AgentLink) -> Iterator[None]:
     try:
         yield
     except PeerLost as error:
+        link.group_lost.set()
         if not link.present:
             raise
         _log.error("leaving a broken group: %s", error)

@@ -12,29 +12,36 @@ looked up in the module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
+from zero_engine.accessors import Accessors
 from zero_engine.config import Config
-from zero_engine.data import Ticket
 from zero_engine.distributed import local_rank
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine_state import EngineState
-from zero_engine.errors import EngineError
-from zero_engine.global_batch import Leaf, StepPlan, mix
+from zero_engine.errors import CheckpointError, ConfigError, EngineError
+from zero_engine.export import without_frozen, write_weights
+from zero_engine.global_batch import BatchShape, mix
+from zero_engine.loaders import Collate, evaluation_loader, training_loader
+from zero_engine.micro_steps import Loss, MicroSteps
 from zero_engine.parts import Core, Run
-from zero_engine.persistence import Persistence
+from zero_engine.persistence import NOTES, Persistence
+from zero_engine.precision import Precision
+from zero_engine.selection import LoadOptions
 from zero_engine.weights import module_state_dict, weight_hash
 from zero_engine.zero_optimizer import StepOutcome
 
 _log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Accessors):
     """Trains a module; one per process and module.
 
     Raises (`__call__`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
@@ -52,18 +59,15 @@ class Engine:
         self.local_rank = local_rank()
         self.global_rank = run.rank
         self.world_size = run.world
-        self.micro_steps = 0
-        """Micro-steps that this process has run."""
         self.mean_loss = float("nan")
         """The mean loss of the last global batch; equal on all ranks."""
         self._config = config
         self._core = core
+        self._precision = Precision.of(config, core.device)
         self._run = run
         self._link = link
         self._last: StepOutcome | None = None
-        self._losses: list[Tensor] = []
-        self._awaits_step = False
-        self._warned = False
+        self._micro_steps = MicroSteps(core, run)
         state = EngineState(
             module=core.module,
             units=core.units,
@@ -87,54 +91,55 @@ class Engine:
             if self.module.training:
                 leaf = self._run.leaf()
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
-            return self.module(*args, **kwargs)
+            return self._precision.call(self.module, args, kwargs)
 
     forward = __call__
 
     def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+        self,
+        loss: Loss,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        tokens: int | Tensor | None = None,
     ) -> Tensor:
         """Compute and reduce the gradients of one micro-step.
 
         Args:
-            loss: The mean loss of this micro-batch, a scalar.
+            loss: The mean loss of this micro-batch, a scalar; or (sum, count), its sum over
+                `count` tokens.
             retain_graph: As for Tensor.backward.
             scale_wrt_gas: Weight the loss by the micro-batch's share of the global batch; False
                 if the script has done so.
+            tokens: How many tokens the mean is over. Given in every micro-step, each token of the
+                global batch counts the same; otherwise each sample does.
 
         Returns:
-            The loss as it was differentiated.
+            The loss as it was weighted; without the loss scale of fp16 training.
         """
-        core, run = self._core, self._run
-        if core.reducer is None:
-            raise EngineError("backward(): nothing is trained; give initialize() an optimizer")
-        if self._awaits_step:
-            raise EngineError("backward() twice in one micro-step; call engine.step() after each")
-        plan, leaf = run.plan(), run.leaf()
-        share = loss * plan.weight(leaf) if scale_wrt_gas else loss
+        weighted = self._micro_steps.weigh(loss, tokens, by_share=scale_wrt_gas)
         with peers_may_vanish(self._link):
-            core.coordinator.begin_backward()
-            core.reducer.begin(plan.live(run.cursor.micro, run.world))
-            share.backward(retain_graph=retain_graph)
-            core.reducer.finish()
-            core.coordinator.end_backward()
-        self._losses.append(share.detach().float())
-        self._note_samples(leaf)
-        self._awaits_step = True
-        return share
+            self._micro_steps.backward(weighted, retain_graph=retain_graph)
+        return weighted.share
+
+    def scale(self, loss: Loss, *, tokens: int | Tensor | None = None) -> Tensor:
+        """The loss, weighted and scaled, for a `.backward()` of the script's own.
+
+        `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
+        """
+        return self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
 
     def step(self) -> None:
         """End a micro-step; at the boundary, the step: update weights, scheduler and position.
 
         If this worker has been asked to leave, the process may end here with a fresh checkpoint.
         """
-        if not self._awaits_step:
+        if self._micro_steps.without_step:
+            raise EngineError("step() inside no_sync(); leave it for the last micro-step")
+        if not self._micro_steps.awaits_step:
             raise EngineError("step() without backward(); call engine.backward(loss) first")
-        at_boundary = self.is_gradient_accumulation_boundary()
-        self._awaits_step = False
-        self.micro_steps += 1
-        if not at_boundary:
-            self._run.cursor.micro += 1
+        if not self._micro_steps.at_boundary:
+            self._micro_steps.end()
             return
         with peers_may_vanish(self._link):
             self._end_step()
@@ -143,34 +148,43 @@ class Engine:
     def _end_step(self) -> None:
         assert self._core.zero is not None
         plan, cursor = self._run.plan(), self._run.cursor
-        outcome = self._core.zero.step(self._notes())
-        self._losses.clear()
+        # Everybody's notes: about leaving and saving, then those of the micro-steps.
+        outcome = self._core.zero.step(
+            torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
+            lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
+        )
+        self._micro_steps.clear()
         self._last = outcome
-        self.mean_loss = _in_leaf_order(outcome.notes[:, 1:], plan)
+        self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
         if outcome.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         cursor.step, cursor.samples, cursor.micro = cursor.step + 1, plan.position + plan.samples, 0
         if not outcome.applied:
             self._report_skip(outcome)
+        elif outcome.scaling and self.global_rank == 0:
+            _log.info("step %d: %s", cursor.step, outcome.scaling)
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
-        self._persistence.leaving |= bool(outcome.notes[:, 0].any())
+        self._persistence.hear(outcome.notes[:, :NOTES])
         self._link.progress(cursor.step, cursor.samples, self.mean_loss)
         self._print_step(outcome)
 
-    def _notes(self) -> Tensor:
-        """[1 + micro-steps]: whether to leave, then the weighted loss of each micro-step."""
-        asked = torch.tensor(float(self._link.leave_asked), device=self.device)
-        return torch.stack([asked, *self._losses])
-
     def _report_skip(self, outcome: StepOutcome) -> None:
-        self._run.cursor.skipped += 1
-        _log.warning(
-            "step %d skipped: the gradient norm is %s; %d skipped so far",
-            self._run.cursor.step,
-            outcome.norm,
-            self._run.cursor.skipped,
+        assert self._core.zero is not None
+        cursor, state = self._run.cursor, self._core.zero.scale_state
+        cursor.skipped += 1
+        what = (
+            f"step {cursor.step} skipped: loss {self.mean_loss:g}, gradient norm {outcome.norm}, "
+            f"first in {outcome.culprit}; {outcome.scaling}; {cursor.skipped} skipped so far"
         )
+        if self.global_rank == 0:
+            _log.warning("%s", what)
+        if state.unanswered >= self._config.elastic.max_skipped_steps:
+            raise EngineError(
+                f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
+                "steps and at that parameter, lower the learning rate, or raise "
+                "elastic.max_skipped_steps"
+            )
 
     def _print_step(self, outcome: StepOutcome) -> None:
         every, step = self._config.steps_per_print, self._run.cursor.step
@@ -180,29 +194,87 @@ class Engine:
                 "step %d: loss %.6g, norm %.4g, lr %s", step, self.mean_loss, outcome.norm, rates
             )
 
-    def _note_samples(self, leaf: Leaf) -> None:
-        """Write the samples that this micro-step really consumed into the ledger."""
-        loader, cursor = self._run.loader, self._run.cursor
-        ticket = loader.last if loader is not None else None
-        if ticket is not None and (ticket.step, ticket.micro) != (cursor.step, cursor.micro):
-            self._warn_of_stale_batch(ticket)
-        if self._run.ledger is not None and not leaf.ghost:
-            if ticket is None:
-                raise EngineError("sample_ledger: the batch is not from the engine's own loader")
-            self._run.ledger.consume(ticket.leaf, ticket.ids)
+    # ---- accumulation and data ----
 
-    def _warn_of_stale_batch(self, ticket: Ticket) -> None:
-        if not self._warned:
-            _log.warning(
-                "the batch is that of step %d, micro-step %d, but the engine is at step %d, "
-                "micro-step %d: samples repeat or get lost; call backward() and step() once per "
-                "batch of the loader",
-                ticket.step,
-                ticket.micro,
-                self._run.cursor.step,
-                self._run.cursor.micro,
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-steps without `step()`, for scripts that accumulate by themselves.
+
+        Gradients are exchanged all the same: leaf by leaf is how the result stays one.
+
+        Raises:
+            EngineError: At stages 2 and 3, as in DeepSpeed.
+        """
+        if self._core.stage.shards_gradients:
+            raise EngineError(
+                f"no_sync() does not go with divided gradients, stage {self._core.stage.number}; "
+                "leave it out, or use stage 0 or 1"
             )
-        self._warned = True
+        with self._micro_steps.no_sync():
+            yield
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming micro-steps end a step.
+
+        The global batch decides that here, so that the samples of a step do not depend on the
+        world; what is said is checked at the next backward.
+        """
+        self._micro_steps.declared_boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step, from the next step on.
+
+        Raises:
+            ConfigError: Not a multiple of the micro-batch size.
+            EngineError: In the middle of a step.
+        """
+        micro_batch = self._run.batch.micro_batch
+        if train_batch_size < 1 or train_batch_size % micro_batch:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
+                f"size {micro_batch}"
+            )
+        if self._run.cursor.micro or self._micro_steps.awaits_step:
+            raise EngineError("set_train_batch_size() in the middle of a step; call it after one")
+        leaves = train_batch_size // micro_batch
+        self._run.adopt_batch(BatchShape(leaves=leaves, micro_batch=micro_batch))
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader: for "train" the engine's own order, for "eval" this rank's plain share.
+
+        `pin_memory` is for DeepSpeed's scripts: batches are pinned where there is a GPU.
+
+        Raises:
+            ConfigError: A training batch of another size than the config's, or in another order,
+                or another route.
+        """
+        del pin_memory
+        run, workers = self._run, num_local_io_workers or 0
+        if route in ("eval", "predict"):
+            return evaluation_loader(run, dataset, batch_size, data_sampler, collate_fn, workers)
+        if route != "train":
+            raise ConfigError(f'deepspeed_io: route {route!r} is not "train", "eval" or "predict"')
+        if data_sampler is not None:
+            raise ConfigError(
+                "deepspeed_io: the engine orders training data; leave data_sampler out"
+            )
+        if batch_size not in (None, run.batch.micro_batch):
+            raise ConfigError(
+                f"deepspeed_io: batch_size {batch_size} is not the micro-batch size "
+                f"{run.batch.micro_batch}; change train_micro_batch_size_per_gpu"
+            )
+        run.loader = training_loader(self._config, run, dataset, collate_fn, workers)
+        self.training_dataloader = run.loader
+        return run.loader
 
     # ---- checkpoints ----
 
@@ -213,30 +285,75 @@ class Engine:
         client_state: Mapping[str, Any] | None = None,
         *,
         client_sd: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
     ) -> bool:
         """Save at this step's boundary; every rank calls it.
+
+        In the background, training goes on as soon as the state is copied. A failure is then
+        reported by the next `step()`, and the checkpoints there are stay as they are.
 
         Args:
             save_dir: On storage that all ranks share.
             tag: A name; by default global_step<N>.
             client_state: The script's own JSON, given back by `load_checkpoint`.
             client_sd: The name that DeepSpeed's tutorials use for it.
+            exclude_frozen_parameters: Leave out what is not trained: whoever loads the
+                checkpoint keeps the weights that the script has given these parameters.
+            blocking: Return when it is published; None: as the config's checkpoint.async says.
+                A worker that leaves always waits.
 
         Returns:
-            Whether it was published; False if this worker's round is over.
+            Whether it was published, or in the background: begun. False if this worker's round
+            is over, or if the save before is in flight and checkpoint.when_busy is "skip".
 
         Raises:
             CheckpointError: A rank failed, or the client state is not JSON; nothing was saved.
         """
-        if self._awaits_step:
+        if self._micro_steps.awaits_step:
             raise EngineError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
-            return self._persistence.save(Path(save_dir), tag, client_state or client_sd or {})
+            return self._persistence.save(
+                Path(save_dir),
+                tag,
+                client_state or client_sd or {},
+                blocking=blocking,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+
+    def wait_for_checkpoint(self) -> bool:
+        """Wait for the save in flight, if any.
+
+        Returns:
+            Whether the last save was published.
+
+        Raises:
+            CheckpointError: It has failed, and no `step()` has said so yet.
+        """
+        with peers_may_vanish(self._link):
+            return self._persistence.wait()
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint, made at any world size and stage.
+
+        An engine without an optimizer loads the weights alone, in its own dtype.
+
+        Args:
+            load_dir: As given to `save_checkpoint`.
+            tag: Only a checkpoint of this name.
+            load_module_strict: False: parameters and buffers that are only here or only there
+                are no error.
+            load_optimizer_states: False: the optimizer stays as it is.
+            load_lr_scheduler_states: False: the scheduler stays as it is.
+            load_module_only: Neither optimizer, nor scheduler, nor the position in the data.
 
         Returns:
             Its path and the client state, or (None, {}) if there is none yet.
@@ -246,14 +363,27 @@ class Engine:
             ModelMismatch: It is another model's.
         """
         with peers_may_vanish(self._link):
-            return self._persistence.load(Path(load_dir), tag)
+            options = LoadOptions(
+                strict=load_module_strict,
+                optimizer=load_optimizer_states,
+                scheduler=load_lr_scheduler_states,
+                module_only=load_module_only,
+            )
+            return self._persistence.load(Path(load_dir), tag, options)
 
-    def checkpoint_due(self, every_steps: int) -> bool:
-        """Whether to save now: every so many steps, and when this worker is asked to leave.
+    def checkpoint_due(
+        self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
+    ) -> bool:
+        """Whether to save now; the same on all ranks. Also true when this worker is to leave.
 
         A script that saves when told so leaves at that very boundary.
+
+        Args:
+            every_steps: Every so many steps,
+            every_s: or every so many seconds, or as often as "auto" finds right from what saving
+                costs and how often the job fails. Without either, as the config says.
         """
-        return self._persistence.due(every_steps)
+        return self._persistence.due(every_steps, every_s)
 
     def weight_hash(self) -> str:
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
@@ -266,75 +396,49 @@ class Engine:
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases)
 
+    def get_fp32_state_dict(self) -> dict[str, Tensor]:
+        """The module's whole state_dict in the highest precision, frozen parameters included."""
+        with peers_may_vanish(self._link):
+            core = self._core
+            return module_state_dict(core.module, core.units, core.aliases, highest=True)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the state_dict, in the dtype of the model; every rank calls it.
+
+        Args:
+            save_dir: Made if it is not there.
+            save_filename: With the suffix .safetensors in that format, else as torch.save.
+            exclude_frozen_parameters: Leave out what is not trained.
+
+        Returns:
+            True: the file is there, at every stage.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        whole = self.module_state_dict()
+        if exclude_frozen_parameters:
+            whole = without_frozen(whole, self.module)
+        path, problem = Path(save_dir) / save_filename, ""
+        if self.global_rank == 0:
+            problem = write_weights(whole, path)
+        failed = torch.tensor([float(bool(problem))], device=self.device)
+        with peers_may_vanish(self._link):
+            self._core.collectives.broadcast(failed, f"whether {path} was written")
+        if failed.item():
+            raise CheckpointError(problem or f"{path} was not written: rank 0 says why")
+        return True
+
+    save_fp16_model = save_16bit_model
+
     def destroy(self) -> None:
-        """Close the ledger and the connection to the agent."""
+        """Finish a save in flight; close the ledger and the connection to the agent."""
+        self._persistence.close()
         if self._run.ledger is not None:
             self._run.ledger.close()
         self._link.close()
-
-    # ---- DeepSpeed's accessors ----
-
-    def train(self, mode: bool = True) -> Engine:
-        """Put the module in training or evaluation mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Put the module in evaluation mode."""
-        return self.train(False)
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps since the run began, skipped ones included."""
-        return self._run.cursor.step
-
-    @property
-    def global_samples(self) -> int:
-        """Samples consumed by those steps."""
-        return self._run.cursor.samples
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because the gradient norm was not finite."""
-        return self._run.cursor.skipped
-
-    def train_batch_size(self) -> int:
-        """Samples per full step; the same at every world size."""
-        return self._run.batch.samples
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per leaf."""
-        return self._run.batch.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps of a full step at this world size."""
-        return -(-self._run.batch.leaves // self.world_size)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-step under way is the last of its step."""
-        return self._run.cursor.micro + 1 == self._run.plan().micro_steps(self.world_size)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights."""
-        return self._last is not None and self._last.applied
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [float(group["lr"]) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step before clipping; None before the first step."""
-        return self._last.norm if self._last is not None else None
-
-    def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
-        return self._core.stage.number
-
-    def zero_grad(self) -> None:
-        """Nothing to do: gradients are cleared by `step`. Here for scripts that call it."""
-
-
-def _in_leaf_order(losses: Tensor, plan: StepPlan) -> float:
-    """The sum of [world, micro-steps] weighted losses, ghosts left out, in leaf order."""
-    return sum(losses.t().flatten()[: plan.leaves].double().tolist())

@@ -4,7 +4,7 @@ Owns the translation between live buffers and `checkpoint.pieces`. Must always h
 contributes exactly its interval of every unit, at every stage (stage 0 pretends to own no
 more), so that stages 0-3 write the same atoms; what is loaded is bit-equal to what was saved,
 for parameters trained or not, tied or not, optimizer state, hyperparameters of every group,
-buffers and scheduler.
+buffers, scheduler and loss scale.
 
 Called by `engine`, which adds the counters and the client's state.
 """
@@ -23,8 +23,10 @@ from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId,
 from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.flat_unit import FlatUnit, overlap
-from zero_engine.weights import persistent_buffers, weight_hash
-from zero_engine.zero_optimizer import Segment, ZeroOptimizer
+from zero_engine.segments import Segment
+from zero_engine.selection import LoadOptions, Selection, select, without_frozen
+from zero_engine.weights import persistent_buffers
+from zero_engine.zero_optimizer import ZeroOptimizer
 
 _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 
@@ -40,43 +42,63 @@ class EngineState:
     scheduler: Any
     aliases: Mapping[str, str]
 
-    def capture(self, run: Mapping[str, Any], client: Mapping[str, Any]) -> State:
-        """The state to save; the pieces are views. Collective, because of the weight hash.
+    def capture(
+        self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
+    ) -> State:
+        """The state to save; the pieces are views.
 
         Args:
             run: Counters, batch and environment, from the engine.
             client: The script's own JSON.
+            exclude_frozen: Leave out the parameters that are not trained.
         """
         engine = {
             **run,
             "groups": self._groups(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "weight_hash": weight_hash(self.units),
+            "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
+            "excludes_frozen": exclude_frozen,
         }
-        return self._state({"engine": engine, "client": dict(client)})
+        state = self._state({"engine": engine, "client": dict(client)})
+        return without_frozen(state, self._frozen()) if exclude_frozen else state
 
-    def wanted(self, manifest: Manifest) -> State:
+    def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
         """The pieces to fill from a checkpoint, in a fresh optimizer state made to its measure.
 
         Raises:
             ModelMismatch: The parameters are grouped in another way.
         """
-        if self.zero is not None:
-            self._check_groups(manifest)
+        weights_only = self.zero is None or not options.wants_optimizer
+        if not weights_only:
+            self._check_groups(manifest, options)
             self._make_optimizer_state(manifest)
-        return self._state({})
+        return select(
+            self._state({}),
+            manifest,
+            strict=options.strict,
+            weights_only=weights_only,
+            frozen=self._frozen(),
+        )
 
-    def adopt(self, engine: Mapping[str, Any]) -> None:
+    def _frozen(self) -> frozenset[str]:
+        """The parameters that nothing trains."""
+        return frozenset(s.fqn for u in self.units if not u.trained for s in u.layout.slots)
+
+    def adopt(self, engine: Mapping[str, Any], loaded: Selection, options: LoadOptions) -> None:
         """Finish a load whose pieces are filled: everything derived from them. Collective."""
+        loaded.settle()
         for name, buffer in persistent_buffers(self.module):
             self.collectives.broadcast(buffer, f"buffer {name}")
         for unit in self.units:
             unit.restore()
-        if self.zero is not None:
+        if self.zero is not None and options.wants_optimizer:
             self._gather_replicated_state(self.zero)
             self._adopt_groups(self.zero, engine["groups"])
-        if self.scheduler is not None and engine["scheduler"] is not None:
-            self.scheduler.load_state_dict(engine["scheduler"])
+            if engine.get("loss_scaler"):
+                self.zero.restore_scale(engine["loss_scaler"])
+        saved_scheduler = engine["scheduler"] if options.wants_scheduler else None
+        if self.scheduler is not None and saved_scheduler is not None:
+            self.scheduler.load_state_dict(saved_scheduler)
 
     # ---- tensors and pieces ----
 
@@ -144,17 +166,20 @@ class EngineState:
             )
         ]
 
-    def _check_groups(self, manifest: Manifest) -> None:
+    def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
         saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
+        if not saved:  # weights alone, such as imported ones: the optimizer begins afresh
+            return
         ours = {frozenset(names) for names in self._names_by_group()}
         params = {slot.fqn for unit in self.units for slot in unit.layout.slots}
         same_model = params == {t.fqn for t in manifest.tensors if t.kind == PARAM}
-        if same_model and saved != ours:
+        # With strict loading another model is refused later, tensor by tensor.
+        if saved != ours and (same_model or not options.strict):
             name = min(frozenset().union(*(saved ^ ours)))
             raise ModelMismatch(
-                f"checkpoint {manifest.tag}: the same parameters, but in other param groups or "
+                f"checkpoint {manifest.tag}: the parameters are in other param groups or "
                 f"trained where they are now frozen (for example {name}); give the optimizer the "
-                "groups that it had"
+                "groups that it had, or load with load_optimizer_states=False"
             )
 
     def _make_optimizer_state(self, manifest: Manifest) -> None:
@@ -187,6 +212,8 @@ class EngineState:
                 state[key].copy_(part)
 
     def _adopt_groups(self, zero: ZeroOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+        if not saved:
+            return
         by_names = {frozenset(record["params"]): record for record in saved}
         for names, (group, segments) in zip(
             self._names_by_group(), zero.segments_by_group(), strict=True

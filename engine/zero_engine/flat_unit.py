@@ -176,6 +176,18 @@ class FlatUnit:
         else:
             wait(self.refresh())
 
+    def adopt_full(self, source: int) -> None:
+        """Take in what rank `source` has written into its full parameters. Collective.
+
+        Only elements that differ from the shard's in the compute dtype: the others keep the
+        precision that they have in the shard.
+        """
+        self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
+        own = self._collectives.own(self.full)
+        changed = own != self.shard.to(own.dtype)
+        self.shard.copy_(torch.where(changed, own.to(self.shard.dtype), self.shard))
+        self.restore()
+
     def gather_highest(self) -> Tensor:
         """All weights [padded] in the highest precision; do not write to them. Collective."""
         if self._replica is not None:

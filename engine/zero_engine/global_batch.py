@@ -130,17 +130,30 @@ def micro_steps_left(position: int, batch: BatchShape, epoch_size: int, world: i
 
 
 def resolve_batch(
-    train_batch: int | None, micro_batch: int | None, accumulation: int | None, world: int
+    train_batch: int | None,
+    micro_batch: int | None,
+    accumulation: int | None,
+    world: int,
+    *,
+    first_round: bool,
 ) -> tuple[BatchShape, bool]:
     """The batch that the three DeepSpeed numbers describe, and whether it depends on the world.
 
     A batch that depends on the world is fixed by the first round and then kept through the
-    checkpoint. Given both batch sizes, `accumulation` follows from them and is ignored.
+    checkpoint. Given both batch sizes, `accumulation` follows from them: in the first round of a
+    job it must fit, as in DeepSpeed; after a change of the world it is ignored.
 
     Raises:
         ConfigError: The numbers do not describe a batch.
     """
     if train_batch is not None and micro_batch is not None:
+        product = micro_batch * (accumulation or 1) * world
+        if first_round and accumulation is not None and train_batch != product:
+            raise ConfigError(
+                "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
+                f"world_size: {train_batch} != {micro_batch} * {accumulation} * {world}; leave "
+                "out gradient_accumulation_steps, which follows from the others at every world size"
+            )
         leaves = _divide(train_batch, micro_batch, "train_micro_batch_size_per_gpu")
         return BatchShape(leaves=leaves, micro_batch=micro_batch), False
     leaves = (accumulation or 1) * world

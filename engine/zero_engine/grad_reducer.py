@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,6 +99,7 @@ class GradReducer:
         collectives: Collectives,
         stage: Stage,
         on_ready: Callable[[FlatUnit], None] | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Hook the parameters.
 
@@ -107,9 +109,11 @@ class GradReducer:
             collectives: The group to reduce over.
             stage: Whether gradient buffers are kept.
             on_ready: Called when a unit's weights are not needed any more by this backward.
+            guard: Around exchanges, which may find a peer gone.
         """
         self._collectives = collectives
         self._stage = stage
+        self._guard = guard
         self._on_ready = on_ready or (lambda _: None)
         gradients = [UnitGradient(u, total) for u, total in zip(units, totals, strict=True)]
         # Backward meets the modules in about the reverse of their order, and ends with the root.
@@ -149,7 +153,8 @@ class GradReducer:
     def _on_gradient(self, gradient: UnitGradient, position: int, param: Tensor) -> None:
         if not self._running:
             raise EngineError(
-                "gradients outside engine.backward(loss); call it in place of loss.backward()"
+                "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
+                "call engine.scale(loss).backward()"
             )
         assert param.grad is not None
         self._ensure_buffer(gradient)
@@ -157,7 +162,8 @@ class GradReducer:
         param.grad = None
         if not gradient.missing:
             self._on_ready(gradient.unit)
-            self._issue_ready()
+            with self._guard():
+                self._issue_ready()
 
     def _ensure_buffer(self, gradient: UnitGradient) -> None:
         # The padding between the slots must be zero: it takes part in norms. Slots themselves

@@ -1,9 +1,9 @@
 """Which torch optimizer steps the shards: made from the config, or the user's own.
 
 Owns the names of the config, and the check that an optimizer is elementwise: only then may it
-be given pieces of parameters. The optimizer is made on the user's parameters, so that groups,
-defaults and schedulers come out as in plain torch; `zero_optimizer` then puts the shards in
-their place.
+be given pieces of parameters (`lamb` alone knows how to ask for the rest). The optimizer is made
+on the user's parameters, so that groups, defaults and schedulers come out as in plain torch;
+`zero_optimizer` then puts the shards in their place.
 
 Called by `assembly`.
 """
@@ -19,6 +19,8 @@ from torch import nn
 
 from zero_engine.config import OptimizerConfig
 from zero_engine.errors import ConfigError
+from zero_engine.lamb import Lamb
+from zero_engine.lion import Lion
 
 _log = logging.getLogger(__name__)
 
@@ -27,14 +29,22 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.AdamW,  # as in DeepSpeed, unless "adam_w_mode" is false
     "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
+    "lamb": Lamb,
+    "lion": Lion,
+    # Every other optimizer of torch.optim goes by its own name.
+    **{
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and name not in ("Adam", "AdamW", "Optimizer")
+    },
 }
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 # These look at whole matrices or at all parameters at once: pieces would change the result.
-_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+_NOT_ELEMENTWISE = frozenset(
+    {"Adafactor", "LAMB", "LARS", "LBFGS", "Lars", "Muon", "Shampoo", "SparseAdam"}
+)
 
 
 def make_optimizer(
@@ -58,28 +68,47 @@ def make_optimizer(
     else:
         return None
     if type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} needs whole parameters and cannot work on "
-            "shards; use an elementwise one, such as AdamW"
-        )
+        raise _needs_whole_parameters(type(optimizer))
     return optimizer
 
 
 def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
-    params = dict(config.params)
-    params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
-    cls = BY_NAME.get(config.type.lower())
+    name = config.type.lower()
+    cls = BY_NAME.get(name)
     if cls is None:
-        known = ", ".join(sorted(BY_NAME))
+        known = ", ".join(
+            sorted(name for name, cls in BY_NAME.items() if cls.__name__ not in _NOT_ELEMENTWISE)
+        )
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
-    if not params.pop("adam_w_mode", True):
-        cls = torch.optim.Adam
+    if cls.__name__ in _NOT_ELEMENTWISE:
+        raise _needs_whole_parameters(cls)
+    params = {key: value for key, value in config.params.items() if value != "auto"}
+    if name in ("adam", "adamw"):
+        cls, params = _adam(name, params)
+    if params.pop("max_grad_norm", 0):
+        raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
         params["fused"] = True
     try:
         return cls(parameters, **params)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params: {error}") from error
+        raise ConfigError(f"optimizer.params of {config.type}: {error}") from error
+
+
+def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default."""
+    params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
+    if not params.pop("bias_correction", True):
+        raise ConfigError("optimizer.params.bias_correction: Adam is always corrected here")
+    decoupled = params.pop("adam_w_mode", True) or name == "adamw"
+    return torch.optim.AdamW if decoupled else torch.optim.Adam, {"weight_decay": 0.0, **params}
+
+
+def _needs_whole_parameters(cls: type) -> ConfigError:
+    return ConfigError(
+        f"optimizer {cls.__name__} needs whole parameters and cannot work on shards; use an "
+        "elementwise one, such as AdamW"
+    )
 
 
 def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:

@@ -16,7 +16,8 @@ Called by `engine`. Source of the idea: FSDP2's pre- and post-backward hooks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,13 @@ from zero_engine.flat_unit import FlatUnit
 class ParamCoordinator:
     """Gathers and releases the units of one model."""
 
-    def __init__(self, root: nn.Module, units: Sequence[FlatUnit]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[FlatUnit],
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._guard = guard
         self._units = tuple(units)
         self._in_backward = False
         self._root_units = tuple(unit for unit in units if unit.is_root)
@@ -93,8 +100,9 @@ class ParamCoordinator:
             register_multi_grad_hook(tensors, lambda _gradients: self._release(untrained))
 
     def _gather(self, units: Sequence[FlatUnit]) -> None:
-        for unit in units:
-            unit.gather()
+        with self._guard():
+            for unit in units:
+                unit.gather()
 
     def _release(self, units: Sequence[FlatUnit]) -> None:
         for unit in units:

@@ -26,6 +26,14 @@ ROOT = ""
 """The name of the root unit's module: the model itself."""
 
 
+_EXTERNAL = "zero_external"
+
+
+def make_external(param: nn.Parameter) -> None:
+    """Note that modules other than its own use a parameter: it will belong to the root."""
+    setattr(param, _EXTERNAL, True)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One parameter; `group` is its param group, None if no optimizer trains it."""
@@ -90,8 +98,8 @@ def partition(
     Args:
         root: The model.
         groups: id(parameter) -> param group, for the parameters that are trained.
-        compute_dtype: The dtype of the trained parameters; in bf16 training also that of the
-            other floating-point ones.
+        compute_dtype: The dtype of the trained parameters; in bf16 and fp16 training also
+            that of the other floating-point ones.
     """
     modules = {**wrapped_modules(root), ROOT: root}
     owners = _owners(root, modules)
@@ -117,12 +125,13 @@ def _owners(root: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]
     }
     users: dict[int, set[str]] = defaultdict(set)
     for name, param in root.named_parameters(remove_duplicate=False):
-        users[id(param)].add(unit_of.get(name, ROOT))
+        external = hasattr(param, _EXTERNAL)
+        users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
     return {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}
 
 
 def _dtype_of(param: nn.Parameter, compute_dtype: torch.dtype) -> torch.dtype:
-    narrows = compute_dtype == torch.bfloat16 and param.is_floating_point()
+    narrows = compute_dtype != torch.float32 and param.is_floating_point()
     return compute_dtype if narrows else param.dtype
 
 

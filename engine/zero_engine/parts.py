@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class Core:
     """None, as is the reducer, if nothing is trained."""
     reducer: GradReducer | None
     coordinator: ParamCoordinator
+    guard: Callable[[], AbstractContextManager[None]]
+    """Around what is collective and called by the script: what to do when a peer is gone."""
 
 
 @dataclass(kw_only=True)

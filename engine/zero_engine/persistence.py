@@ -1,33 +1,49 @@
 """Saving, loading, and leaving with a save.
 
 Owns what the engine knows about checkpoints: where they go, whether the script has state of its
-own in them, whether this group is being left. Must always hold: a checkpoint is taken between
-steps; after a load, position, counters and batch are those of the checkpoint; whether to leave
-is decided from the consensus of a step, so that all ranks leave at the same boundary.
+own in them, when they are due, whether this group is being left. Must always hold: a checkpoint
+is taken between steps; after a load, position, counters and batch are those of the checkpoint;
+what all ranks must do alike (leave, save, skip a save) is decided from the consensus of a step,
+so that they do it at the same boundary.
 
-Called by `engine`.
+Called by `engine`; `saver` does the work.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_engine import checkpoint
+from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.manifest import check_json
+from zero_engine.checkpoint.pieces import State
 from zero_engine.config import Config
+from zero_engine.config.saving import SKIP
 from zero_engine.distributed import group_store
 from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
 from zero_engine.engine_state import EngineState
 from zero_engine.errors import CheckpointError, CommitRefused, EngineError
 from zero_engine.global_batch import BatchShape
 from zero_engine.parts import Core, Run
+from zero_engine.saver import Request, Saver
+from zero_engine.schedule import Schedule
+from zero_engine.selection import LoadOptions, Selection
+from zero_engine.weights import weight_hash
 
 _log = logging.getLogger(__name__)
+
+NOTES = 4
+"""How many numbers `Persistence.notes` adds to the consensus of a step."""
 
 
 class Persistence:
@@ -36,7 +52,10 @@ class Persistence:
     def __init__(
         self, config: Config, core: Core, run: Run, state: EngineState, link: AgentLink
     ) -> None:
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.state = state
+        self.saver = Saver(config.checkpoint, run.rank, run.world, link)
+        self.schedule = Schedule(config.checkpoint, restarts, run.rank)
         self.leaving = False
         """Some rank was asked to leave; known to all ranks since the same step."""
         self._config = config
@@ -47,74 +66,158 @@ class Persistence:
         self._directory: Path | None = None
         self._script_has_state = False
         self._script_asks = False
-        self._saved_step = 0
         self._departure: Departure | None = None
+        self._some_rank_busy = False
+        self._last_failed = False
 
-    def save(self, directory: Path, tag: str | None, client: Mapping[str, Any]) -> bool:
+    # ---- saving ----
+
+    def save(
+        self,
+        directory: Path,
+        tag: str | None,
+        client: Mapping[str, Any],
+        *,
+        blocking: bool | None = None,
+        exclude_frozen: bool = False,
+    ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
-        cursor = self._run.cursor
+        begin_s, step = time.monotonic(), self._run.cursor.step
+        self._check_boundary()
         check_json(client, "client_state")
-        if cursor.micro:
-            raise CheckpointError(
-                f"micro-step {cursor.micro} of a step: its gradients cannot be saved; call "
-                "save_checkpoint() after the step() that ends it"
-            )
         self._directory = directory
         self._script_has_state |= bool(client)
-        tag = tag or f"global_step{cursor.step}"
-        saved = self._publish(directory, tag, client)
+        waits = self._must_wait(blocking)
+        if self._skips(waits):
+            return False
+        self.saver.report(self.saver.wait_for_room())
+        tag = tag or f"global_step{step}"
+        copied = self.saver.begin(
+            Request(
+                root=directory,
+                state=self._capture(client, exclude_frozen, hashed=waits),
+                step=step,
+                tag=tag,
+                fence=self._link.fence(step, tag, self._run.cursor.samples),
+            ),
+            copy=not waits,
+        )
+        saved = copied or self._wait()
+        self._some_rank_busy = not waits
+        self.schedule.begun(time.monotonic() - begin_s)
         if self.leaving:
             self._leave()
         return saved
 
-    def _publish(self, directory: Path, tag: str, client: Mapping[str, Any]) -> bool:
-        cursor = self._run.cursor
-        state = self.state.capture(self._run_meta(), client)
-        try:
-            path = checkpoint.save(
-                directory,
-                state,
-                self._ballot,
-                step=cursor.step,
-                tag=tag,
-                round=self._link.round,
-                fence=self._link.fence(cursor.step, tag, cursor.samples),
+    def wait(self) -> bool:
+        """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
+        return self._wait()
+
+    def close(self) -> None:
+        """Finish the save in flight."""
+        self.saver.close()
+
+    def _check_boundary(self) -> None:
+        if micro := self._run.cursor.micro:
+            raise CheckpointError(
+                f"micro-step {micro} of a step: its gradients cannot be saved; call "
+                "save_checkpoint() after the step() that ends it"
             )
-        except CommitRefused as error:
+
+    def _must_wait(self, blocking: bool | None) -> bool:
+        if blocking is None:
+            blocking = not self._config.checkpoint.asynchronous
+        return blocking or self.leaving
+
+    def _skips(self, waits: bool) -> bool:
+        """Whether this save is left out because the one before is still being written."""
+        skips = self._some_rank_busy and not waits and self._config.checkpoint.when_busy == SKIP
+        if skips and self._run.rank == 0:
+            step = self._run.cursor.step
+            _log.info("no checkpoint of step %d: the one before is still being written", step)
+        return skips
+
+    def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
+        wanted = self._config.checkpoint.weight_hash
+        run = self._run_meta()
+        hashed = hashed if wanted is None else wanted
+        run["weight_hash"] = weight_hash(self._core.units) if hashed else None
+        state = self.state.capture(run, client, exclude_frozen=exclude_frozen)
+        # The script and its scheduler go on changing theirs.
+        return replace(state, meta=copy.deepcopy(dict(state.meta)))
+
+    def _wait(self) -> bool:
+        """The end of the last save: whether it is published; raises why not."""
+        outcome = self.saver.wait()
+        if outcome is None:
+            return not self._last_failed
+        self._note(outcome.path is not None, outcome.write_s)
+        if isinstance(outcome.error, CommitRefused):
             # This worker's round is over or its agent is cut off; if so it will be told to
             # leave. Until then it may compute, and the checkpoints there are stay as they are.
-            _log.warning("not saved: %s", error)
-            return False
-        self._saved_step = cursor.step
-        if self._run.rank == 0:
-            _log.info("saved %s, weights %s", path, state.meta["engine"]["weight_hash"][:16])
-        return True
+            self.saver.report(outcome)
+        elif outcome.error is not None:
+            raise outcome.error
+        return outcome.path is not None
 
-    def load(self, directory: Path, tag: str | None) -> tuple[str | None, dict[str, Any]]:
+    def _note(self, saved: bool, write_s: float) -> None:
+        self._last_failed = not saved
+        if saved:
+            self.schedule.committed(write_s)
+
+    # ---- loading ----
+
+    def load(
+        self, directory: Path, tag: str | None, options: LoadOptions
+    ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         if self._run.cursor.micro:
             raise EngineError("load_checkpoint() in the middle of a step; call it before training")
+        self.saver.report(self.saver.wait_for_room())
         self._directory = directory
-        loaded = checkpoint.load(directory, self._ballot, self.state.wanted, tag=tag)
+        selection = Selection(State({}, ()))
+
+        def wanted(manifest: Manifest) -> State:
+            nonlocal selection
+            selection = self.state.wanted(manifest, options)
+            return selection.state
+
+        loaded = checkpoint.load(directory, self._ballot, wanted, tag=tag)
         if loaded is None:
             return None, {}
         meta = loaded.manifest.meta
-        self.state.adopt(meta["engine"])
-        self._adopt_run(meta["engine"])
+        self.state.adopt(meta["engine"], selection, options)
+        if not options.module_only:
+            self._adopt_run(meta["engine"])
         client = dict(meta["client"])
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
-            digest = meta["engine"]["weight_hash"][:16]
-            _log.info("loaded %s, step %d, weights %s", loaded.path, meta["engine"]["step"], digest)
+            _report_loaded(loaded, selection)
         return str(loaded.path), client
 
-    # ---- leaving ----
+    # ---- at the end of a step ----
 
-    def due(self, every_steps: int) -> bool:
+    def notes(self) -> Tensor:
+        """[NOTES] for all ranks: whether to leave, whether a save is in flight, the schedule's."""
+        own = [self._link.leave_asked, self.saver.busy, *self.schedule.notes()]
+        return torch.tensor([float(note) for note in own], device=self._core.device)
+
+    def hear(self, notes: Tensor) -> None:
+        """Take everybody's notes [world, NOTES], and tell of a save that has ended."""
+        self.leaving |= bool(notes[:, 0].any())
+        self._some_rank_busy = bool(notes[:, 1].any())
+        self.schedule.hear(notes[0, 2:].tolist())
+        outcome = self.saver.finished()
+        if outcome is not None:
+            self._note(outcome.path is not None, outcome.write_s)
+            self.saver.report(outcome)
+
+    def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
         """Whether the script should save now. See `Engine.checkpoint_due`."""
         self._script_asks = True
-        step = self._run.cursor.step
-        return self.leaving or (step > 0 and step % every_steps == 0)
+        return self.schedule.due(self._run.cursor.step, every_steps, every_s) or self.leaving
+
+    # ---- leaving ----
 
     def depart_if_asked(self) -> None:
         """At the end of a step: leave if it is time, saving first if the script need not."""
@@ -143,9 +246,10 @@ class Persistence:
             self._leave()
 
     def _leave(self) -> None:
+        self.saver.close()
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
-        leave(self._link, self._saved_step)
+        leave(self._link, self.saver.last_step)
 
     # ---- the run's own meta ----
 
@@ -165,16 +269,29 @@ class Persistence:
             "optimizer": type(core.zero.optimizer).__name__ if core.zero is not None else None,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
+            "elapsed_s": self.schedule.elapsed_s,
         }
 
     def _adopt_run(self, saved: Mapping[str, Any]) -> None:
         run = self._run
-        batch = BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"])
-        if run.batch_from_world:
+        if run.batch_from_world and saved["leaves"]:
+            batch = BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"])
             run.adopt_batch(batch)
+        if self._core.zero is not None:
+            self._warn_of_differences(saved)
+        cursor = run.cursor
+        cursor.step, cursor.samples, cursor.skipped = (
+            saved["step"],
+            saved["samples"],
+            saved["skipped"],
+        )
+        self.schedule.go_on_from(saved.get("elapsed_s") or 0.0)
+
+    def _warn_of_differences(self, saved: Mapping[str, Any]) -> None:
         ours = self._run_meta()
         for key in _SAME_RESULT:
-            if ours[key] != saved[key]:
+            # None: nobody knows, as after an import.
+            if saved[key] not in (None, ours[key]):
                 _log.warning(
                     "%s is %s, the checkpoint was made with %s: from here on the results are "
                     "not those of the uninterrupted run",
@@ -182,12 +299,15 @@ class Persistence:
                     ours[key],
                     saved[key],
                 )
-        cursor = run.cursor
-        cursor.step, cursor.samples, cursor.skipped = (
-            saved["step"],
-            saved["samples"],
-            saved["skipped"],
-        )
+
+
+def _report_loaded(loaded: checkpoint.Loaded, selection: Selection) -> None:
+    for remark in selection.remarks:
+        _log.info("%s", remark)
+    engine = loaded.manifest.meta["engine"]
+    digest = engine.get("weight_hash")
+    weights = f", weights {digest[:16]}" if digest else ""
+    _log.info("loaded %s, step %d%s", loaded.path, engine["step"], weights)
 
 
 _SAME_RESULT = (

@@ -35,15 +35,26 @@ def weight_hash(units: Sequence[FlatUnit]) -> str:
 
 
 def module_state_dict(
-    module: nn.Module, units: Sequence[FlatUnit], aliases: Mapping[str, str]
+    module: nn.Module,
+    units: Sequence[FlatUnit],
+    aliases: Mapping[str, str],
+    *,
+    highest: bool = False,
 ) -> dict[str, Tensor]:
-    """The state_dict of the module on the CPU, in the dtypes that it computes in."""
+    """The state_dict of the module on the CPU.
+
+    In the dtypes that it computes in, or with `highest` floating-point tensors in fp32 and the
+    trained ones in their full precision.
+    """
     whole = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(module)}
     for unit in units:
         weights = unit.gather_highest()
         for slot in unit.layout.slots:
             part = weights[slot.start : slot.stop].view(slot.shape)
-            whole[slot.fqn] = part.to("cpu", unit.full.dtype, copy=True)
+            dtype = part.dtype if highest else unit.full.dtype
+            whole[slot.fqn] = part.to("cpu", dtype, copy=True)
+    if highest:
+        whole = {n: v.float() if v.is_floating_point() else v for n, v in whole.items()}
     return whole | {other: whole[name] for other, name in aliases.items()}
 
 

@@ -8,6 +8,7 @@ Must always hold:
 - One all-gather a step carries block norms and each rank's notes, so that every rank decides
   from the same numbers: the global norm, whether it is finite, who asks to leave.
 - The norm is summed over blocks in an order that does not depend on the world size.
+- A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
 
 Called by `engine`; `engine_state` reads and writes the per-segment state.
 """
@@ -15,7 +16,7 @@ Called by `engine`; `engine_state` reads and writes the per-segment state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +25,13 @@ from torch import Tensor, nn
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
+from zero_engine.lamb import Lamb
+from zero_engine.loss_scaler import LossScaling
+from zero_engine.parameter_norms import ParameterNorms
+from zero_engine.segments import Segment
 from zero_engine.stages import Stage
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Elements [start, stop) of `unit`, all of one param group, as the optimizer sees them."""
-
-    unit: FlatUnit
-    group: int
-    start: int
-    stop: int
-    param: nn.Parameter
-    gradient: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +41,13 @@ class StepOutcome:
     applied: bool
     """False if the norm was not finite: weights and moments are unchanged."""
     norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping, of the loss without its scale."""
     notes: Tensor
     """[world, notes], on the CPU: what each rank handed in."""
+    scaling: str = ""
+    """What the step did to the loss scale, as a sentence; empty if nothing."""
+    culprit: str = ""
+    """The first parameter whose gradient is not finite, if one was skipped for it."""
 
 
 class ZeroOptimizer:
@@ -63,12 +60,17 @@ class ZeroOptimizer:
         stage: Stage,
         collectives: Collectives,
         clip: float,
+        scaling: LossScaling | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.units = tuple(units)
         self._stage = stage
         self._collectives = collectives
         self._clip = clip
+        self.accumulating = False
+        """There are gradients that no step has applied yet."""
+        self._scaling = scaling or LossScaling()
+        self.scale_state = self._scaling.begin()
         device = units[0].full.device
         sizes = [unit.padded // collectives.world for unit in units]
         self._accumulated = torch.zeros(sum(sizes), device=device)
@@ -76,6 +78,29 @@ class ZeroOptimizer:
         self._gradients = self._full_gradients() if not stage.shards_optimizer else self.totals
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
+        if isinstance(optimizer, Lamb):
+            optimizer.whole = ParameterNorms(units, self.segments, collectives)
+        self._tell_scale(overflow=False)
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied with before backward; 1 outside fp16 training."""
+        return self.scale_state.scale
+
+    def scale_to_json(self) -> dict[str, Any]:
+        """The state of the loss scale, for a checkpoint."""
+        return self._scaling.to_json(self.scale_state)
+
+    def restore_scale(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint; a fixed one is the config's."""
+        self.scale_state = self._scaling.resume(saved)
+        self._tell_scale(overflow=False)
+
+    def _tell_scale(self, *, overflow: bool) -> None:
+        # DeepSpeed's optimizer has these, and scripts log them.
+        told = {"cur_scale": self.scale, "loss_scale": self.scale, "overflow": overflow}
+        for name, value in told.items():
+            setattr(self.optimizer, name, value)
 
     def _full_gradients(self) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(unit.master) for unit in self.units)
@@ -116,20 +141,31 @@ class ZeroOptimizer:
         for index, group in enumerate(self.optimizer.param_groups):
             yield group, [segment for segment in self.segments if segment.group == index]
 
-    def step(self, notes: Tensor) -> StepOutcome:
+    def step(
+        self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
+    ) -> StepOutcome:
         """Apply the gradient totals, and clear them. Collective.
 
         Args:
             notes: [n] fp32, the same n on all ranks; every rank gets everybody's.
+            correction: From everybody's notes [world, n], on the CPU, what the totals are to be
+                multiplied with.
         """
         blocks = torch.linalg.vector_norm(self._accumulated.view(-1, BLOCK), dim=1)
         everybodys = self._exchange(torch.cat([blocks, notes]))
-        norm = self._global_norm(everybodys[:, : blocks.numel()])
+        ordered = everybodys[:, : blocks.numel()].flatten()[self._block_order]
+        everybodys_notes = everybodys[:, blocks.numel() :].cpu()
+        factor = correction(everybodys_notes) / self.scale
+        norm = math.sqrt(float(ordered.double().square().sum())) * factor
         applied = math.isfinite(norm)
+        culprit = "" if applied else self._culprit(ordered)
         if applied:
-            self._apply(norm)
+            self._apply(norm, factor)
         self._accumulated.zero_()
-        return StepOutcome(applied, norm, everybodys[:, blocks.numel() :].cpu())
+        self.accumulating = False
+        self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
+        self._tell_scale(overflow=not applied)
+        return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
 
     def _exchange(self, own: Tensor) -> Tensor:
         everybodys = own.new_empty(self._collectives.world * own.numel())
@@ -137,13 +173,34 @@ class ZeroOptimizer:
         wait(self._collectives.all_gather(everybodys, "gradient norms"))
         return everybodys.view(self._collectives.world, -1)
 
-    def _global_norm(self, blocks: Tensor) -> float:
-        ordered = blocks.flatten()[self._block_order]
-        return math.sqrt(float(ordered.double().square().sum()))
+    def _culprit(self, norms: Tensor) -> str:
+        """The first parameter, in unit order, whose gradient is not finite. Collective.
 
-    def _apply(self, norm: float) -> None:
-        factor = self._clip / (norm + _NORM_EPSILON)
-        if self._clip > 0 and factor < 1:
+        Args:
+            norms: The norm of every block, in unit order; at least one is not finite.
+        """
+        block = int(torch.argmin(torch.isfinite(norms).int()))
+        for unit, total in zip(self.units, self.totals, strict=True):
+            blocks = -(-unit.layout.numel // BLOCK)
+            if block < blocks:
+                values = self._whole_block(total, block)
+                return _first_not_finite(unit, block * BLOCK, values)
+            block -= blocks
+        raise AssertionError("a block beyond the last unit")
+
+    def _whole_block(self, total: Tensor, block: int) -> Tensor:
+        """Block number `block` of a unit, [BLOCK], on every rank."""
+        owner, local = divmod(block * BLOCK, total.numel())
+        mine = owner == self._collectives.rank
+        values = total[local : local + BLOCK] if mine else total.new_zeros(BLOCK)
+        return self._exchange(values)[owner]
+
+    def _apply(self, norm: float, factor: float) -> None:
+        """Step on the totals times `factor`, of which `norm` is the norm, clipped."""
+        clip = self._clip / (norm + _NORM_EPSILON)
+        if self._clip > 0 and clip < 1:
+            factor *= clip
+        if factor != 1:
             self._accumulated.mul_(factor)
         if not self._stage.shards_optimizer:
             self._gather_gradients()
@@ -176,6 +233,13 @@ def _block_order(units: Sequence[FlatUnit], sizes: Sequence[int], world: int) ->
         order.append(places.flatten()[: -(-unit.layout.numel // BLOCK)])
         column += width
     return torch.cat(order)
+
+
+def _first_not_finite(unit: FlatUnit, start: int, values: Tensor) -> str:
+    """The parameter of the first such element of a block, which begins at `start` of the unit."""
+    # A norm can overflow though its elements are finite: then the block's first parameter.
+    where = start + int(torch.argmin(torch.isfinite(values).int()))
+    return next(slot.fqn for slot in unit.layout.slots if where < slot.stop)
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:

@@ -120,14 +120,26 @@ def test_a_shuffle_puts_samples_everywhere() -> None:
 def test_any_two_of_deepspeeds_batch_numbers_describe_the_batch(
     numbers: tuple[int | None, int | None, int | None], world: int, expected: object
 ) -> None:
-    assert resolve_batch(*numbers, world) == expected
+    assert resolve_batch(*numbers, world, first_round=False) == expected
+
+
+def test_three_numbers_must_agree_when_a_job_begins_and_may_not_after_a_resize() -> None:
+    message = (
+        r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size: "
+        r"7 != 2 \* 3 \* 1; leave out gradient_accumulation_steps"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve_batch(7, 2, 3, 1, first_round=True)
+    fixed = (BatchShape(leaves=6, micro_batch=2), False)
+    assert resolve_batch(12, 2, 3, 2, first_round=True) == fixed
+    assert resolve_batch(12, 2, 3, 5, first_round=False) == fixed
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does() -> None:
     with pytest.raises(ConfigError, match=r"7 is not a multiple of .* 2; the nearest that is: 8"):
-        resolve_batch(7, 2, None, 1)
+        resolve_batch(7, 2, None, 1, first_round=True)
 
 
 def test_a_config_without_a_batch_size_says_what_to_set() -> None:
     with pytest.raises(ConfigError, match="set train_batch_size"):
-        resolve_batch(None, None, 4, 2)
+        resolve_batch(None, None, 4, 2, first_round=True)

@@ -10,8 +10,9 @@ without a manifest, which no load chooses; whoever dies after it leaves a whole 
 rank that has voted removes its file only when it hears "not published": without a verdict the
 rename may have happened. Earlier checkpoints are never touched.
 
-Called by the engine on every rank, in step. Source of the protocol: two-phase commit with the
-rename as its decision record; torchsnapshot writes its metadata last in the same way.
+Called by the engine on every rank, in step, on the thread of its saves. Source of the protocol:
+two-phase commit with the rename as its decision record; torchsnapshot writes its metadata last
+in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pathlib import Path
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
-from zero_engine.checkpoint.layout import lay_out
+from zero_engine.checkpoint.layout import FileLayout, lay_out
 from zero_engine.checkpoint.manifest import MANIFEST, directory_name, file_name
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
 from zero_engine.checkpoint.storage import DISK, Disk
-from zero_engine.checkpoint.writer import write_file
+from zero_engine.checkpoint.writer import Image, LiveImage, write_file
 from zero_engine.errors import CheckpointError, CommitRefused
 
 _NONCES = 16
@@ -45,8 +46,9 @@ def save(
     round: int,
     fence: Fence | None,
     disk: Disk = DISK,
+    image: Image | None = None,
 ) -> Path:
-    """Save the state of all ranks under `root`; every rank calls it, and it is synchronous.
+    """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
     Args:
         root: On storage that all ranks share; created if need be.
@@ -57,6 +59,7 @@ def save(
         round: The round of this group; the first key of that order, see `generation`.
         fence: Asked on rank 0 right before the commit, or None where nobody can be stale.
         disk: File operations; tests replace it.
+        image: A copy of the pieces, see `own_layout`; None: they do not change meanwhile.
 
     Returns:
         The directory of the checkpoint, committed and on stable storage.
@@ -74,7 +77,7 @@ def save(
     directory = root / directory_name(header.step, header.round, header.nonce)
     path = directory / file_name(ballot.rank)
     verdict = ballot.ask(
-        _write_own(path, state, ballot.rank, disk),
+        _write_own(path, state, image, ballot.rank, disk),
         lambda votes: _judge(directory, state, header, votes, fence, disk),
     )
     if "problem" in verdict:
@@ -130,15 +133,20 @@ class _Place:
         raise CheckpointError(f"{_NONCES} names for step {self.step} are taken; remove some")
 
 
-def _write_own(path: Path, state: State, rank: int, disk: Disk) -> Record:
+def own_layout(state: State, rank: int) -> FileLayout:
+    """The file of this rank; it does not depend on where the file will be. Raises as `lay_out`."""
+    return lay_out(state, comment={"file": file_name(rank)})
+
+
+def _write_own(path: Path, state: State, image: Image | None, rank: int, disk: Disk) -> Record:
     """Write this rank's file; the vote tells what was written, or what went wrong.
 
     A rank without a file votes too: a silent one would cost everybody the whole timeout.
     """
     try:
-        layout = lay_out(state, comment={"file": f"{path.parent.name}/{path.name}"})
-        file = write_file(path, layout, disk)
-        return vote_for(state, layout, file)
+        image = image or LiveImage(own_layout(state, rank))
+        file = write_file(path, image, disk)
+        return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)
 

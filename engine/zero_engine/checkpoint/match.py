@@ -5,7 +5,8 @@ either of its names, or under both. A dtype that differs counts as another shape
 are read in place and never cast.
 
 Must always hold: a load goes ahead only if every wanted tensor is there as wanted and every
-stored tensor is wanted; anything else would silently train a different model.
+stored tensor is wanted, or named as one that need not be; anything else would silently train a
+different model.
 
 Called by `restore` on every rank.
 """
@@ -27,10 +28,10 @@ def resolve(state: State, manifest: Manifest) -> dict[TensorId, TensorId]:
     Raises:
         ModelMismatch: Names the first missing, extra and reshaped tensors, and counts them.
     """
-    stored = {t: _stored_id(t, manifest) for t in state.tensors}
+    stored = {t: stored_id(t, manifest) for t in state.tensors}
     missing = [t for t, source in stored.items() if source not in manifest.tensors]
     used = set(stored.values())
-    extra = [t for t in manifest.tensors if t not in used]
+    extra = [t for t in manifest.tensors if t not in used and t not in state.spare]
     reshaped = [
         f"{_name(wanted)} is {_show(manifest.tensors[source])} in the checkpoint, "
         f"{_show(state.tensors[wanted])} in the model"
@@ -51,7 +52,8 @@ def resolve(state: State, manifest: Manifest) -> dict[TensorId, TensorId]:
     return stored
 
 
-def _stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
+def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
+    """Under which name a tensor is stored, if it is: its own, or the one that it is tied to."""
     if wanted in manifest.tensors:
         return wanted
     return TensorId(wanted.kind, manifest.aliases.get(wanted.fqn, wanted.fqn))

@@ -66,3 +66,5 @@ class State:
     """Tied parameters: other name -> the name under which the tensor is stored."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """JSON: step, counters, param groups by FQN, scheduler, data position, seeds, weight hash."""
+    spare: frozenset[TensorId] = frozenset()
+    """To load: tensors that the checkpoint may hold although they are not wanted."""

@@ -1,8 +1,11 @@
-"""Writes one rank's file: straight from tensor memory, hashed on the way, then fsynced.
+"""Writes one rank's file from its image, hashed on the way, then fsynced.
+
+An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
+training waits, `arena.FrozenImage` a copy while training goes on.
 
 Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
-they lie in the file; the file is on stable storage when `write_file` returns; no second copy of
-the state is made (a device tensor is copied in slabs).
+they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
+no second copy of the state (a device tensor is copied in slabs).
 
 Called by `commit` on every rank.
 """
@@ -10,7 +13,9 @@ Called by `commit` on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 from torch import Tensor
@@ -22,6 +27,30 @@ from zero_engine.checkpoint.storage import Disk
 
 _SLAB_BYTES = 4 << 20
 """Hashed, then written while still in the CPU's cache; also the staging of device tensors."""
+
+
+class Image(Protocol):
+    """The bytes of one rank's file."""
+
+    @property
+    def layout(self) -> FileLayout:
+        """Where what is."""
+
+    def slabs(self) -> Iterator[memoryview]:
+        """All bytes, in order, in parts of a size that suits the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveImage:
+    """The tensors themselves; they must not change until the file is written."""
+
+    layout: FileLayout
+
+    def slabs(self) -> Iterator[memoryview]:
+        """The head, then each piece."""
+        yield memoryview(self.layout.head)
+        for placed in self.layout.placed:
+            yield from _tensor_slabs(byte_view(placed.piece.data))
 
 
 class BlockHasher:
@@ -55,26 +84,20 @@ class BlockHasher:
         self._filled = 0
 
 
-def write_file(path: Path, layout: FileLayout, disk: Disk) -> FileRecord:
-    """Write the file of a layout; it and its directory entry are durable on return.
+def write_file(path: Path, image: Image, disk: Disk) -> FileRecord:
+    """Write an image to a new file; it and its directory entry are durable on return.
 
     Raises:
         OSError: Any operation failed; a partial file may be left.
     """
-    hasher = BlockHasher(disk.block_bytes)
+    hasher, layout = BlockHasher(disk.block_bytes), image.layout
     with disk.create(path) as file:
-        for slab in _slabs(layout):
+        for slab in image.slabs():
             hasher.update(slab)
             disk.write(file, slab)
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
-
-
-def _slabs(layout: FileLayout) -> Iterator[memoryview]:
-    yield memoryview(layout.head)
-    for placed in layout.placed:
-        yield from _tensor_slabs(byte_view(placed.piece.data))
 
 
 def _tensor_slabs(data: Tensor) -> Iterator[memoryview]:

@@ -1,0 +1,150 @@
+"""What DeepSpeed's engine tells about itself: counters, sizes, rates, modes.
+
+Must always hold: nothing here changes anything but the module's mode; a number is that of the
+whole run, never of this rank. The base of `engine.Engine`, which sets the attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import nn
+
+from zero_engine.config import Config
+from zero_engine.micro_steps import MicroSteps
+from zero_engine.parts import Core, Run
+from zero_engine.zero_optimizer import StepOutcome
+
+
+class Accessors:
+    """The part of an engine that only answers."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    world_size: int
+    _config: Config
+    _core: Core
+    _run: Run
+    _micro_steps: MicroSteps
+    _last: StepOutcome | None
+
+    # ---- modes ----
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module in training or evaluation mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the module in evaluation mode."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Nothing to do: gradients are cleared by `step`. Here for scripts that call it."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: parameters are released after every use. For scripts that call it."""
+
+    # ---- where the run is ----
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps since the run began, skipped ones included."""
+        return self._run.cursor.step
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps that this process has run."""
+        return self._micro_steps.ended
+
+    @property
+    def global_samples(self) -> int:
+        """Samples consumed by those steps."""
+        return self._run.cursor.samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because the gradient norm was not finite."""
+        return self._run.cursor.skipped
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-step under way is the last of its step."""
+        return self._micro_steps.at_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed the weights."""
+        return self._last is not None and self._last.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient norm of the last step before clipping; None before the first step."""
+        return self._last.norm if self._last is not None else None
+
+    # ---- the batch ----
+
+    def train_batch_size(self) -> int:
+        """Samples per full step; the same at every world size."""
+        return self._run.batch.samples
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per leaf."""
+        return self._run.batch.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps of a full step at this world size."""
+        return -(-self._run.batch.leaves // self.world_size)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step, samples per leaf, micro-steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    # ---- the optimizer ----
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [float(group["lr"]) for group in groups]
+
+    def get_mom(self) -> list[object]:
+        """The momentum, or the betas, of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before backward; 1 outside fp16 training."""
+        return self._core.zero.scale if self._core.zero is not None else 1.0
+
+    # ---- the config ----
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self._core.stage.number
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is divided among the ranks."""
+        return self._core.stage.shards_optimizer
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in float16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self._config.bf16.enabled
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the overflows."""
+        return self._config.fp16.enabled and not self._config.fp16.loss_scale
+
+    def gradient_clipping(self) -> float:
+        """The largest global gradient norm; 0 is no limit."""
+        return self._config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """How often a step is logged; None for never."""
+        return self._config.steps_per_print

@@ -1,0 +1,119 @@
+"""Writing past the page cache, where that is measured to be faster.
+
+A checkpoint is written once and not read again, so the page cache does it no good: the bytes are
+copied once more, and the kernel throws out what training reads. But not every file system is
+faster without it. So the first large slabs that go to a device are written in both ways in turn,
+each made durable, and the faster way is kept.
+
+Must always hold: what is written is the same either way; whatever cannot be written directly (an
+unaligned tail, a file system that refuses) goes through the cache.
+
+Called by `commit` through `storage.Disk`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import BinaryIO
+
+import numpy as np
+
+from zero_engine.checkpoint.layout import PAGE_BYTES
+from zero_engine.checkpoint.storage import Disk
+
+_log = logging.getLogger(__name__)
+
+TRIAL_BYTES = 8 << 20
+"""Slabs of at least this size are tried and, if direct writing wins, written directly."""
+_TRIES = 3
+"""Of each way; the median counts."""
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class Way(StrEnum):
+    """How a slab goes to the device."""
+
+    CACHED = "through the page cache"
+    DIRECT = "past the page cache"
+
+
+@dataclass(slots=True)
+class Trial:
+    """What is known of one device: a pure state machine, fed with measurements."""
+
+    seconds: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
+    """Per byte, durable."""
+    refused: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether `way` is the answer, rather than what to try next."""
+        return self.refused or all(len(tries) >= _TRIES for tries in self.seconds.values())
+
+    @property
+    def way(self) -> Way:
+        """How to write the next slab."""
+        if self.refused:
+            return Way.CACHED
+        measure = statistics.median if self.over else len
+        return min(Way, key=lambda way: measure(self.seconds[way]))
+
+
+class DirectDisk(Disk):
+    """A `Disk` that finds out how its large writes are fastest."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._trials: dict[int, Trial] = {}
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        """Append all of `data`."""
+        file.flush()
+        if len(data) < TRIAL_BYTES or not _aligned(data):
+            _set_direct(file, False)
+            super().write(file, data)
+            return
+        trial = self._trials.setdefault(os.fstat(file.fileno()).st_dev, Trial())
+        if trial.over:
+            self._write(file, memoryview(data), trial)
+        else:
+            self._try(file, memoryview(data), trial)
+
+    def _try(self, file: BinaryIO, data: memoryview, trial: Trial) -> None:
+        way, begin = trial.way, self._clock()
+        self._write(file, data, trial)
+        os.fdatasync(file.fileno())
+        trial.seconds[way].append((self._clock() - begin) / len(data))
+        if trial.over:
+            rates = {way: 1e-9 / statistics.median(s) for way, s in trial.seconds.items() if s}
+            told = ", ".join(f"{rate:.2f} GB/s {way}" for way, rate in rates.items())
+            _log.info("checkpoints are written %s: %s", trial.way, told)
+
+    def _write(self, file: BinaryIO, data: memoryview, trial: Trial) -> None:
+        while data:
+            try:
+                _set_direct(file, trial.way is Way.DIRECT)
+                data = data[os.write(file.fileno(), data) :]
+            except OSError as error:
+                if trial.way is Way.CACHED or error.errno not in _REFUSED:
+                    raise
+                trial.refused = True
+
+
+def _aligned(data: memoryview | bytes) -> bool:
+    address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+    return address % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0
+
+
+def _set_direct(file: BinaryIO, wanted: bool) -> None:
+    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+    if bool(flags & os.O_DIRECT) != wanted:
+        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags ^ os.O_DIRECT)

@@ -1,0 +1,224 @@
+"""`zero-ckpt`: the commands, their flags and exit codes.
+
+Must always hold: a user never sees a traceback; nothing is changed by a command that only looks,
+nor with `--dry-run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from zero_engine.checkpoint.candidates import Candidate, find
+from zero_engine.checkpoint.tools import arguments, convert, locate, output, upkeep
+from zero_engine.checkpoint.tools.compare import Relation, compare
+from zero_engine.checkpoint.tools.describe import describe
+from zero_engine.checkpoint.tools.listing import Status, list_root
+from zero_engine.checkpoint.tools.verify import Damage, total_bytes, verify
+from zero_engine.errors import CheckpointError
+
+OK, FOUND, TROUBLE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: fine; damage or differences were found; it could not be done; Ctrl-C."""
+_BROKEN_PIPE = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    logging.basicConfig(format="zero-ckpt: %(message)s", level=logging.WARNING)
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("zero-ckpt: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The command's exit code; only KeyboardInterrupt comes out of it."""
+    command: Callable[[argparse.Namespace], int | None] = options.run
+    try:
+        code = command(options)
+        sys.stdout.flush()
+        return code or OK
+    except CheckpointError as error:
+        return _fail(str(error))
+    except BrokenPipeError:  # `zero-ckpt show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+
+
+def _fail(message: str) -> int:
+    print(f"zero-ckpt: {message}", file=sys.stderr)
+    return TROUBLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-ckpt",
+        description="Look into checkpoints, check, compare, convert and tidy them.",
+        epilog="DIR is a directory of checkpoints (its newest is meant), one checkpoint in it, "
+        "or DIR@TAG. Exit codes: 0 fine, 1 damage or differences found, 2 it could not be done.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="print one JSON document")
+        return made
+
+    _add_ls(command("ls", _ls, "List the checkpoints of a directory, newest first."))
+    _add_show(command("show", _show, "Show what is in a checkpoint."))
+    _add_verify(command("verify", _verify, "Read every block and name all damage."))
+    _add_diff(command("diff", _diff, "Compare two checkpoints tensor by tensor."))
+    convert.add_export(command("export", convert.run_export, "Write the model for others."))
+    convert.add_import(command("import", convert.run_import, "Make a checkpoint of other ones."))
+    _add_prune(command("prune", _prune, "Delete old checkpoints."))
+    _add_repair(command("repair", _repair, "Sweep what dead saves left, and rebuild the hint."))
+    return parser
+
+
+# ---- looking ----
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every block of all of them")
+
+
+def _ls(options: argparse.Namespace) -> int:
+    root = locate.root(options.dir)
+    check = _checker(options) if options.verify else None
+    rows = list_root(root, now_s=time.time(), check=check)
+    if options.json:
+        output.print_json(rows)
+    elif rows:
+        output.show_rows(rows)
+    else:
+        print(f"{root}: there are no checkpoints here")
+    return FOUND if any(row.status is Status.DAMAGED for row in rows) else OK
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("--norms", action="store_true", help="read all tensors, add L2 norms")
+
+
+def _show(options: argparse.Namespace) -> int:
+    checkpoint = locate.one(options.checkpoint)
+    with output.progress(checkpoint, quiet=options.json) as progress:
+        record = describe(checkpoint, norms=options.norms, progress=progress)
+    (output.print_json if options.json else output.show_description)(record)
+    return OK
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("--all", action="store_true", help="all checkpoints of the directory")
+    parser.add_argument("--threads", type=arguments.positive, help="how many read at once")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    chosen = [] if options.all else [locate.one(options.checkpoint)]
+    if options.all:
+        root = locate.root(options.checkpoint)
+        chosen = list(find(root).candidates)
+        if not chosen:
+            raise CheckpointError(f"{root}: there is no committed checkpoint here")
+    check, results = _checker(options), []
+    for checkpoint in chosen:
+        damages, size = check(checkpoint), total_bytes(checkpoint.manifest)
+        results.append({"path": checkpoint.path, "size_bytes": size, "damage": damages})
+        if not options.json:
+            output.show_damage(checkpoint.path, damages, size)
+    if options.json:
+        output.print_json(results)
+    return FOUND if any(result["damage"] for result in results) else OK
+
+
+def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:
+    threads = getattr(options, "threads", None)
+
+    def check(checkpoint: Candidate) -> list[Damage]:
+        with output.progress(checkpoint, quiet=options.json) as progress:
+            return verify(checkpoint, threads=threads, progress=progress)
+
+    return check
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("left", metavar="A[@TAG]")
+    parser.add_argument("right", metavar="B[@TAG]")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    left, right = locate.one(options.left), locate.one(options.right)
+    with output.progress(left, quiet=options.json) as progress:
+        found = list(compare(left, right, progress=progress))
+    if options.json:
+        record = {"left": left.path, "right": right.path, "counts": output.counts(found)}
+        output.print_json(record | {"tensors": found})
+    else:
+        output.show_differences(found)
+    return OK if all(item.relation is Relation.EQUAL for item in found) else FOUND
+
+
+# ---- tidying ----
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="at least 2")
+    parser.add_argument("--keep-every", type=int, metavar="M", help="and steps divisible by M")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
+
+def _prune(options: argparse.Namespace) -> int:
+    plan = upkeep.plan_prune(
+        locate.root(options.dir),
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        check=_checker(options),
+    )
+    return _carry_out(options, plan)
+
+
+def _add_repair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument(
+        "--older-than",
+        type=arguments.duration_s,
+        default="1h",
+        metavar="AGE",
+        help="leave unfinished saves alone that were written to since: 90s, 30m, 1h, 2d (1h)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+
+def _repair(options: argparse.Namespace) -> int:
+    root = locate.root(options.dir)
+    plan = upkeep.plan_repair(root, now_s=time.time(), older_than_s=options.older_than)
+    return _carry_out(options, plan)
+
+
+def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
+    told = plan.actions if options.json else output.show_plan(plan, dry_run=options.dry_run)
+    for action in told:  # a failure leaves the actions before it done, and announced
+        if not options.dry_run:
+            action.act()
+    if options.json:
+        actions = [{"what": a.what, "path": a.path, "reason": a.reason} for a in plan.actions]
+        record = {"done": not options.dry_run, "actions": actions, "notes": plan.notes}
+        output.print_json(record)
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

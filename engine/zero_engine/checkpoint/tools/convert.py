@@ -1,0 +1,153 @@
+"""`zero-ckpt export` and `import`: their flags, and from flags to readers and writers.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zero_engine.checkpoint.tools import adopt, arguments, export, locate, output
+from zero_engine.checkpoint.tools.dcp import read_dcp
+from zero_engine.checkpoint.tools.deepspeed import read_deepspeed
+from zero_engine.checkpoint.tools.foreign import Foreign, read_hf, read_torch
+from zero_engine.errors import CheckpointError
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_DTYPE = "of the parameters; the engine trains them in float32 whatever it computes in (float32)"
+_COMPUTE_DTYPE = "of buffers and of what is frozen; default: what SOURCE computed in, or as stored"
+_UNEXPLAINED = (
+    "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
+    "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
+)
+_log = logging.getLogger(__name__)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The flags of `export`."""
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new file, or directory for hf")
+    parser.add_argument("--to", required=True, choices=("torch", "hf"))
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert floats; default: as stored")
+    parser.add_argument("--strip-prefix", default="", metavar="P", help="take P off all names")
+    parser.add_argument(
+        "--hf-config", type=Path, metavar="DIR", help="copy config.json and tokenizer from there"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="(5GB)"
+    )
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Carry out `export`; raises CheckpointError or OSError."""
+    if options.hf_config is not None and options.to != "hf":
+        raise CheckpointError("--hf-config is for --to hf only; leave it out")
+    checkpoint = locate.one(options.checkpoint)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    selection = export.select(checkpoint, dtype=dtype, strip_prefix=options.strip_prefix)
+    with output.progress(checkpoint, quiet=options.json) as progress:
+        if options.to == "torch":
+            files = export.export_torch(checkpoint, selection, options.out, progress)
+        else:
+            files = export.export_hf(
+                checkpoint,
+                selection,
+                options.out,
+                shard_bytes=options.max_shard_size,
+                config=options.hf_config,
+                progress=progress,
+            )
+    record = {"checkpoint": checkpoint.path, "tensors": len(selection.names), "files": files}
+    output.say(
+        options.json, record, f"{checkpoint.path}: {len(selection.names)} tensors to {options.out}"
+    )
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """The flags of `import`."""
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory of checkpoints")
+    parser.add_argument("--from", dest="kind", required=True, choices=tuple(_READERS))
+    parser.add_argument("--tag", default="imported", help="the name of the checkpoint")
+    parser.add_argument("--step", type=arguments.not_negative, help="counts as this step")
+    parser.add_argument("--dtype", choices=(*_DTYPES, "keep"), default="float32", help=_DTYPE)
+    parser.add_argument("--compute-dtype", choices=_DTYPES, help=_COMPUTE_DTYPE)
+    parser.add_argument("--allow-pickle", action="store_true", help="run code in SOURCE: trust it")
+    parser.add_argument(
+        "--buffer", action="append", default=[], metavar="GLOB", help="no parameter"
+    )
+    parser.add_argument("--frozen", action="append", default=[], metavar="GLOB", help="not trained")
+    parser.add_argument(
+        "--tie", action="append", default=[], type=arguments.pair, metavar="OTHER=NAME"
+    )
+    parser.add_argument("--key", default="", help="torch: where in the file, such as model")
+    parser.add_argument("--model-key", help="dcp: the model's key (model)")
+    parser.add_argument("--optimizer-key", help="dcp: the optimizer's key (optimizer, optim)")
+
+
+_READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
+    "torch": lambda o: read_torch(
+        o.source, allow_pickle=o.allow_pickle, key=o.key, buffers=o.buffer
+    ),
+    "hf": lambda o: read_hf(o.source, buffers=o.buffer),
+    "dcp": lambda o: read_dcp(
+        o.source,
+        allow_pickle=o.allow_pickle,
+        model_key=o.model_key,
+        optimizer_key=o.optimizer_key,
+        buffers=tuple(o.buffer),
+    ),
+    "deepspeed": lambda o: read_deepspeed(o.source, allow_pickle=o.allow_pickle),
+}
+
+
+def run_import(options: argparse.Namespace) -> None:
+    """Carry out `import`; raises CheckpointError or OSError."""
+    _check_flags(options)
+    foreign = adopt.tie(_READERS[options.kind](options), dict(options.tie))
+    foreign = adopt.freeze(foreign, options.frozen)
+    if loose := adopt.unexplained(foreign):
+        _log.warning(_UNEXPLAINED, ", ".join(loose))
+    path = adopt.adopt(
+        options.dir,
+        foreign,
+        source=f"{options.kind}: {options.source}",
+        tag=options.tag,
+        step=options.step,
+        dtypes=_dtypes(options, foreign),
+    )
+    kinds = sorted(foreign.moments)
+    record = {"path": path, "parameters": len(foreign.params), "optimizer_kinds": kinds}
+    also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"
+    output.say(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")
+
+
+_FLAGS = {
+    "key": ("torch",),
+    "buffer": ("torch", "hf", "dcp"),
+    "model_key": ("dcp",),
+    "optimizer_key": ("dcp",),
+}
+"""Flags that only some sources have a use for."""
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    for name, kinds in _FLAGS.items():
+        if getattr(options, name) and options.kind not in kinds:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(
+                f"{flag} is for --from {' or '.join(kinds)}, not {options.kind}; leave it out"
+            )
+
+
+def _dtypes(options: argparse.Namespace, foreign: Foreign) -> adopt.Dtypes:
+    computed = options.compute_dtype or str(foreign.run.get("dtype")).removeprefix("torch.")
+    return adopt.Dtypes(
+        trained=None if options.dtype == "keep" else getattr(torch, options.dtype),
+        computed=getattr(torch, computed) if computed in _DTYPES else None,
+    )

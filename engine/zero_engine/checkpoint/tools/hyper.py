@@ -1,0 +1,56 @@
+"""Param groups of other programs, as the engine writes its own.
+
+Called by `deepspeed` and `dcp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+_OTHER = frozenset({"params", "step", "foreach", "fused", "capturable", "differentiable"})
+"""No hyperparameters: contents, a counter, and how the kernels of that program were chosen."""
+
+
+def group_record(
+    names: Sequence[str], options: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One param group in the engine's form.
+
+    Args:
+        names: Its parameters.
+        options: The group as the optimizer had it.
+        state: The state of any of its parameters; what holds one value per element is left out.
+            Some optimizers count their steps in the group instead.
+    """
+    counters = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim() > 0)}
+    if "step" in options:
+        counters.setdefault("step", options["step"])
+    return {
+        "params": list(names),
+        "hyperparameters": {k: plain(v) for k, v in options.items() if k not in _OTHER},
+        "state": {key: _scalar(value) for key, value in counters.items()},
+    }
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON, as far as JSON can hold it."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor() if value.numel() == 1:
+            return value.item()
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+        case _:
+            return str(value)
+
+
+def _scalar(value: Any) -> Any:
+    """A counter as torch's optimizers keep it: a 0-d fp32 tensor."""
+    number = plain(value)
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        return {"tensor": float(number), "dtype": "torch.float32", "shape": []}
+    return number

@@ -1,0 +1,114 @@
+"""What a directory of checkpoints holds, newest first, and what is wrong with the rest.
+
+Called by `cli`. Reads manifests and sizes of files, and no data unless asked to verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, scan
+from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.retention import last_change_s
+from zero_engine.checkpoint.tools.verify import Damage, present_bytes, total_bytes
+
+
+class Status(StrEnum):
+    """How far a checkpoint can be trusted."""
+
+    COMMITTED = "committed"
+    """Its manifest is whole and every file has its size; the data were not read."""
+    VERIFIED = "verified"
+    """And every block was read and is what was saved."""
+    DAMAGED = "damaged"
+    QUARANTINED = "quarantined"
+    UNCOMMITTED = "uncommitted"
+    NEWER = "newer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One directory. What its manifest would say is None if that cannot be read."""
+
+    name: str
+    status: Status
+    reason: str
+    """What is wrong; empty if nothing is."""
+    age_s: float
+    """Since the commit, or since the last change of what was never committed."""
+    step: int | None = None
+    tag: str | None = None
+    size_bytes: int | None = None
+    world: int | None = None
+    stage: int | None = None
+
+
+_STATUS = {
+    Why.UNCOMMITTED: Status.UNCOMMITTED,
+    Why.DAMAGED: Status.DAMAGED,
+    Why.NEWER: Status.NEWER,
+    Why.QUARANTINED: Status.QUARANTINED,
+}
+
+Check = Callable[[Candidate], list[Damage]]
+
+
+def list_root(root: Path, *, now_s: float, check: Check | None = None) -> list[Row]:
+    """All checkpoints of a root, newest first; other directories are left out.
+
+    Args:
+        root: The directory of checkpoints.
+        now_s: Seconds since the epoch.
+        check: Reads every block, to tell verified from committed; None trusts the sizes.
+
+    Raises:
+        OSError: Something could not be read.
+    """
+    return [
+        _row(entry, now_s, check)
+        for entry in scan(root)
+        if isinstance(entry, Candidate) or entry.why is not Why.OTHER
+    ]
+
+
+def _row(entry: Candidate | Rejected, now_s: float, check: Check | None) -> Row:
+    if isinstance(entry, Rejected):
+        reason = entry.reason.removeprefix(f"{entry.path}: ")
+        age_s = now_s - last_change_s(entry.path)
+        return Row(name=entry.path.name, status=_STATUS[entry.why], reason=reason, age_s=age_s)
+    manifest = entry.manifest
+    status, reason = _judge(entry, check)
+    return Row(
+        name=entry.path.name,
+        status=status,
+        reason=reason,
+        age_s=now_s - (entry.path / MANIFEST).stat().st_mtime,
+        step=manifest.step,
+        tag=manifest.tag,
+        size_bytes=total_bytes(manifest),
+        world=manifest.world,
+        stage=engine_meta(entry).get("stage"),
+    )
+
+
+def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
+    for file in entry.manifest.files:
+        size = present_bytes(entry.path, file)
+        if size != file.size_bytes:
+            return Status.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
+    if check is None:
+        return Status.COMMITTED, ""
+    damages = check(entry)
+    if damages:
+        return Status.DAMAGED, f"{len(damages)} damaged ranges; see zero-ckpt verify"
+    return Status.VERIFIED, ""
+
+
+def engine_meta(checkpoint: Candidate) -> dict[str, Any]:
+    """What the engine wrote into a checkpoint; empty if something else made it."""
+    meta = checkpoint.manifest.meta.get("engine")
+    return meta if isinstance(meta, dict) else {}

@@ -1,0 +1,94 @@
+"""From what a user typed to a checkpoint: a root (its newest), one directory, or `DIR@TAG`.
+
+Called by `cli`; everything behind it gets a `Candidate`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, examine, find
+from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.parse import read_manifest
+from zero_engine.errors import CheckpointError
+
+
+def one(name: str) -> Candidate:
+    """The checkpoint that `name` means; a quarantined one only if it is named itself.
+
+    Raises:
+        CheckpointError: There is none, or it is unusable; says why and what there is instead.
+        OSError: It could not be read.
+    """
+    path, tag = split(name)
+    if is_checkpoint(path):
+        return _named(path, tag)
+    found = find(path)
+    chosen = [c for c in found.candidates if tag in (None, c.manifest.tag)]
+    if not chosen:
+        raise CheckpointError(_nothing(path, tag, found.candidates, found.rejected))
+    return chosen[0]
+
+
+def root(name: str) -> Path:
+    """The existing directory of checkpoints that `name` means.
+
+    Raises:
+        CheckpointError: It is no directory, or is a single checkpoint.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such directory")
+    if is_checkpoint(path):
+        raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
+    return path
+
+
+def split(name: str) -> tuple[Path, str | None]:
+    """The directory and the tag; a directory whose own name contains `@` wins.
+
+    Raises:
+        CheckpointError: There is no such directory.
+    """
+    path, tag = Path(name), None
+    if not path.is_dir() and "@" in name:
+        directory, _, tag = name.rpartition("@")
+        path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: there is no such directory; give a directory of checkpoints, one "
+            "checkpoint in it, or DIR@TAG"
+        )
+    return path, tag
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is, or was meant to be, one checkpoint."""
+    entry = examine(path.resolve())
+    return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()
+
+
+def _named(path: Path, tag: str | None) -> Candidate:
+    if tag is not None:
+        raise CheckpointError(f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}")
+    path = path.resolve()
+    try:
+        return Candidate(path, read_manifest(path / MANIFEST))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no {MANIFEST}: it is being saved, or the save died; it was never a checkpoint"
+        ) from None
+
+
+def _nothing(
+    path: Path,
+    tag: str | None,
+    candidates: tuple[Candidate, ...],
+    rejected: tuple[Rejected, ...],
+) -> str:
+    unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
+    also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
+    if tag is None:
+        return f"{path}: there is no usable checkpoint here{also}"
+    tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
+    return f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}"

@@ -1,0 +1,146 @@
+"""Deleting old checkpoints, and putting a root in order: `prune` and `repair`.
+
+Both first say what they would do, as plain values, and then do exactly that.
+
+Must always hold: `prune` never deletes the newest checkpoint whose every byte was just verified,
+and deletes nothing when there is no such checkpoint.
+
+Called by `cli`. The decisions are in `retention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero_engine.checkpoint.candidates import LATEST, Candidate, Why, find
+from zero_engine.checkpoint.retention import abandoned, check_policy, expired, remove, sweep
+from zero_engine.checkpoint.storage import DISK
+from zero_engine.checkpoint.tools.listing import Check
+from zero_engine.checkpoint.tools.verify import present_bytes
+from zero_engine.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing to do, or done."""
+
+    what: str
+    path: Path
+    reason: str
+    act: Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What to do, in order, and what is left alone and why."""
+
+    actions: list[Action] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_prune(root: Path, *, keep_last: int, keep_every: int | None, check: Check) -> Plan:
+    """Which checkpoints to delete.
+
+    Args:
+        root: The directory of checkpoints.
+        keep_last: See `retention.expired`.
+        keep_every: See `retention.expired`.
+        check: Finds the damage of a checkpoint; asked newest first, until one is whole.
+
+    Raises:
+        CheckpointError: The policy is out of bounds, or no checkpoint is whole.
+        OSError: Something could not be read.
+    """
+    check_policy(keep_last=keep_last, keep_every=keep_every)
+    candidates = find(root).candidates
+    protected: tuple[Path, ...] = ()
+    plan = Plan()
+    if candidates:
+        whole, plan.notes = _newest_whole(root, candidates, check)
+        protected = (whole.path,)
+    paths = expired(candidates, keep_last=keep_last, keep_every=keep_every, protected=protected)
+    reason = f"not among the newest {keep_last}"
+    if keep_every is not None:
+        reason += f", and its step is no multiple of {keep_every}"
+    plan.actions = [_removal(path, reason) for path in paths]
+    return plan
+
+
+def _removal(path: Path, reason: str) -> Action:
+    return Action(what="delete", path=path, reason=reason, act=lambda: remove(path))
+
+
+def _newest_whole(
+    root: Path, candidates: tuple[Candidate, ...], check: Check
+) -> tuple[Candidate, list[str]]:
+    notes = []
+    for candidate in candidates:
+        damages = check(candidate)
+        if not damages:
+            notes.append(f"{candidate.path}: verified, every byte is what was saved")
+            return candidate, notes
+        first = damages[0]
+        notes.append(f"{candidate.path}: damaged: {first.file}: {first.problem}")
+    raise CheckpointError(
+        f"{root}: no checkpoint in it is whole, so nothing is deleted: {'; '.join(notes)}"
+    )
+
+
+def plan_repair(root: Path, *, now_s: float, older_than_s: float) -> Plan:
+    """What is left of saves and deletions that died, and the hint.
+
+    Args:
+        root: The directory of checkpoints.
+        now_s: Seconds since the epoch.
+        older_than_s: Unfinished saves that changed later may be alive, and stay.
+
+    Raises:
+        OSError: Something could not be read.
+    """
+    found = find(root)
+    leftovers, kept = abandoned(found.rejected, now_s=now_s, older_than_s=older_than_s)
+    plan = Plan(notes=kept)
+    plan.notes += [r.reason for r in found.rejected if r.why in _FOR_PEOPLE]
+    plan.actions = [_sweeping(item.path, item.reason) for item in leftovers]
+    plan.actions += _hint(root, found.candidates)
+    return plan
+
+
+_FOR_PEOPLE = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
+"""There was a checkpoint: only people may throw it away."""
+
+
+def _sweeping(path: Path, reason: str) -> Action:
+    return Action(what="sweep", path=path, reason=reason, act=lambda: sweep(path))
+
+
+def _hint(root: Path, candidates: tuple[Candidate, ...]) -> list[Action]:
+    """Make `latest` name the newest checkpoint whose files are there."""
+    hint = root / LATEST
+    newest = next((c for c in candidates if _has_its_files(c)), None)
+    try:
+        says = hint.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        says = None
+    if newest is None or says == newest.path.name:
+        return []
+    name = newest.path.name
+    reason = f"{f'names {says}' if says else 'is missing'}; the newest is {name}"
+    return [Action(what="write", path=hint, reason=reason, act=lambda: _write_hint(hint, name))]
+
+
+def _has_its_files(checkpoint: Candidate) -> bool:
+    files = checkpoint.manifest.files
+    return all(present_bytes(checkpoint.path, file) == file.size_bytes for file in files)
+
+
+def _write_hint(hint: Path, name: str) -> None:
+    temporary = hint.with_name(f"{LATEST}.repair")
+    DISK.remove(temporary)
+    with DISK.create(temporary) as file:
+        DISK.write(file, name.encode() + b"\n")
+        DISK.sync(file)
+    DISK.publish(temporary, hint)
+    DISK.sync_directory(hint.parent)

@@ -1,0 +1,9 @@
+"""The configuration: DeepSpeed's JSON keys, resolved once.
+
+`python -m zero_engine.config FILE` explains one.
+"""
+
+from zero_engine.config.parse import load_config
+from zero_engine.config.schema import Config, OptimizerConfig, SchedulerConfig
+
+__all__ = ["Config", "OptimizerConfig", "SchedulerConfig", "load_config"]

@@ -1,0 +1,112 @@
+"""A config in words: what each key comes to, what it does not do, and the memory it takes.
+
+Everything here is a pure function to lines of text; `__main__` prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero_engine.config.parse import without_effect
+from zero_engine.config.schema import Config
+from zero_engine.errors import ConfigError
+from zero_engine.global_batch import BatchShape, resolve_batch
+from zero_engine.memory import estimate_for, optimizer_states
+
+WORLDS = (1, 2, 4, 8, 16, 32, 64)
+_GIB = 1 << 30
+
+
+def explain(config: Config, written: Mapping[str, Any], parameters: int) -> Iterator[str]:
+    """The whole explanation, line by line.
+
+    Args:
+        config: The resolved config.
+        written: The JSON it was made from.
+        parameters: Trained parameters of the model that the memory is estimated for.
+    """
+    yield "Resolved values (* from the file):"
+    yield from _values(config, _leaves(written))
+    if inert := without_effect(written):
+        yield "\nWithout effect here:"
+        yield from (f"  {path}: {reason}" for path, reason in inert.items())
+    if warnings := list(_warnings(config)):
+        yield "\nWarnings:"
+        yield from (f"  {warning}" for warning in warnings)
+    yield f"\nPer rank, {parameters:,} trained parameters, stage {config.zero_optimization.stage}:"
+    yield from _table(config, parameters)
+    yield "Activations, and buffers in flight of up to four times the largest module, come on top."
+
+
+def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
+    found = set()
+    for key, value in data.items():
+        path = f"{parent}.{key}" if parent else key
+        found |= _leaves(value, path) if isinstance(value, Mapping) else {path}
+    return found
+
+
+def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(record):
+        path, value = f"{parent}{field.name}", getattr(record, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value, written, f"{path}.")
+        else:
+            # "optimizer.params.lr" gives optimizer.params, "zero_optimization": true its stage.
+            given = any(
+                f"{name}.".startswith(f"{path}.") or f"{path}.".startswith(f"{name}.")
+                for name in written
+            )
+            yield f"  {'*' if given else ' '} {path} = {value!r}"
+
+
+def _batch(config: Config, world: int) -> tuple[BatchShape, bool]:
+    return resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world,
+        first_round=False,
+    )
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    try:
+        if _batch(config, 1)[1]:
+            yield (
+                "the batch depends on the number of ranks of the first start, and stays as it was "
+                "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
+            )
+    except ConfigError as error:
+        yield str(error)
+    if config.optimizer is None:
+        yield "no optimizer: give one to initialize(), or nothing is trained"
+    elif optimizer_states(config.optimizer) is None:
+        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
+    if not config.gradient_clipping:
+        yield "gradients are not clipped"
+    if config.fp16.enabled and config.fp16.loss_scale:
+        yield f"the loss scale is fixed at {config.fp16.loss_scale:g}: it will not adapt"
+    if config.zero_optimization.stage == 0 and config.compute != "fp32":
+        yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
+
+
+def _table(config: Config, parameters: int) -> Iterator[str]:
+    yield "  ranks   weights    master   moments gradients     total   GiB; micro-steps, busy"
+    for world in WORLDS:
+        memory = estimate_for(config, parameters, world)
+        columns = (memory.weights, memory.master, memory.moments, memory.gradients, memory.total)
+        numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
+        yield f"  {world:5d} {numbers}   {_work(config, world)}"
+
+
+def _work(config: Config, world: int) -> str:
+    """The micro-steps of a step, and the part of them in which a rank is not idle."""
+    try:
+        leaves = _batch(config, world)[0].leaves
+    except ConfigError:
+        return "this world does not divide the batch"
+    micro_steps = -(-leaves // world)
+    return f"{micro_steps}, {leaves / (world * micro_steps):.0%}"

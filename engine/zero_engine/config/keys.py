@@ -1,0 +1,138 @@
+"""DeepSpeed's keys that have no effect here, each with the reason, and those that are missing.
+
+Owns two tables. Must always hold: every key of DeepSpeed's documentation is a field of
+`schema`, or in one of them; a key without effect changes no result, so a run may ignore it; a
+key whose feature would change what happens is refused when it asks for it. `parse` reads them,
+and docs/deepspeed.md shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_FIXED_ORDER = "gradients are exchanged unit by unit in one fixed order, overlapping backward"
+_UNIT = "stage 3 gathers the parameters of one module at a time"
+_OFFLOAD = "tunes offloading, which has nothing to do here"
+_CHECKED = "the result is checked by other means"
+_ALWAYS = "always so here"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "activation_checkpointing": "call torch.utils.checkpoint in the model; it passes through",
+    "aio": _OFFLOAD,
+    "amp": "removed from DeepSpeed; use bf16 or torch_autocast",
+    "bf16.check_grad_overflow": "a norm that is not finite always skips the step",
+    "bf16.immediate_grad_update": _ALWAYS,
+    "checkpoint.load_universal": "every checkpoint loads at every world size",
+    "checkpoint.parallel_write": "every rank writes its own share",
+    "checkpoint.tag_validation": "rank 0 names the checkpoint, the others hear it",
+    "checkpoint.writer": "see checkpoint.async",
+    "comet": "read engine.mean_loss, get_lr() and the agent's journal",
+    "comms_logger": "collectives.bytes_sent counts what travels",
+    "csv_monitor": "read engine.mean_loss, get_lr() and the agent's journal",
+    "data_types.grad_accum_dtype": "gradients are summed in fp32",
+    "disable_allgather": _FIXED_ORDER,
+    "dump_state": "python -m zero_engine.config shows the resolved config",
+    "flops_profiler": "torch.profiler works on an engine",
+    "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
+    "log_level": "set the level of the logger zero_engine",
+    "memory_breakdown": "python -m zero_engine.config estimates the memory",
+    "prescale_gradients": "the loss is weighted before backward and summed in fp32",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism",
+    "sparse_gradients": "gradients of embeddings travel with those of their unit",
+    "tensorboard": "read engine.mean_loss, get_lr() and the agent's journal",
+    "torch_autocast.lower_precision_safe_modules": "torch.autocast chooses by operation",
+    "wall_clock_breakdown": "torch.profiler works on an engine",
+    "wandb": "read engine.mean_loss, get_lr() and the agent's journal",
+    "zero_allow_untested_optimizer": "any elementwise optimizer works; others are refused by name",
+    "zero_force_ds_cpu_optimizer": "torch's optimizers step on every device",
+    "zero_optimization.allgather_bucket_size": _UNIT,
+    "zero_optimization.allgather_partitions": _ALWAYS,
+    "zero_optimization.contiguous_gradients": _ALWAYS,
+    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at every world size",
+    "zero_optimization.enable_sanity_checks": _CHECKED,
+    "zero_optimization.grad_hooks": _ALWAYS,
+    "zero_optimization.ignore_unused_parameters": "unused parameters count as zero gradients",
+    "zero_optimization.leaf_module": _UNIT,
+    "zero_optimization.legacy_stage1": _FIXED_ORDER,
+    "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights, which are loaded",
+    "zero_optimization.log_trace_cache_warnings": "there is no trace",
+    "zero_optimization.memory_efficient_linear": "torch's own linear is used",
+    "zero_optimization.overlap_comm": _FIXED_ORDER,
+    "zero_optimization.override_module_apply": _UNIT,
+    "zero_optimization.reduce_bucket_size": _FIXED_ORDER,
+    "zero_optimization.reduce_scatter": _ALWAYS,
+    "zero_optimization.round_robin_gradients": _FIXED_ORDER,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model always does",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "save_16bit_model always does",
+    "zero_optimization.stage3_max_live_parameters": _UNIT,
+    "zero_optimization.stage3_max_reuse_distance": _UNIT,
+    "zero_optimization.stage3_model_persistence_threshold": _UNIT,
+    "zero_optimization.stage3_module_granularity_threshold": _UNIT,
+    "zero_optimization.stage3_param_persistence_threshold": _UNIT,
+    "zero_optimization.stage3_prefetch_bucket_size": _UNIT,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNIT,
+    "zero_optimization.sub_group_size": "the optimizer steps one unit's shard at a time",
+    "zero_optimization.use_all_reduce_for_fetch_params": _UNIT,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _FIXED_ORDER,
+    **{
+        f"zero_optimization.{section}.{key}": _OFFLOAD
+        for section, keys in {
+            "offload_optimizer": (
+                "buffer_count fast_init nvme_path pin_memory pipeline pipeline_read "
+                "pipeline_write ratio"
+            ),
+            "offload_param": "buffer_count buffer_size max_in_cpu nvme_path pin_memory",
+        }.items()
+        for key in keys.split()
+    },
+}
+"""Path of the key -> why it has no effect."""
+
+
+def _enabled(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value.get("enabled", False))
+
+
+MISSING: dict[str, Callable[[Any], bool]] = {
+    "autotuning": _enabled,
+    "bf16.bf16_master_weights_and_grads": bool,
+    "bf16.bf16_optimizer_states": bool,
+    "checkpoint.use_node_local_storage": bool,
+    "compression_training": bool,
+    "curriculum_learning": _enabled,
+    "data_efficiency": _enabled,
+    "data_types.buffer_dtype": bool,
+    "data_types.param_dtype": bool,
+    "elasticity": _enabled,
+    "fp16.fp16_master_weights_and_grads": bool,
+    "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
+    "managed_gradient_accumulation": lambda value: not value,
+    "progressive_layer_drop": _enabled,
+    "zero_optimization.cpu_offload": bool,
+    "zero_optimization.cpu_offload_params": bool,
+    "zero_optimization.mics_shard_size": lambda value: value != -1,
+    "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
+    "zero_optimization.zero_quantized_gradients": bool,
+    "zero_optimization.zero_quantized_nontrainable_weights": bool,
+    "zero_optimization.zero_quantized_weights": bool,
+    "zero_optimization.zeropp_loco_param": bool,
+}
+"""Features that are not there: path of the key -> does its value ask for the feature?"""
+
+REMEDIES: dict[str, str] = {
+    "elasticity": "every world size works without it: set train_batch_size and "
+    "train_micro_batch_size_per_gpu",
+}
+"""What to do instead, where it is more than removing the key."""
+
+ALIASES = {
+    "bfloat16": "bf16",
+    "checkpoint.async": "asynchronous",
+    "zero_optimization.zero_stage": "stage",
+}
+"""Path of another spelling -> the key."""
+
+KEYS_ONLY_SECTIONS = frozenset({"data_types"})
+"""Sections without a field in `schema`: their keys are all in the tables above."""

@@ -1,0 +1,238 @@
+"""From JSON to a `Config`: reading, coercing, and naming what is wrong.
+
+Must always hold: a key that nothing reads is an error that names the nearest known key, never
+silence; a key without effect is named in the log, once, with the reason; a feature that is asked
+for and not there is an error.
+
+Called by `assembly` and by `python -m zero_engine.config`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import difflib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_engine.config import keys
+from zero_engine.config.schema import SECTIONS, Config
+from zero_engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def load_config(source: Mapping[str, Any] | str | Path) -> Config:
+    """The configuration from a dict, a JSON string (also in base64) or the path of a JSON file.
+
+    A value of "auto" takes the default. Whole floats are taken for integers (2e8), and numbers
+    in quotes for numbers.
+
+    Raises:
+        ConfigError: Unreadable, an unknown or repeated key, or a value that is no good.
+    """
+    data = source if isinstance(source, Mapping) else read_json(source)
+    config: Config = _parse(Config, data, "")
+    if inert := without_effect(data):
+        _log.info(
+            "config keys without effect here: %s; python -m zero_engine.config FILE says why",
+            ", ".join(inert),
+        )
+    return config
+
+
+def without_effect(data: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a config that have no effect, by path, with the reason."""
+    return {
+        path: keys.WITHOUT_EFFECT[path]
+        for path in sorted(_paths(data, ""))
+        if path in keys.WITHOUT_EFFECT
+    }
+
+
+def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
+    found = []
+    for written, value in data.items():
+        path = _join(parent, _canonical(parent, written))
+        found.append(path)
+        if isinstance(value, Mapping) and path not in keys.WITHOUT_EFFECT:
+            found += _paths(value, path)
+    return found
+
+
+# ---- reading ----
+
+
+def read_json(source: str | Path) -> Mapping[str, Any]:
+    """The JSON object in a string, a base64 string or a file; repeated keys are an error."""
+    text = str(source)
+    if not text.lstrip().startswith("{"):
+        text = _from_base64(text) or _from_file(source)
+    try:
+        data = json.loads(text, object_pairs_hook=_no_repeats)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"the config is not JSON: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"the config is a JSON {type(data).__name__}; it must be an object")
+    return data
+
+
+def _from_base64(text: str) -> str | None:
+    """What DeepSpeed's launcher makes of a config: JSON in URL-safe base64."""
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _from_file(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: it is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key for key, _ in pairs]
+    repeated = sorted({key for key in names if names.count(key) > 1})
+    if repeated:
+        raise ConfigError(f"the config has the key {repeated[0]!r} more than once")
+    return dict(pairs)
+
+
+# ---- one level ----
+
+
+def _parse(cls: type[Any], data: Mapping[str, Any], path: str) -> Any:
+    """One level of the config as an instance of `cls`; `path` is "" at the top."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {}
+    for written, value in data.items():
+        key = _canonical(path, written)
+        if key in fields:
+            if key in values:
+                raise ConfigError(f"{_join(path, written)}: {key} is given twice; keep one")
+            if value != AUTO or "Auto" in str(fields[key].type):
+                values[key] = _coerce(str(fields[key].type), value, _join(path, key))
+        else:
+            _check_other(path, written, value, set(fields))
+    missing = [
+        f.name
+        for f in fields.values()
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{_join(path, missing[0])}: missing")
+    return cls(**values)
+
+
+def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
+    """A key that is no field: without effect, missing and switched off, or an error."""
+    where = _join(path, key)
+    if where in keys.KEYS_ONLY_SECTIONS:
+        for inner, setting in _as_section(value, where).items():
+            _check_other(where, inner, setting, set())
+    elif where in keys.MISSING:
+        if value not in (AUTO, None) and keys.MISSING[where](value):
+            remedy = keys.REMEDIES.get(where, "remove it")
+            raise ConfigError(f"{where}: not supported yet; {remedy}")
+    elif where not in keys.WITHOUT_EFFECT:
+        raise _unknown(path, key, fields)
+
+
+def _canonical(path: str, key: str) -> str:
+    return keys.ALIASES.get(_join(path, key), key)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
+    prefix = f"{path}." if path else ""
+    others = {*keys.MISSING, *keys.WITHOUT_EFFECT, *keys.KEYS_ONLY_SECTIONS}
+    here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
+    here = {name for name in here if "." not in name}
+    near = difflib.get_close_matches(key, fields | here, n=1)
+    known = ", ".join(sorted(fields or here))
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {known}"
+    return ConfigError(f"{_join(path, key)}: unknown config key{hint}")
+
+
+# ---- one value ----
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, str):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return value
+
+
+def _as_int(value: Any) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise TypeError
+    return int(number)
+
+
+def _as_bool(value: Any) -> bool:
+    spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    return bool(_exactly(bool)(spelled))
+
+
+def _as_float_or_auto(value: Any) -> float | str:
+    return AUTO if value == AUTO else float(_number(value))
+
+
+def _exactly(cls: type[Any]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, cls):
+            raise TypeError
+        return value
+
+    return check
+
+
+_COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("an integer", _as_int),
+    "float": ("a number", lambda value: float(_number(value))),
+    "SecondsOrAuto": ('a number or "auto"', _as_float_or_auto),
+    "bool": ("true or false", _as_bool),
+    "str": ("a string", _exactly(str)),
+    "dict[str, Any]": ("an object", lambda value: dict(_exactly(Mapping)(value))),
+}
+
+
+def _coerce(annotation: str, value: Any, where: str) -> Any:
+    """`value` as the type that a field's annotation names."""
+    wanted = annotation.removesuffix(" | None")
+    if value is None and wanted != annotation:
+        return None
+    if wanted == "ZeroOptimization" and isinstance(value, bool):
+        value = {"stage": int(value)}  # DeepSpeed: true means stage 1
+    if wanted in SECTIONS:
+        return _parse(SECTIONS[wanted], _as_section(value, where), where)
+    name, convert = _COERCE[wanted]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{where}: {value!r} is not {name}") from None
+
+
+def _as_section(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: {value!r} is not an object")
+    return value

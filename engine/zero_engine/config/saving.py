@@ -1,0 +1,51 @@
+"""The "checkpoint" section: how and when to save, and what to keep.
+
+DeepSpeed's block of that name has none of these keys. `persistence` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_engine.errors import ConfigError
+
+AUTO = "auto"
+SecondsOrAuto = float | Literal["auto"]
+WAIT, SKIP = "wait", "skip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """How and when to save, and what to keep."""
+
+    asynchronous: bool = False
+    """Written "async": train on while a save is being written."""
+    when_busy: str = WAIT
+    """What a save does while the one before is being written: "wait" or "skip"."""
+    every_steps: int | None = None
+    """When `checkpoint_due()` says so: every so many steps,"""
+    every_s: SecondsOrAuto | None = None
+    """or every so many seconds, or as often as "auto" finds right."""
+    keep_last: int | None = None
+    """How many of the newest stay, at least 2; None: all."""
+    keep_every: int | None = None
+    """With `keep_last`: those of steps that this divides stay as well."""
+    weight_hash: bool | None = None
+    """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. At
+    stage 3 they are gathered for that; so None means: in saves that training waits for anyway."""
+
+    def __post_init__(self) -> None:
+        if self.when_busy not in (WAIT, SKIP):
+            raise ConfigError(f'checkpoint.when_busy: {self.when_busy!r} is not "wait" or "skip"')
+        if self.every_steps is not None and self.every_s is not None:
+            raise ConfigError("checkpoint: every_steps and every_s are both set; keep one")
+        if self.keep_last is None and self.keep_every is not None:
+            raise ConfigError("checkpoint.keep_every: only with keep_last; without it all stay")
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not value >= least:
+                raise ConfigError(f"checkpoint.{name}: {value:g} is less than {least}")
+
+
+_AT_LEAST = {"every_steps": 1, "every_s": 0, "keep_last": 2, "keep_every": 1}

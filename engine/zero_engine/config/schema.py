@@ -1,0 +1,217 @@
+"""The configuration as frozen dataclasses: DeepSpeed's names and defaults, and a few of ours.
+
+Owns which keys have an effect, their types, and what may not be combined. Must always hold: a
+`Config` that exists is consistent in itself; what depends on the world is checked where the
+world is known (`global_batch.resolve_batch`). `parse` fills it, `assembly` and `engine` read it.
+
+Source: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8, for the defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_engine.config.saving import Checkpoint
+from zero_engine.errors import ConfigError
+from zero_engine.stages import STAGES
+
+_DTYPE_NAMES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "bfp16": "bf16",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16:
+    """Compute in bfloat16; master weights, moments and gradient sums stay fp32."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16:
+    """Compute in float16, with the loss scaled so that small gradients do not vanish."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    """Cast floating-point inputs of the model to float16."""
+    loss_scale: float = 0.0
+    """A fixed scale; 0 lets it follow the overflows (`loss_scaler`)."""
+    initial_scale_power: int = 16
+    """The dynamic scale begins at 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """Overflows until the scale halves."""
+    consecutive_hysteresis: bool = False
+    """Every step without overflow restores the hysteresis, not only a doubling."""
+    min_loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
+            raise ConfigError(f"fp16.loss_scale: {self.loss_scale} is not a finite number >= 0")
+        for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"fp16.{name}: {value} is not a finite number > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchAutocast:
+    """Run forward under torch.autocast, with fp32 parameters."""
+
+    enabled: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.enabled and _DTYPE_NAMES.get(self.dtype) != "bf16":
+            raise ConfigError(
+                f'torch_autocast.dtype: {self.dtype!r} is not supported; use "bfloat16", or '
+                "fp16.enabled for float16"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where a part of the state rests between uses."""
+
+    device: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptimization:
+    """Which state is divided among the ranks."""
+
+    stage: int = 0
+    offload_optimizer: Offload = Offload()
+    offload_param: Offload = Offload()
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ConfigError(f"zero_optimization.stage: {self.stage} is not one of 0, 1, 2, 3")
+        for name in ("offload_optimizer", "offload_param"):
+            device = getattr(self, name).device
+            if device not in ("none", "cpu", "nvme"):
+                raise ConfigError(
+                    f'zero_optimization.{name}.device: {device!r} is not "none", "cpu" or "nvme"'
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optimizer by name, see `optimizers`; params that are "auto" are left to its defaults."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """A learning-rate schedule by name; `lr_schedules.BY_NAME` has the names."""
+
+    type: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """What this engine adds to DeepSpeed's keys."""
+
+    sample_ledger: str | None = None
+    """Directory for the record of consumed sample ids; None keeps none."""
+    shuffle: bool = True
+    max_skipped_steps: int = 8
+    """Steps skipped in a row, with no smaller loss scale left to try, after which a run ends."""
+
+    def __post_init__(self) -> None:
+        if self.max_skipped_steps < 1:
+            raise ConfigError(f"elastic.max_skipped_steps: {self.max_skipped_steps} is less than 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole configuration."""
+
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    communication_data_type: str | None = None
+    """Gradients travel unreduced in the compute dtype and are summed in fp32; none other."""
+    seed: int = 42
+    """Decides sample order and dropout; not one of DeepSpeed's keys."""
+    steps_per_print: int | None = None
+    reduction: str = "ordered"
+    """How gradients are summed; not one of DeepSpeed's keys."""
+    dataloader_drop_last: bool = False
+    """Leave out the samples of an epoch that do not fill a global batch."""
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
+    torch_autocast: TorchAutocast = TorchAutocast()
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009, it is frozen
+    elastic: Elastic = Elastic()
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value} is less than 1")
+        if self.gradient_clipping < 0:
+            raise ConfigError(f"gradient_clipping: {self.gradient_clipping} is negative; 0 is off")
+        if self.reduction != "ordered":
+            raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
+        self._check_precision()
+
+    @property
+    def compute(self) -> str:
+        """What the model computes in: "fp32", "bf16" or "fp16"."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    def _check_precision(self) -> None:
+        sections = ("fp16", "bf16", "torch_autocast")
+        enabled = [name for name in sections if getattr(self, name).enabled]
+        if len(enabled) > 1:
+            raise ConfigError(f"{' and '.join(enabled)} are both enabled; keep one")
+        wire = self.communication_data_type
+        if wire is not None and _DTYPE_NAMES.get(wire) not in ("fp32", self.compute):
+            raise ConfigError(
+                f"communication_data_type: {wire!r} would round the gradients; they travel in "
+                f"{self.compute} here: remove it"
+            )
+
+
+_AT_LEAST_ONE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "steps_per_print",
+)
+
+SECTIONS: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Bf16,
+        Fp16,
+        TorchAutocast,
+        Offload,
+        ZeroOptimization,
+        OptimizerConfig,
+        SchedulerConfig,
+        Checkpoint,
+        Elastic,
+    )
+}
+"""The sections by the name of their class, as the annotations above spell it."""

@@ -1,0 +1,94 @@
+"""Loaders by purpose: training walks the engine's order, evaluation a plain one; repeating.
+
+Must always hold: only the training loader knows the run's position; an evaluation loader starts
+from its beginning each time and touches nothing of the run.
+
+Called by `assembly` and `Engine.deepspeed_io`; scripts use `RepeatingLoader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from zero_engine.config import Config
+from zero_engine.data import ElasticLoader, LeafSampler, make_source
+from zero_engine.distributed import local_device
+from zero_engine.parts import Run
+
+Collate = Callable[[list[Any]], Any]
+
+
+def training_loader(
+    config: Config,
+    run: Run,
+    dataset: Dataset[Any],
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+) -> ElasticLoader:
+    """A loader of this rank's leaves, from the run's position on."""
+    source = make_source(
+        dataset,
+        run.batch,
+        shuffle=config.elastic.shuffle,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+    )
+    sampler = LeafSampler(
+        source=source,
+        batch=run.batch,
+        cursor=run.cursor,
+        rank=run.rank,
+        world=run.world,
+        seed=config.seed,
+    )
+    return ElasticLoader(
+        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=_pins_memory()
+    )
+
+
+def evaluation_loader(
+    run: Run,
+    dataset: Dataset[Any],
+    batch_size: int | None,
+    sampler: Sampler[Any] | None = None,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """Every rank's share of a dataset, in order; the first samples are repeated to fill it."""
+    shares: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=run.world, rank=run.rank, shuffle=False
+    )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size or run.batch.micro_batch,
+        sampler=sampler or shares,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=_pins_memory(),
+    )
+
+
+def _pins_memory() -> bool:
+    return local_device().type == "cuda"
+
+
+class RepeatingLoader:
+    """Begins a loader again whenever it ends: with the engine's own, epoch after epoch."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch; ends only if the loader has none at all."""
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)

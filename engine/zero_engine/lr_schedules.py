@@ -1,0 +1,345 @@
+"""DeepSpeed's learning-rate schedules, with DeepSpeed's values.
+
+Owns the curves: each is a pure function of the number of applied steps. Must always hold: a
+schedule's state is one integer, so a checkpoint of any world size continues it; the values,
+also before and at the very first steps, are those of DeepSpeed, odd as some of them are.
+
+`assembly` makes one from the config, `engine` steps it after every optimizer step that was
+applied; scripts may make one by hand, with DeepSpeed's arguments.
+
+Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle are from Smith
+(arXiv 1803.09820).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zero_engine.config import SchedulerConfig
+from zero_engine.errors import ConfigError
+
+_BETA2 = 0.99  # OneCycle sets the second beta as well, to this
+_WARMUPS = ("log", "linear")
+
+
+class Schedule:
+    """A schedule: `rates` says what the groups get, `step` gives it to them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        """Applied steps, less one: -1 before the first."""
+        if last_batch_iteration == -1:
+            self._apply()
+
+    def rates(self, iteration: int) -> list[float]:
+        """The rate of each group after `iteration` + 1 applied steps."""
+        raise NotImplementedError
+
+    def betas(self, _iteration: int) -> tuple[float, float] | None:
+        """The betas of all groups, if the schedule sets them."""
+        return None
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go one step further, or to a given one."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = (
+            following if last_batch_iteration is None else last_batch_iteration
+        )
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group, computed anew."""
+        return self.rates(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of each group, as it was set last."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the rates of the groups are in the optimizer's own state."""
+        self.last_batch_iteration = state["last_batch_iteration"]
+
+    def _apply(self) -> None:
+        betas = self.betas(self.last_batch_iteration)
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.rates(self.last_batch_iteration), strict=True):
+            _set_rate(group, rate)
+            if betas is not None:
+                group["betas"] = betas
+
+
+class LRRangeTest(Schedule):
+    """Grows without end, to find the largest rate that still trains."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._minima = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._size = _positive(lr_range_test_step_size, "lr_range_test_step_size")
+        self._rate = lr_range_test_step_rate
+        self._staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, iteration: int) -> list[float]:
+        """min_lr * (1 + step_rate * intervals)."""
+        intervals = (iteration + 1) / self._size
+        if self._staircase:
+            intervals = math.floor(intervals)
+        return [minimum * (1 + self._rate * intervals) for minimum in self._minima]
+
+
+class OneCycle(Schedule):
+    """Up and down once, the momentum the other way round; then decay."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: float,
+        cycle_max_lr: float,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._lr = (cycle_min_lr, cycle_max_lr)
+        self._mom = (cycle_min_mom, cycle_max_mom)
+        self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self._first = float(_positive(cycle_first_step_size, "cycle_first_step_size"))
+        self._second = float(cycle_second_step_size or cycle_first_step_size)
+        self._first_stairs = cycle_first_stair_count
+        self._second_stairs = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
+        self._decay_size = decay_step_size
+        self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
+        super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def _total(self) -> float:
+        return self._first + self._second
+
+    def rates(self, iteration: int) -> list[float]:
+        """Min + (max - min) * height in the cycle, then min / (1 + rate * intervals)."""
+        low, high = self._lr
+        if iteration < self._total:
+            rate = low + (high - low) * self._height(iteration)
+        else:
+            rate = low / (1 + self._decay_lr * self._intervals(iteration))
+        return [rate] * len(self.optimizer.param_groups)
+
+    def betas(self, iteration: int) -> tuple[float, float] | None:
+        """The first beta falls as the rate rises."""
+        if not self._cycles_momentum:
+            return None
+        low, high = self._mom
+        if iteration < 0:
+            return low, _BETA2  # DeepSpeed begins with the lower one, for one step
+        if iteration < self._total:
+            return high - (high - low) * self._height(iteration), _BETA2
+        return high * (1 + self._decay_mom * self._intervals(iteration)), _BETA2
+
+    def _intervals(self, iteration: int) -> float:
+        """How far the decay is; 0 for ever if it has no step size."""
+        return (iteration - self._total + 1) / self._decay_size if self._decay_size else 0.0
+
+    def _height(self, iteration: int) -> float:
+        """Where in the cycle, from 0 at its ends to 1 at the peak."""
+        done = (iteration + 1) % self._total
+        rising = done <= self._first
+        stairs = self._first_stairs if rising else self._second_stairs
+        if stairs > 0:
+            climbed = done / self._first if rising else (self._total - done) / self._second
+            # From whole numbers of steps, so that the peak is not missed by a rounding.
+            return math.floor(round(climbed * stairs, 9)) / stairs
+        position, peak = done / self._total, self._first / self._total
+        return position / peak if rising else (position - 1) / (peak - 1)
+
+
+class _Warmup(Schedule):
+    """What the three warm-ups share: the fraction reached while warming up."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, steps: int, kind: str, last_batch_iteration: int
+    ) -> None:
+        if kind not in _WARMUPS:
+            raise ConfigError(f'scheduler warmup_type: {kind!r} is not "log" or "linear"')
+        self._warmup_steps = max(2, _positive(steps, "warmup_num_steps"))
+        self._kind = kind
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _warmed(self, iteration: int) -> float:
+        if self._kind == "linear":
+            return iteration / self._warmup_steps
+        return (1.0 / math.log(self._warmup_steps)) * math.log(iteration + 1)
+
+
+class WarmupLR(_Warmup):
+    """From the minimum to the maximum, and there it stays. The default warm-up is logarithmic."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if warmup_max_lr is None:
+            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+        self._minima = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self._maxima = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def rates(self, iteration: int) -> list[float]:
+        """Min + (max - min) * fraction; the minimum before the first step."""
+        if iteration < 0:
+            return self._minima
+        warm = iteration < self._warmup_steps
+        fraction = self._warmed(iteration) if warm else self._afterwards(iteration)
+        pairs = zip(self._minima, self._maxima, strict=True)
+        return [low + (high - low) * fraction for low, high in pairs]
+
+    def _afterwards(self, _iteration: int) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As WarmupLR; then in a straight line to the minimum at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total_steps = _positive(total_num_steps, "total_num_steps")
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
+
+    def _afterwards(self, iteration: int) -> float:
+        left = self._total_steps - iteration
+        return max(0.0, left / max(1.0, self._total_steps - self._warmup_steps))
+
+
+class WarmupCosineLR(_Warmup):
+    """Ratios of each group's own rate: a warm-up, then a cosine down to `cos_min_ratio`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total_steps = _positive(total_num_steps, "total_num_steps")
+        self._warmup_minimum, self._minimum = warmup_min_ratio, cos_min_ratio
+        self._own_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def rates(self, iteration: int) -> list[float]:
+        """The groups' rates times the ratio; 0 before the first step."""
+        ratio = self._ratio(iteration) if iteration >= 0 else 0.0
+        return [rate * ratio for rate in self._own_rates]
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < self._warmup_steps:
+            return self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
+        done = iteration - self._warmup_steps + 1
+        progress = min(1.0, done / max(1, self._total_steps - self._warmup_steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self._minimum + (1 - self._minimum) * cosine)
+
+
+BY_NAME: dict[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Schedule | None:
+    """The schedule that a config names; None if it names none.
+
+    A param of "auto" takes the default; a maximum rate of "auto" is the optimizer's own rate.
+
+    Raises:
+        ConfigError: An unknown name, or params that do not fit.
+    """
+    if config.type is None:
+        return None
+    cls = BY_NAME.get(config.type)
+    if cls is None:
+        raise ConfigError(
+            f"scheduler.type: {config.type!r} is unknown; known: {', '.join(BY_NAME)}"
+        )
+    params = {key: value for key, value in config.params.items() if value != "auto"}
+    if config.params.get("warmup_max_lr") == "auto":
+        params["warmup_max_lr"] = None
+    try:
+        return cls(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"scheduler.params of {config.type}: {error}") from error
+
+
+def _per_group(
+    optimizer: torch.optim.Optimizer, value: float | Sequence[float], name: str
+) -> list[float]:
+    groups = len(optimizer.param_groups)
+    if isinstance(value, Sequence):
+        if len(value) != groups:
+            raise ConfigError(
+                f"scheduler.params.{name}: {len(value)} values for {groups} param groups"
+            )
+        return [float(each) for each in value]
+    return [float(value)] * groups
+
+
+def _positive(value: float, name: str) -> int:
+    if isinstance(value, bool) or value != int(value) or value < 1:
+        raise ConfigError(f"scheduler.params.{name}: {value!r} is not a whole number of at least 1")
+    return int(value)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

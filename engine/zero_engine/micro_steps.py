@@ -1,0 +1,235 @@
+"""The micro-steps of one step: weigh a loss, run its backward, note what it consumed.
+
+Owns what is known between the first backward of a step and its end: the weighted losses, the
+numbers of tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step
+has one backward; which of them is the last of a step is decided by the global batch, and a
+script that says otherwise is told so; the samples in the ledger are those that were run.
+
+Called by `engine`, whose `step()` ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from zero_engine.data import Ticket
+from zero_engine.errors import EngineError
+from zero_engine.global_batch import StepPlan
+from zero_engine.parts import Core, Run
+from zero_engine.token_weights import NOT_GIVEN, checked, correction, nominal
+
+_log = logging.getLogger(__name__)
+
+Loss = Tensor | tuple[Tensor, int | Tensor]
+"""A mean, or a sum and the number of tokens it is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weighted:
+    """A loss, ready for its backward."""
+
+    share: Tensor
+    """Times its share of the global batch."""
+    scaled: Tensor
+    """And times the loss scale: what is differentiated."""
+    tokens: float
+    """How many it is over, or NOT_GIVEN."""
+
+
+class MicroSteps:
+    """The micro-steps of one engine."""
+
+    def __init__(self, core: Core, run: Run) -> None:
+        self.ended = 0
+        """Micro-steps that this process has run."""
+        self.awaits_step = False
+        """A backward has run, and its `step()` has not."""
+        self.without_step = False
+        """Inside `no_sync`: a backward ends its micro-step by itself."""
+        self.declared_boundary: bool | None = None
+        """What the script has said of the coming micro-steps."""
+        self._core = core
+        self._run = run
+        self._losses: list[Tensor] = []
+        self._tokens: list[float] = []
+        self._warned = False
+
+    # ---- before backward ----
+
+    def weigh(
+        self, loss: Loss, tokens: int | Tensor | None = None, *, by_share: bool = True
+    ) -> Weighted:
+        """The loss weighted and scaled.
+
+        Args:
+            loss: A scalar; see `Engine.backward`.
+            tokens: How many tokens a mean is over.
+            by_share: Weight a loss without tokens by its samples.
+
+        Raises:
+            EngineError: It cannot be differentiated, or not now.
+        """
+        zero = self._core.zero
+        if zero is None:
+            raise EngineError("backward(): nothing is trained; give initialize() an optimizer")
+        self._check_order()
+        value, tokens = loss if isinstance(loss, tuple) else (loss, tokens)
+        if value.numel() != 1 or not value.requires_grad:
+            raise EngineError(
+                f"backward(): the loss has shape {tuple(value.shape)} and requires_grad is "
+                f"{value.requires_grad}; give one number that depends on trained parameters"
+            )
+        count = NOT_GIVEN if tokens is None else float(checked(tokens))
+        weight = self._weight(count, by_share=by_share, is_sum=isinstance(loss, tuple))
+        # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold.
+        wide = value if zero.scale == 1 else value.float()
+        share = wide if weight is None else wide * weight
+        return Weighted(share, share if zero.scale == 1 else share * zero.scale, count)
+
+    def _weight(self, count: float, *, by_share: bool, is_sum: bool) -> float | None:
+        """What the loss is multiplied with; None for nothing."""
+        plan = self._run.plan()
+        if count != NOT_GIVEN:
+            return (1.0 if is_sum else count) / nominal(plan)
+        return plan.weight(self._run.leaf()) if by_share else None
+
+    # ---- backward ----
+
+    def backward(self, loss: Weighted, *, retain_graph: bool) -> None:
+        """Run the whole backward of a micro-step."""
+        self._begin()
+        loss.scaled.backward(retain_graph=retain_graph)
+        self._finish(loss)
+
+    def await_plain_backward(self, loss: Weighted) -> Tensor:
+        """The tensor whose `.backward()`, called by the script, is that of the micro-step."""
+        loss.scaled.register_hook(partial(self._on_plain_backward, loss))
+        return loss.scaled
+
+    def _on_plain_backward(self, loss: Weighted, _gradient: Tensor) -> None:
+        """The first thing that a backward of the script's own reaches."""
+        self._check_order()
+        self._begin()
+        Variable._execution_engine.queue_callback(partial(self._finish, loss))
+
+    def _begin(self) -> None:
+        self._check_boundary()
+        core, run = self._core, self._run
+        assert core.reducer is not None
+        core.coordinator.begin_backward()
+        core.reducer.begin(run.plan().live(run.cursor.micro, run.world))
+
+    def _finish(self, loss: Weighted) -> None:
+        core = self._core
+        assert core.reducer is not None
+        assert core.zero is not None
+        with core.guard():
+            core.reducer.finish()
+        core.coordinator.end_backward()
+        core.zero.accumulating = True
+        self._losses.append(loss.share.detach().float())
+        self._tokens.append(loss.tokens)
+        self._note_samples()
+        self.awaits_step = not self.without_step
+        if self.without_step:
+            self.end()
+
+    def end(self) -> None:
+        """End a micro-step that is not the last of its step."""
+        self.awaits_step = False
+        self.ended += 1
+        self._run.cursor.micro += 1
+
+    def _check_order(self) -> None:
+        if self.awaits_step:
+            raise EngineError("backward() twice in one micro-step; call engine.step() after each")
+
+    # ---- where steps end ----
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the micro-step under way is the last of its step."""
+        return self._run.cursor.micro + 1 == self._run.plan().micro_steps(self._run.world)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-steps that need no `step()`."""
+        self.without_step = True
+        try:
+            yield
+        finally:
+            self.without_step = False
+
+    def _check_boundary(self) -> None:
+        """What the script has said of this micro-step must be what the batch makes of it."""
+        if self.without_step and self.at_boundary:
+            raise EngineError(
+                "no_sync() around the last micro-step of a step; leave it, then call backward() "
+                "and step()"
+            )
+        if self.declared_boundary not in (None, self.at_boundary):
+            number, of = self._run.cursor.micro + 1, self._run.plan().micro_steps(self._run.world)
+            raise EngineError(
+                f"set_gradient_accumulation_boundary({self.declared_boundary}), but micro-step "
+                f"{number} of {of} is {'' if self.at_boundary else 'not '}the last: the global "
+                "batch is fixed; change gradient_accumulation_steps or call set_train_batch_size()"
+            )
+
+    # ---- what all ranks learn at the end of a step ----
+
+    def notes(self) -> Tensor:
+        """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
+        counts = torch.tensor(self._tokens, device=self._core.device)
+        return torch.cat([torch.stack(self._losses), counts])
+
+    @staticmethod
+    def correction(notes: Tensor, plan: StepPlan) -> float:
+        """From everybody's notes [world, 2 * micro-steps], what the sums are multiplied with."""
+        return correction(notes[:, notes.shape[1] // 2 :], plan)
+
+    @staticmethod
+    def mean_loss(notes: Tensor, plan: StepPlan) -> float:
+        """The mean loss of the global batch, summed in leaf order, ghosts left out."""
+        losses = notes[:, : notes.shape[1] // 2].t().flatten()[: plan.leaves]
+        return sum(losses.double().tolist()) * MicroSteps.correction(notes, plan)
+
+    def clear(self) -> None:
+        """End the last micro-step of a step."""
+        self._losses.clear()
+        self._tokens.clear()
+        self.awaits_step = False
+        self.ended += 1
+
+    # ---- the ledger ----
+
+    def _note_samples(self) -> None:
+        """Write the samples that this micro-step really consumed into the ledger."""
+        run, cursor = self._run, self._run.cursor
+        ticket = run.loader.last if run.loader is not None else None
+        if ticket is not None and (ticket.step, ticket.micro) != (cursor.step, cursor.micro):
+            self._warn_of_stale_batch(ticket)
+        if run.ledger is not None and not run.leaf().ghost:
+            if ticket is None:
+                raise EngineError("sample_ledger: the batch is not from the engine's own loader")
+            run.ledger.consume(ticket.leaf, ticket.ids)
+
+    def _warn_of_stale_batch(self, ticket: Ticket) -> None:
+        if not self._warned:
+            _log.warning(
+                "the batch is that of step %d, micro-step %d, but the engine is at step %d, "
+                "micro-step %d: samples repeat or get lost; call backward() and step() once per "
+                "batch of the loader",
+                ticket.step,
+                ticket.micro,
+                self._run.cursor.step,
+                self._run.cursor.micro,
+            )
+        self._warned = True

@@ -1,0 +1,67 @@
+"""The norms of whole parameters, from the shards that all ranks hold.
+
+Must always hold: a norm is summed over chunks of 64 elements in the order of the unit, so it
+does not depend on the world size or the stage. Parameters begin at multiples of 64 and the
+padding after them is zero, so no chunk belongs to two of them.
+
+Called by `lamb`, for which `zero_optimizer` makes one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_engine.collectives import Collectives, wait
+from zero_engine.flat_unit import ALIGN, FlatUnit, overlap
+from zero_engine.lamb import Norms
+from zero_engine.segments import Segment
+
+
+class ParameterNorms:
+    """Norms of parameters of which this rank holds the segments."""
+
+    def __init__(
+        self, units: Sequence[FlatUnit], segments: Sequence[Segment], collectives: Collectives
+    ) -> None:
+        self._units = tuple(units)
+        self._segments = tuple(segments)
+        self._collectives = collectives
+
+    def norms(self, tensors: Sequence[Tensor]) -> list[Norms]:
+        """For each segment its pieces of parameters, with their whole norms. Collective.
+
+        Args:
+            tensors: One per segment, of its length.
+        """
+        chunks = self._gather([_chunk_norms(tensor) for tensor in tensors])
+        return [self._pieces(segment, chunks[segment.unit]) for segment in self._segments]
+
+    def _gather(self, own: Sequence[Tensor]) -> dict[FlatUnit, Tensor]:
+        """The chunk norms of each whole unit, [padded / 64] in fp64 on the CPU."""
+        whole = {unit: own[0].new_zeros(unit.padded // ALIGN) for unit in self._units}
+        for segment, norms in zip(self._segments, own, strict=True):
+            start = segment.start // ALIGN
+            whole[segment.unit][start : start + norms.numel()] = norms
+        for unit, norms in whole.items():
+            # Where every rank steps all of a unit, its own norms are complete already.
+            if unit.master.numel() != unit.padded:
+                wait(self._collectives.all_gather(norms, f"parameter norms of {unit.name}"))
+        return {unit: norms.double().cpu() for unit, norms in whole.items()}
+
+    def _pieces(self, segment: Segment, chunks: Tensor) -> Norms:
+        pieces: Norms = []
+        for slot in segment.unit.layout.slots:
+            start, stop = overlap(slot.start, slot.stop, segment.start, segment.stop)
+            if slot.group == segment.group and stop > start:
+                norm = chunks[slot.start // ALIGN : -(-slot.stop // ALIGN)].square().sum()
+                piece = slice(start - segment.start, stop - segment.start)
+                pieces.append((piece, math.sqrt(float(norm))))
+        return pieces
+
+
+def _chunk_norms(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.reshape(tensor.numel() // ALIGN, ALIGN), dim=1)

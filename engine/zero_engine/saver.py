@@ -1,0 +1,161 @@
+"""The saves of one rank: copied and written in the background, or written while training waits.
+
+Both are one path: a save always runs on the thread of `Background`. If the state could be copied
+first, training goes on; if not, it waits for the end. Must always hold: at most one save is in
+flight; its failure is reported once and stops nothing; rank 0 tidies up after each commit.
+
+Called by `persistence`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zero_engine import checkpoint
+from zero_engine.checkpoint.arena import Arena, NoArena, sweep
+from zero_engine.checkpoint.background import Background, Outcome
+from zero_engine.checkpoint.direct import DirectDisk
+from zero_engine.checkpoint.housekeeping import Keep, tidy
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.publish import Fence
+from zero_engine.checkpoint.storage import Disk
+from zero_engine.checkpoint.writer import Image
+from zero_engine.config.saving import Checkpoint
+from zero_engine.distributed import group_store
+from zero_engine.elastic import AgentLink
+from zero_engine.errors import CheckpointError, CommitRefused, PeerLost
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to save, and where. `state.meta` must not change any more."""
+
+    root: Path
+    state: State
+    step: int
+    tag: str
+    fence: Fence | None
+
+
+class Saver:
+    """Runs the saves of this rank, one after the other."""
+
+    def __init__(self, config: Checkpoint, rank: int, world: int, link: AgentLink) -> None:
+        self.disk: Disk = DirectDisk()
+        self.arena = Arena(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), rank)
+        self.last_step = 0
+        """Of the newest checkpoint that this worker knows to be committed."""
+        self._keep = Keep(last=config.keep_last, every=config.keep_every)
+        self._rank = rank
+        self._link = link
+        self._ballot = checkpoint.Ballot(
+            group_store("saves"), rank, world, on_wait=self._check_group
+        )
+        self._background = Background()
+        self._in_flight_step = 0
+        self._copies = True
+        sweep()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._background.busy
+
+    def begin(self, request: Request, *, copy: bool) -> bool:
+        """Begin a save; none may be in flight.
+
+        Args:
+            request: The save.
+            copy: Copy the state first, if there is room for it.
+
+        Returns:
+            Whether it was copied; if not, nothing may change before `wait`.
+        """
+        image = self._freeze(request.state) if copy else None
+        self._in_flight_step = request.step
+        self._background.start(request.step, partial(self._save, request, image))
+        return image is not None
+
+    def wait(self) -> Outcome | None:
+        """How the save in flight has ended, once it has; None if there is none to tell of."""
+        return self._noted(self._background.wait())
+
+    def finished(self) -> Outcome | None:
+        """The same, or None if it is still in flight."""
+        return self._noted(self._background.finished())
+
+    def wait_for_room(self) -> Outcome | None:
+        """As `wait`, with a word if it takes time."""
+        if self.busy and self._rank == 0:
+            step = self._in_flight_step
+            _log.info("waiting: the checkpoint of step %d is still being written", step)
+        return self.wait()
+
+    def report(self, outcome: Outcome | None) -> None:
+        """Say how a save ended that nobody has waited for."""
+        match outcome:
+            case Outcome(error=CommitRefused() as error):
+                _log.warning("not saved: %s", error)
+            case Outcome(error=Exception() as error) if self._rank == 0 or _is_own(error):
+                _log.warning(
+                    "the checkpoint of step %d was not saved; training goes on, and the one "
+                    "before stays: %s",
+                    outcome.step,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Finish what is in flight, and give the memory back."""
+        self.report(self.wait())
+        self.arena.close()
+
+    def _noted(self, outcome: Outcome | None) -> Outcome | None:
+        if outcome is not None and outcome.path is not None:
+            self.last_step = outcome.step
+        return outcome
+
+    def _freeze(self, state: State) -> Image | None:
+        """A copy of this rank's share; None if it cannot be copied, or not be stored."""
+        try:
+            return self.arena.freeze(checkpoint.own_layout(state, self._rank))
+        except NoArena as error:
+            if self._copies:
+                _log.warning("training waits for checkpoints to be written: %s", error)
+            self._copies = False
+        except CheckpointError:
+            pass  # the save itself will say it, to all ranks
+        return None
+
+    def _save(self, request: Request, image: Image | None) -> Path:
+        """On the thread of the saves."""
+        path = checkpoint.save(
+            request.root,
+            request.state,
+            self._ballot,
+            step=request.step,
+            tag=request.tag,
+            round=self._link.round,
+            fence=request.fence,
+            disk=self.disk,
+            image=image,
+        )
+        if self._rank == 0:
+            digest = request.state.meta["engine"]["weight_hash"]
+            _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")
+            tidy(request.root, path, self._keep)
+        return path
+
+    def _check_group(self) -> None:
+        if self._link.group_lost.is_set():
+            raise PeerLost("the group broke while its checkpoint was being written")
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether other ranks may not know of it; what the ballot decided, all of them do."""
+    return not isinstance(error, CheckpointError)

@@ -1,0 +1,107 @@
+"""When to save: what the script and the config ask for, and the numbers that time needs.
+
+Must always hold: all ranks answer alike. Clocks differ, so every rank takes rank 0's numbers, as
+the notes of the last step have carried them; a number that rank 0 has measured since counts from
+the next step on.
+
+Called by `persistence`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from zero_engine.checkpoint.interval import Costs, Failures, best_interval_s
+from zero_engine.config.saving import AUTO, Checkpoint
+from zero_engine.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+_WORTH_A_WORD = 1.2
+"""The factor by which "auto" must have moved to be reported again."""
+
+
+class Schedule:
+    """One rank's view of when the next save is due."""
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        restarts: int,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._restarts = restarts
+        self._rank = rank
+        self._clock = clock
+        self._started_s = self._last_save_s = clock()
+        self._elapsed_before_s = 0.0
+        self._costs: Costs | None = None
+        self._stall_s = 0.0
+        self._reported_s: float | None = None
+        self._since_save_s = self._auto_s = 0.0
+
+    # ---- measuring ----
+
+    @property
+    def elapsed_s(self) -> float:
+        """For how long the job has trained, in this and the rounds before."""
+        return self._elapsed_before_s + self._clock() - self._started_s
+
+    def go_on_from(self, elapsed_s: float) -> None:
+        """Take over the time of the rounds before from a checkpoint."""
+        self._elapsed_before_s = elapsed_s
+
+    def begun(self, stall_s: float) -> None:
+        """A save has begun, and held training up for so long."""
+        self._last_save_s = self._clock() - stall_s
+        self._since_save_s = 0.0
+        self._stall_s = stall_s
+
+    def committed(self, write_s: float) -> None:
+        """The save that was begun last is committed, so long after its beginning."""
+        self._costs = Costs(stall_s=self._stall_s, write_s=write_s)
+
+    # ---- what travels ----
+
+    def notes(self) -> tuple[float, float]:
+        """For all ranks: seconds since the last save, seconds that "auto" finds right."""
+        interval_s, reason = best_interval_s(
+            self._costs, Failures(restarts=self._restarts, elapsed_s=self.elapsed_s)
+        )
+        if self._config.every_s == AUTO and self._rank == 0:
+            self._report(interval_s, reason)
+        return self._clock() - self._last_save_s, interval_s
+
+    def hear(self, notes: Sequence[float]) -> None:
+        """Take rank 0's notes."""
+        self._since_save_s, self._auto_s = notes
+
+    def _report(self, interval_s: float, reason: str) -> None:
+        known_s = self._reported_s
+        if known_s is None or not 1 / _WORTH_A_WORD < interval_s / known_s < _WORTH_A_WORD:
+            self._reported_s = interval_s
+            _log.info("checkpoints: %s", reason)
+
+    # ---- deciding ----
+
+    def due(self, step: int, every_steps: int | None, every_s: float | str | None) -> bool:
+        """Whether to save after this step; without an interval, by the config's.
+
+        Raises:
+            EngineError: There is no interval, or there are two.
+        """
+        if every_steps is None and every_s is None:
+            every_steps, every_s = self._config.every_steps, self._config.every_s
+        if (every_steps is None) == (every_s is None):
+            raise EngineError(
+                "checkpoint_due(): give it every_steps or every_s, or set one of them in the "
+                'config\'s "checkpoint"'
+            )
+        if every_steps is not None:
+            return step > 0 and step % every_steps == 0
+        wanted_s = self._auto_s if every_s == AUTO else float(every_s or 0.0)
+        return step > 0 and self._since_save_s > 0 and self._since_save_s >= wanted_s

@@ -1,0 +1,143 @@
+"""Which tensors of an engine go into a checkpoint, and which come out of one.
+
+Pure functions on the records of `checkpoint.pieces`. Must always hold: what is not asked for
+stays as it is in memory; what is asked for and not there is an error, unless the script has said
+that it may be missing (`strict=False`) or that it was left out (frozen parameters).
+
+Called by `engine_state`. The options and their meaning are those of DeepSpeed's
+`save_checkpoint` and `load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.match import stored_id
+from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId
+
+_MODULE = frozenset({PARAM, BUFFER})
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What to take from a checkpoint."""
+
+    strict: bool = True
+    """The module's tensors must be those of the checkpoint."""
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    """Neither optimizer nor scheduler nor position."""
+
+    @property
+    def wants_optimizer(self) -> bool:
+        """Whether optimizer state is asked for."""
+        return self.optimizer and not self.module_only
+
+    @property
+    def wants_scheduler(self) -> bool:
+        """Whether the scheduler's state is asked for."""
+        return self.scheduler and not self.module_only
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to fill, and what to do then."""
+
+    state: State
+    staged: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(target, filled): copy, because the checkpoint has another dtype."""
+    remarks: tuple[str, ...] = ()
+    """What is not loaded, in words."""
+
+    def settle(self) -> None:
+        """Bring what was staged to its place."""
+        for target, filled in self.staged:
+            target.copy_(filled)
+
+
+def without_frozen(state: State, frozen: Set[str]) -> State:
+    """A state to save, without the parameters of these names and their other names."""
+    return replace(
+        _only(state, [t for t in state.tensors if t.fqn not in frozen or t.kind == BUFFER]),
+        aliases={other: name for other, name in state.aliases.items() if name not in frozen},
+    )
+
+
+def select(
+    state: State, manifest: Manifest, *, strict: bool, weights_only: bool, frozen: Set[str]
+) -> Selection:
+    """What to fill of a state that would fill everything.
+
+    Args:
+        state: All tensors and pieces of this rank.
+        manifest: What there is.
+        strict: See `LoadOptions`.
+        weights_only: Neither fill optimizer state nor mind what there is of it; and take weights
+            of another dtype, converted.
+        frozen: The parameters that may have been left out, see `without_frozen`.
+    """
+    if weights_only:
+        state = _only(state, [t for t in state.tensors if t.kind in _MODULE])
+    missing = {t for t in state.tensors if stored_id(t, manifest) not in manifest.tensors}
+    excused = {t for t in missing if _may_miss(t, manifest, strict, frozen)}
+    chosen = _only(state, [t for t in state.tensors if t not in excused])
+    used = {stored_id(t, manifest) for t in state.tensors}
+    extra = {t for t in manifest.tensors if t not in used}
+    spare = {t for t in extra if not strict or (weights_only and t.kind not in _MODULE)}
+    remarks = (
+        *_remark("not in the checkpoint, so they stay as they are", excused),
+        *_remark("in the checkpoint alone, so they are not loaded", spare if not strict else ()),
+    )
+    chosen = replace(chosen, spare=frozenset(spare))
+    selection = _converted(chosen, manifest) if weights_only else Selection(chosen)
+    return replace(selection, remarks=remarks)
+
+
+def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[str]) -> bool:
+    if tensor.kind == PARAM and tensor.fqn in frozen:
+        excluded = manifest.meta.get("engine", {}).get("excludes_frozen", False)
+        return excluded or not strict
+    return not strict and tensor.kind in _MODULE
+
+
+def _converted(state: State, manifest: Manifest) -> Selection:
+    """The same with a stage for each piece that the checkpoint has in another dtype."""
+    stored = {t: manifest.tensors.get(stored_id(t, manifest)) for t in state.tensors}
+    tensors = {
+        t: replace(info, dtype=(stored[t] or info).dtype) for t, info in state.tensors.items()
+    }
+    pieces = [_staged(piece, tensors[piece.id].dtype) for piece in state.pieces]
+    staged = [
+        (own.data, new.data)
+        for own, new in zip(state.pieces, pieces, strict=True)
+        if new is not own
+    ]
+    return Selection(replace(state, tensors=tensors, pieces=tuple(pieces)), tuple(staged))
+
+
+def _staged(piece: Piece, dtype: torch.dtype) -> Piece:
+    if piece.data.dtype == dtype:
+        return piece
+    return Piece(piece.id, piece.start, torch.empty_like(piece.data, dtype=dtype))
+
+
+def _only(state: State, tensors: Iterable[TensorId]) -> State:
+    kept: Mapping[TensorId, object] = dict.fromkeys(tensors)
+    return replace(
+        state,
+        tensors={t: info for t, info in state.tensors.items() if t in kept},
+        pieces=tuple(piece for piece in state.pieces if piece.id in kept),
+    )
+
+
+def _remark(what: str, tensors: Iterable[TensorId]) -> list[str]:
+    names = sorted(f"{t.kind}/{t.fqn}" for t in tensors)
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{len(names)} tensors are {what}: {', '.join(names[:_SHOWN])}{more}"] if names else []

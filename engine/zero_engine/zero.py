@@ -1,0 +1,103 @@
+"""DeepSpeed's `deepspeed.zero`: parameters that are sharded, made whole for a while.
+
+`GatheredParameters` is collective. Everything here also takes models that no engine has yet, or
+that are at a stage without sharded parameters, so that one script serves all stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from zero_engine.errors import EngineError
+from zero_engine.flat_unit import FlatUnit
+from zero_engine.param_access import owner_of, units_of
+from zero_engine.partition import make_external
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+_log = logging.getLogger(__name__)
+
+
+class Init:
+    """The context in which DeepSpeed shards a model while it is made.
+
+    Here a model is whole in each rank's host memory until `initialize` divides it, unit by unit:
+    this context changes nothing, and takes what DeepSpeed's takes.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any):
+        if enabled and module is None:
+            _log.info("zero.Init: the model stays whole in host memory until initialize()")
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to do."""
+
+
+class GatheredParameters:
+    """Some parameters are whole inside the context.
+
+    Args:
+        params: A parameter, several, or a module.
+        modifier_rank: The rank whose changes in the context become everybody's: weights, master
+            weights and shards. None: the parameters are only read.
+        fwd_module: Accepted for DeepSpeed; nothing depends on it.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        del fwd_module
+        self._units = units_of(_listed(params)) if enabled else {}
+        self._modifier = modifier_rank
+        self._gathered_here: list[FlatUnit] = []
+
+    def __enter__(self) -> None:
+        self._gathered_here = [unit for unit in self._units if not unit.gathered]
+        for unit in self._gathered_here:
+            with self._units[unit].guard():
+                unit.gather()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for unit, core in self._units.items():
+            if self._modifier is not None and kind is None:
+                with core.guard():
+                    unit.adopt_full(self._modifier)
+                    if unit not in self._gathered_here:
+                        unit.gather()  # somebody around us needs it
+            elif unit in self._gathered_here:
+                unit.release()
+
+
+def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    return [params] if isinstance(params, nn.Parameter) else list(params)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that `module` uses a parameter that another module owns. Before `initialize`.
+
+    The parameter then belongs to the root unit, which is whole from the beginning of forward to
+    the end of backward.
+
+    Raises:
+        EngineError: Too late.
+    """
+    if owner_of(parameter) is not None:
+        raise EngineError(
+            f"register_external_parameter({type(module).__name__}): the parameters are divided "
+            "already; call it before initialize(), in the module's constructor for example"
+        )
+    make_external(parameter)

@@ -1,0 +1,78 @@
+"""The memory estimate is what an engine really allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.support.world import WorldPool
+from zero_engine.memory import estimate
+
+WIDTH, LAYERS = 512, 3
+PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
+STATES = {"Adam": 2, "Lion": 1, "SGD": 0}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def allocated(stage: int, compute: str, optimizer: str) -> dict[str, int]:
+    """Bytes of distinct storage that an engine keeps between steps, by purpose."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "bf16": {"enabled": compute == "bf16"},
+    }
+    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
+    engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)))
+    engine.step()
+    core = engine._core
+    assert core.zero is not None
+    assert core.reducer is not None
+    moments = [v for state in core.zero.optimizer.state.values() for v in state.values()]
+    unreduced = [g.buffer for g in core.reducer._order if g.buffer is not None]
+    sums = [core.zero._accumulated, *core.zero._gradients]
+    seen: set[int] = set()
+    return {
+        "weights": storage([unit.full for unit in core.units], seen),
+        "master": storage([t for unit in core.units for t in (unit.shard, unit.master)], seen),
+        "moments": storage([v for v in moments if isinstance(v, Tensor) and v.dim()], seen),
+        "gradients": storage([*sums, *unreduced], seen),
+    }
+
+
+def storage(tensors: list[Tensor], seen: set[int]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    fresh = {pointer: size for pointer, size in storages.items() if pointer not in seen}
+    seen.update(fresh)
+    return sum(fresh.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "world"),
+    [*((stage, "bf16", 2) for stage in range(4)), (0, "fp32", 2), (2, "fp32", 1), (3, "fp32", 2)],
+)
+def test_the_estimate_is_what_is_allocated_up_to_padding(
+    worlds: WorldPool, stage: int, compute: str, world: int
+) -> None:
+    optimizer = list(STATES)[stage % 3]
+    expected = estimate(
+        PARAMETERS, stage=stage, compute=compute, states=STATES[optimizer], world=world
+    )
+    for rank in worlds.run(world, allocated, stage, compute, optimizer):
+        for purpose, size in rank.items():
+            assert size == pytest.approx(getattr(expected, purpose), rel=0.02), purpose

@@ -1,0 +1,172 @@
+"""Optimizers and schedules of the config: one result on whole parameters and on shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.lamb import Lamb
+from zero_engine.lion import Lion
+
+STAGES = (0, 1, 2, 3)
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.95, 0.98]}},
+        {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        {"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9, "centered": True}},
+        {"type": "NAdam", "params": {"lr": "auto"}},
+        {"type": "rprop", "params": {"lr": 1e-3}},
+    ],
+    ids=lambda optimizer: optimizer["type"],
+)
+def test_every_optimizer_gives_one_result_at_every_stage_and_world_size(
+    worlds: WorldPool, optimizer: dict[str, Any]
+) -> None:
+    ranks = [*worlds.run(1, hashes, optimizer), *worlds.run(3, hashes, optimizer)]
+    assert len({digest for rank in ranks for digest in rank}) == 1
+
+
+def hashes(optimizer: dict[str, Any]) -> list[str]:
+    found = []
+    for stage in STAGES:
+        engine = make_engine(config(stage, optimizer=optimizer))
+        train(engine, STEPS)
+        found.append(engine.weight_hash())
+    return found
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lamb"])
+def test_on_shards_it_computes_what_it_computes_on_whole_parameters(
+    worlds: WorldPool, name: str
+) -> None:
+    ours = worlds.run(2, train_on_shards, name)[0]
+    theirs = train_on_whole_parameters(name)
+    for key, value in ours.items():
+        np.testing.assert_allclose(value, theirs[key], rtol=2e-6, atol=1e-8)
+
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    # The first matrix does not fit into one rank's shard.
+    return nn.Sequential(nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
+
+
+def batch(step: int, leaf: int) -> Tensor:
+    return torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + leaf))
+
+
+def train_on_shards(name: str) -> dict[str, Any]:
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
+    settings |= {"zero_optimization": {"stage": 3}, "optimizer": {"type": name, "params": OPTIONS}}
+    engine, *_ = zero_engine.initialize(model=net(), config=settings)
+    for step in range(STEPS):
+        engine.backward(engine(batch(step, engine.global_rank)).square().mean())
+        engine.step()
+    return {name: value.numpy() for name, value in engine.module_state_dict().items()}
+
+
+def train_on_whole_parameters(name: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model = net()
+    optimizer = {"Lion": Lion, "Lamb": Lamb}[name](model.parameters(), **OPTIONS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for leaf in range(2):
+            (model(batch(step, leaf)).square().mean() / 2).backward()
+        optimizer.step()
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def test_lambs_step_is_the_papers_in_one_dimension() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([0.5, 0.0])
+    Lamb([weight], lr=0.1, eps=0.0001, bias_correction=False, betas=(0.0, 0.0)).step()
+    # The direction has length 1, the weight 5: a step of 0.1 * 5 along it.
+    assert weight.tolist() == pytest.approx([3.0 - 0.5 * 5000 / 5001 * 5001 / 5000, 4.0], abs=1e-3)
+
+
+def test_lion_steps_by_the_sign_and_decays_the_weight() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -1.0]))
+    weight.grad = torch.tensor([0.3, -7.0])
+    Lion([weight], lr=0.1, weight_decay=0.5).step()
+    assert weight.tolist() == pytest.approx([0.95 - 0.1, -0.95 + 0.1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"type": "Muon"}, "optimizer Muon needs whole parameters and cannot work on shards"),
+        ({"type": "Adamm"}, "optimizer.type: 'Adamm' is unknown; known: adadelta, adagrad, adam"),
+        ({"type": "Lion", "params": {"lr": -1}}, "optimizer.params of Lion: Lion: lr -1"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write it as gradient_clipping"),
+        ({"type": "SGD", "params": {"rate": 1}}, "unexpected keyword argument 'rate'"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_named(
+    worlds: WorldPool, optimizer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorldError, match=message.replace("(", r"\(")):
+        worlds.run(1, hashes, optimizer)
+
+
+def test_adam_is_adamw_without_decay_as_in_deepspeed(worlds: WorldPool) -> None:
+    assert worlds.run(1, adam_options) == [[("AdamW", 0.0), ("AdamW", 0.0), ("Adam", 0.0)]]
+
+
+def adam_options() -> list[tuple[str, float]]:
+    made = []
+    for optimizer in (
+        {"type": "Adam", "params": {"bias_correction": True, "torch_adam": True}},
+        {"type": "AdamW"},
+        {"type": "Adam", "params": {"adam_w_mode": False}},
+    ):
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+        engine, *_ = zero_engine.initialize(model=nn.Linear(2, 1), config=settings)
+        group = engine.optimizer.param_groups[0]
+        made.append((type(engine.optimizer).__name__, group["weight_decay"]))
+    return made
+
+
+# ---- schedules ----
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
+
+
+def test_a_schedule_of_the_config_moves_every_group_and_goes_on_after_a_restart(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    root = str(tmp_path)
+    whole = worlds.run(1, rates_to, 5, None, None)[0]
+    worlds.run(2, rates_to, 2, None, root)
+    resumed = worlds.run(1, rates_to, 5, root, None)[0]
+    assert whole[0] == [pytest.approx([rate] * 2) for rate in (0, 0.01 / 3, 0.02 / 3, 0.01, 0.01)]
+    assert resumed == (whole[0][2:], whole[1])
+
+
+def rates_to(steps: int, load: str | None, save: str | None) -> tuple[list[Any], str]:
+    engine = make_engine(config(3, scheduler=WARMUP))
+    assert type(engine.lr_scheduler).__name__ == "WarmupLR"
+    if load:
+        engine.load_checkpoint(load)
+    rates = []
+    for step in range(engine.global_steps + 1, steps + 1):
+        train(engine, step)
+        rates.append(engine.get_lr())
+    if save:
+        engine.save_checkpoint(save)
+    return rates, engine.weight_hash()

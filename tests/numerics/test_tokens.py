@@ -1,0 +1,149 @@
+"""Unequal numbers of tokens: each counts the same, at every world size and stage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import zero_engine
+from tests.numerics.test_engine_features import one_result
+from tests.support.world import WorldError, WorldPool
+
+SAMPLES, LONGEST, STEPS = 23, 9, 4
+
+
+class Ragged(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences of 0 to 8 values, padded, and which of the places count."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        values = torch.randn(LONGEST, generator=generator)
+        return values, torch.arange(LONGEST) < index % LONGEST
+
+
+def loss_of(model: Any, values: Tensor, counts: Tensor) -> tuple[Tensor, int]:
+    """The sum of squared errors over the places that count, and their number."""
+    errors = (model(values.unsqueeze(-1)).squeeze(-1).float() - values.float().sin()) ** 2
+    return (errors * counts).sum(), int(counts.sum())
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 10,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
+        **more,
+    }
+
+
+def train(stages: tuple[int, ...], form: str, more: str = "{}") -> list[Any]:
+    """The hash, and losses and norms of every step, at each stage."""
+    results = []
+    for stage in stages:
+        config = settings(stage, **json.loads(more))
+        engine, *_ = zero_engine.initialize(model=net(), training_data=Ragged(), config=config)
+        curve: list[tuple[float, float | None]] = []
+        while engine.global_steps < STEPS:
+            for values, counts in engine.training_dataloader:
+                backward(engine, loss_of(engine, values, counts), form)
+                engine.step()
+                if engine.global_steps > len(curve):
+                    curve.append((engine.mean_loss, engine.get_global_grad_norm()))
+                if engine.global_steps == STEPS:
+                    break
+        results.append((engine.weight_hash(), curve))
+    return results
+
+
+def backward(engine: Any, loss: tuple[Tensor, int], form: str) -> None:
+    summed, count = loss
+    match form:
+        case "sum and count":
+            engine.backward(loss)
+        case "mean and tokens":
+            engine.backward(summed / max(count, 1), tokens=torch.tensor(count))
+        case "plain":
+            engine.scale(loss).backward()
+        case "samples":
+            engine.backward(summed / max(count, 1))
+        case "some":
+            engine.backward(summed, tokens=count if engine.micro_steps % 2 else None)
+
+
+def test_every_stage_and_world_size_gives_the_same_bits(worlds: WorldPool) -> None:
+    results = one_result(worlds, train, (0, 1, 2, 3), "sum and count", sizes=(1, 2, 4))
+    assert results == [results[0]] * 4
+    assert one_result(worlds, train, (2,), "plain") == results[:1]
+    assert one_result(worlds, train, (2,), "samples")[0][0] != results[0][0]
+
+
+def test_it_is_the_mean_over_all_tokens_of_the_global_batch(worlds: WorldPool) -> None:
+    for form in ("sum and count", "mean and tokens"):
+        ((_, curve),) = worlds.run(3, train, (3,), form)[0]
+        expected = torch.tensor(plain_torch())
+        torch.testing.assert_close(torch.tensor(curve), expected, rtol=2e-5, atol=1e-6)
+
+
+def plain_torch() -> list[tuple[float, float]]:
+    """The whole global batch at once, divided by its number of tokens."""
+    from zero_engine.global_batch import BatchShape, plan_epoch, sample_ids
+
+    model, data, position = net(), Ragged(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    curve = []
+    for _ in range(STEPS):
+        plan = next(plan_epoch(position, BatchShape(leaves=5, micro_batch=2), SAMPLES))
+        leaves = [plan.leaf(index, 0, 1) for index in range(plan.leaves)]
+        ids = [i for leaf in leaves for i in sample_ids(plan, leaf, SAMPLES, SAMPLES, 42)]
+        samples = [data[i] for i in ids]
+        values, counts = (torch.stack(part) for part in zip(*samples, strict=True))
+        summed, count = loss_of(model, values, counts)
+        loss = summed / count
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        curve.append((loss.item(), norm.item()))
+        position += plan.samples
+    return curve
+
+
+def test_in_fp16_the_loss_scale_divides_out(worlds: WorldPool) -> None:
+    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 4}
+    one = one_result(worlds, train, (0, 3), "sum and count", json.dumps({"fp16": fp16}))
+    assert one[0] == one[1]
+    exact = [loss for loss, _ in worlds.run(1, train, (0,), "sum and count")[0][0][1]]
+    assert [loss for loss, _ in one[0][1]] == pytest.approx(exact, rel=0.02)
+
+
+def test_a_step_with_and_without_counts_is_an_error_on_every_rank(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError) as caught:
+        worlds.run(2, train, (1,), "some")
+    message = "3 of the 5 micro-batches of this step have no number of tokens, the others have"
+    assert str(caught.value).count("errors.EngineError: " + message) == 2
+
+
+@pytest.mark.parametrize("tokens", [2.5, -1, 1 << 25])
+def test_what_is_no_number_of_tokens_is_named(worlds: WorldPool, tokens: float) -> None:
+    with pytest.raises(WorldError, match="is not a number of tokens; give a whole number from 0"):
+        worlds.run(1, give, tokens)
+
+
+def give(tokens: float) -> None:
+    engine, *_ = zero_engine.initialize(model=net(), config=settings(0))
+    engine.backward(engine(torch.ones(2, 1)).sum(), tokens=tokens)

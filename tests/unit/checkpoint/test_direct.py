@@ -1,0 +1,102 @@
+"""The way that is measured to be faster is the one that is used, and the bytes are the same."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+
+import pytest
+
+from zero_engine.checkpoint import direct
+from zero_engine.checkpoint.direct import TRIAL_BYTES, DirectDisk, Trial, Way
+
+
+def feed(trial, cached_s, direct_s):
+    """Measure until it is over; the ways tried."""
+    tried = []
+    while not trial.over:
+        tried.append(trial.way)
+        trial.seconds[trial.way].append(cached_s if trial.way is Way.CACHED else direct_s)
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("cached_s", "direct_s", "best"), [(2.0, 1.0, Way.DIRECT), (1.0, 2.0, Way.CACHED)]
+)
+def test_both_ways_are_tried_in_turn_and_the_faster_stays(cached_s, direct_s, best):
+    trial = Trial()
+    assert feed(trial, cached_s, direct_s) == [Way.CACHED, Way.DIRECT] * 3
+    assert trial.way is best
+
+
+def test_one_slow_write_does_not_decide():
+    trial = Trial(seconds={Way.CACHED: [1.0, 1.0, 1.0], Way.DIRECT: [9.0, 0.5, 0.5]})
+    assert trial.over
+    assert trial.way is Way.DIRECT
+
+
+def test_what_is_refused_is_never_tried_again():
+    assert Trial(refused=True).over
+    assert Trial(refused=True).way is Way.CACHED
+
+
+class Spy(DirectDisk):
+    """Notes in which way each slab was written, on a clock of its own."""
+
+    def __init__(self, cost_s):
+        self.now_s = 0.0
+        super().__init__(clock=lambda: self.now_s)
+        self.cost_s, self.ways = cost_s, []
+
+    def _write(self, file, data, trial):
+        super()._write(file, data, trial)
+        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        way = Way.DIRECT if flags & os.O_DIRECT else Way.CACHED
+        self.ways.append(way)
+        self.now_s += self.cost_s[way]
+
+
+def slabs(count, tail=b"tail"):
+    memory = mmap.mmap(-1, count * TRIAL_BYTES + len(tail))
+    memory[:] = random.Random(1).randbytes(len(memory))
+    whole = memoryview(memory)
+    begins = range(0, len(memory), TRIAL_BYTES)
+    return bytes(memory), [whole[begin : begin + TRIAL_BYTES] for begin in begins]
+
+
+@pytest.mark.parametrize("best", list(Way))
+def test_a_file_written_in_both_ways_holds_what_was_written(tmp_path, best):
+    whole, parts = slabs(8)
+    disk = Spy({way: 1.0 if way is best else 2.0 for way in Way})
+    with disk.create(tmp_path / "file") as file:
+        disk.write(file, b"")
+        for part in parts:
+            disk.write(file, part)
+        disk.sync(file)
+    assert (tmp_path / "file").read_bytes() == whole
+    if Way.DIRECT in disk.ways:  # else this file system refuses, and all of it is cached
+        assert disk.ways == [Way.CACHED, Way.DIRECT] * 3 + [best] * 2
+    with disk.create(tmp_path / "unaligned") as file:
+        disk.write(file, b"head")
+        for part in parts:
+            disk.write(file, part)
+    assert (tmp_path / "unaligned").read_bytes() == b"head" + whole
+
+
+def test_a_file_system_that_refuses_gets_everything_through_the_cache(tmp_path, monkeypatch):
+    def refuse(_, wanted):
+        if wanted:
+            raise OSError(errno.EINVAL, "no direct writing here")
+
+    monkeypatch.setattr(direct, "_set_direct", refuse)
+    whole, parts = slabs(3)
+    disk = DirectDisk()
+    with disk.create(tmp_path / "file") as file:
+        for part in parts:
+            disk.write(file, part)
+        disk.sync(file)
+    assert (tmp_path / "file").read_bytes() == whole
+    assert [trial.refused for trial in disk._trials.values()] == [True]

@@ -1,0 +1,291 @@
+"""Looking into checkpoints: every statement is about bytes that were really read."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.support import adam_state, every_dtype, same_bits, saved
+from zero_engine.checkpoint import find
+from zero_engine.checkpoint.candidates import quarantine
+from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.tools import locate, upkeep
+from zero_engine.checkpoint.tools.compare import Relation, compare, distance
+from zero_engine.checkpoint.tools.describe import describe, l2_norm
+from zero_engine.checkpoint.tools.listing import Status, list_root
+from zero_engine.checkpoint.tools.tensors import read_tensor, read_tensors
+from zero_engine.checkpoint.tools.verify import verify
+from zero_engine.errors import CheckpointError, DamagedCheckpoint
+
+WEIGHT = TensorId(PARAM, "wte.weight")
+
+
+def flip(path, offset):
+    """Damage one byte, keeping the size."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two checkpoints of two ranks, in blocks of a page."""
+    for step, tag in ((1, "a"), (2, "b")):
+        saved(tmp_path, adam_state(seed=step, width=400), step=step, tag=tag)
+    return tmp_path
+
+
+# ---- names ----
+
+
+def test_a_root_means_its_newest_a_tag_its_own_and_a_directory_itself(root):
+    new, old = (candidate.path for candidate in find(root).candidates)
+    assert locate.one(str(root)).path == new
+    assert locate.one(f"{root}@a").path == old
+    assert locate.one(str(old)).path == old.resolve()
+
+
+def test_an_unknown_tag_names_those_there_are(root):
+    with pytest.raises(CheckpointError, match="tagged 'c'; tags there are: b, a"):
+        locate.one(f"{root}@c")
+
+
+def test_what_cannot_be_meant_says_why(root, tmp_path):
+    quarantine(find(root).candidates[0].path, "flipped")
+    quarantine(find(root).candidates[0].path, "flipped too")
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint here; .*flipped"):
+        locate.one(str(root))
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        locate.one(str(tmp_path / "nowhere"))
+    attempt = tmp_path / "step-000000009.g0.abcd"
+    attempt.mkdir()
+    with pytest.raises(CheckpointError, match="it was never a checkpoint"):
+        locate.one(str(attempt))
+
+
+def test_a_quarantined_checkpoint_can_still_be_looked_at_by_its_own_name(root):
+    path = find(root).candidates[0].path
+    quarantine(path, "flipped")
+    assert locate.one(str(path)).path == path.resolve()
+
+
+# ---- tensors ----
+
+
+def test_tensors_come_out_bit_by_bit_in_whatever_batches(tmp_path):
+    full = adam_state() | every_dtype()
+    saved(tmp_path, full, 3)
+    checkpoint = locate.one(str(tmp_path))
+    for batch_bytes in (1, 500, 1 << 30):
+        assert same_bits(dict(read_tensors(checkpoint, full, batch_bytes=batch_bytes)), full)
+
+
+def test_a_damaged_tensor_is_not_handed_out(root):
+    checkpoint = locate.one(str(root))
+    flip(checkpoint.path / "r00000.safetensors", 5000)
+    with pytest.raises(DamagedCheckpoint, match="XXH3-64 differs"):
+        read_tensor(checkpoint, WEIGHT)
+
+
+def test_a_tensor_that_is_not_there_is_named(root):
+    with pytest.raises(CheckpointError, match="no tensor param/nothing in it"):
+        read_tensor(locate.one(str(root)), TensorId(PARAM, "nothing"))
+
+
+# ---- verify ----
+
+
+def test_a_whole_checkpoint_has_no_damage_and_all_bytes_are_counted(root):
+    checkpoint = locate.one(str(root))
+    counted = []
+    assert verify(checkpoint, progress=counted.append) == []
+    assert sum(counted) == sum(file.stat().st_size for file in checkpoint.path.glob("r*"))
+
+
+def test_all_damage_is_found_and_named_with_file_bytes_and_tensors(root):
+    checkpoint = locate.one(str(root))
+    first, second = sorted(checkpoint.path.glob("r*"))
+    flip(first, 4096 + 17)
+    flip(first, 3 * 4096)
+    os.truncate(second, second.stat().st_size - 1)
+
+    damages = verify(checkpoint, threads=3)
+
+    assert [(d.file, d.begin, d.problem) for d in damages] == [
+        ("r00000.safetensors", 4096, "XXH3-64 differs"),
+        ("r00000.safetensors", 3 * 4096, "XXH3-64 differs"),
+        ("r00001.safetensors", damages[2].begin, "the file ends 1 bytes too early"),
+    ]
+    assert damages[0].tensors == ("param/wte.weight[0:1022]", "buffer/count[0:1]")
+    assert damages[2].end == second.stat().st_size + 1
+
+
+def test_missing_and_grown_files_are_damage(root):
+    checkpoint = locate.one(str(root))
+    first, second = sorted(checkpoint.path.glob("r*"))
+    first.unlink()
+    with second.open("ab") as file:
+        file.write(b"more")
+    assert [d.problem for d in verify(checkpoint)] == [
+        "the file is missing",
+        "the file is 4 bytes too long",
+    ]
+
+
+# ---- ls ----
+
+
+def test_a_listing_says_how_far_each_can_be_trusted(root):
+    new, old = (candidate.path for candidate in find(root).candidates)
+    third = saved(root, adam_state(seed=3), step=3, tag="c")
+    quarantine(new, "flipped")
+    os.truncate(third / "r00001.safetensors", 100)
+    (root / "step-000000004.g0.abcd").mkdir()
+    (root / "notes").mkdir()
+
+    rows = list_root(root, now_s=2e9)
+
+    assert [(row.name, row.status) for row in rows] == [
+        ("step-000000004.g0.abcd", Status.UNCOMMITTED),
+        (third.name, Status.DAMAGED),
+        (new.name, Status.QUARANTINED),
+        (old.name, Status.COMMITTED),
+    ]
+    assert "r00001.safetensors has 100 bytes" in rows[1].reason
+    assert "flipped" in rows[2].reason
+    assert (rows[3].step, rows[3].tag, rows[3].world) == (1, "a", 2)
+
+
+def test_verified_is_said_only_after_reading_everything(root):
+    old = find(root).candidates[1]
+    flip(old.path / "r00000.safetensors", 9000)
+    assert [row.status for row in list_root(root, now_s=2e9)] == [Status.COMMITTED] * 2
+    rows = list_root(root, now_s=2e9, check=verify)
+    assert [row.status for row in rows] == [Status.VERIFIED, Status.DAMAGED]
+
+
+# ---- show ----
+
+
+def test_norms_are_those_of_float64_and_need_no_engine(tmp_path):
+    full = {WEIGHT: torch.full((300,), 1e30), TensorId("exp_avg", "wte.weight"): torch.ones(300)}
+    saved(tmp_path, full, meta={"client": {"epoch": 3}})
+    record = describe(locate.one(str(tmp_path)), norms=True)
+    assert record["tensors"][0]["norm"] == pytest.approx(math.sqrt(300) * 1e30, rel=1e-6)
+    assert record["tensors"][1]["norm"] == pytest.approx(math.sqrt(300))
+    assert record["optimizer_kinds"] == ["exp_avg"]
+    assert record["client"] == {"epoch": 3}
+
+
+def test_norms_of_complex_and_empty_tensors_are_numbers():
+    assert l2_norm(torch.tensor([3 + 4j, 0])) == pytest.approx(5.0)
+    assert l2_norm(torch.empty(0)) == 0.0
+
+
+# ---- diff ----
+
+
+def both(tmp_path, left, right, **extra):
+    """The relation of each tensor of two states, saved by different numbers of ranks."""
+    saved(tmp_path / "left", left, 1, **extra)
+    saved(tmp_path / "right", right, 3)
+    found = compare(locate.one(str(tmp_path / "left")), locate.one(str(tmp_path / "right")))
+    return {f"{item.kind}/{item.name}": item for item in found}
+
+
+def test_equal_bits_are_equal_at_any_world_size_nans_included(tmp_path):
+    full = adam_state() | every_dtype()
+    assert {item.relation for item in both(tmp_path, full, full).values()} == {Relation.EQUAL}
+
+
+def test_differences_are_measured_and_missing_extra_and_reshaped_are_told_apart(tmp_path):
+    left = {
+        TensorId(PARAM, "same"): torch.ones(5),
+        TensorId(PARAM, "moved"): torch.tensor([1.0, 2.0, 4.0]),
+        TensorId(PARAM, "lost"): torch.ones(2),
+        TensorId(PARAM, "longer"): torch.ones(2),
+    }
+    right = {
+        TensorId(PARAM, "same"): torch.ones(5),
+        TensorId(PARAM, "moved"): torch.tensor([1.0, 2.5, 3.5]),
+        TensorId(PARAM, "longer"): torch.ones(3),
+        TensorId(PARAM, "new"): torch.ones(2),
+    }
+    found = both(tmp_path, left, right)
+    assert {name: item.relation for name, item in found.items()} == {
+        "param/same": Relation.EQUAL,
+        "param/moved": Relation.DIFFERENT,
+        "param/lost": Relation.MISSING,
+        "param/longer": Relation.RESHAPED,
+        "param/new": Relation.EXTRA,
+    }
+    assert (found["param/moved"].max_abs, found["param/moved"].max_rel) == (0.5, 0.2)
+    assert found["param/longer"].detail == "[2] / [3]"
+
+
+def test_a_tensor_is_found_under_its_tied_name(tmp_path):
+    left = {TensorId(PARAM, "head"): torch.ones(4)}
+    right = {TensorId(PARAM, "embed"): torch.ones(4)}
+    saved(tmp_path / "left", left)
+    saved(tmp_path / "right", right, aliases={"head": "embed"})
+    a, b = locate.one(str(tmp_path / "left")), locate.one(str(tmp_path / "right"))
+    assert [item.relation for item in compare(a, b)] == [Relation.EQUAL]
+
+
+def test_numbers_beside_nan_or_infinity_differ_infinitely_and_nan_beside_nan_does_not():
+    nan, inf = math.nan, math.inf
+    assert distance(torch.tensor([nan, inf, 0.0]), torch.tensor([nan, inf, -0.0])) == (0, 0)
+    assert distance(torch.tensor([nan]), torch.tensor([1.0])) == (inf, inf)
+    assert distance(torch.tensor([inf]), torch.tensor([1.0])) == (inf, inf)
+
+
+# ---- prune and repair ----
+
+
+def steps(plan):
+    return [int(action.path.name[5:14]) for action in plan.actions]
+
+
+def test_prune_never_deletes_the_last_one_that_is_whole(tmp_path):
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, adam_state(seed=step), step=step)
+    fourth, third, *_ = find(tmp_path).candidates
+    for damaged in (fourth, third):
+        flip(damaged.path / "r00000.safetensors", 5000)
+
+    plan = upkeep.plan_prune(tmp_path, keep_last=2, keep_every=None, check=verify)
+
+    assert steps(plan) == [1]  # 2 is the newest whole one
+    assert "damaged: r00000.safetensors" in plan.notes[0]
+
+
+def test_prune_deletes_nothing_when_nothing_is_whole(tmp_path):
+    for step in (1, 2, 3):
+        flip(saved(tmp_path, adam_state(), step=step) / "r00000.safetensors", 5000)
+    with pytest.raises(CheckpointError, match="so nothing is deleted"):
+        upkeep.plan_prune(tmp_path, keep_last=2, keep_every=None, check=verify)
+
+
+def test_prune_does_what_it_says(tmp_path):
+    for step in range(1, 7):
+        saved(tmp_path, adam_state(), step=step)
+    plan = upkeep.plan_prune(tmp_path, keep_last=2, keep_every=3, check=verify)
+    assert steps(plan) == [1, 2, 4]
+    for action in plan.actions:
+        action.act()
+    assert [c.manifest.step for c in find(tmp_path).candidates] == [6, 5, 3]
+
+
+@pytest.mark.parametrize("hint", [None, "step-000000001.g0.0000\n", "\xff"])
+def test_repair_writes_the_hint_anew_and_says_so(root, hint):
+    newest = find(root).candidates[0].path.name
+    (root / "latest").unlink()
+    if hint is not None:
+        (root / "latest").write_text(hint)
+    (action,) = upkeep.plan_repair(root, now_s=2e9, older_than_s=0).actions
+    action.act()
+    assert (root / "latest").read_text() == f"{newest}\n"
+    assert upkeep.plan_repair(root, now_s=2e9, older_than_s=0).actions == []

@@ -1,0 +1,94 @@
+"""`python -m zero_engine.config FILE`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_engine.config import load_config
+from zero_engine.config.__main__ import main
+from zero_engine.config.explain import explain
+
+
+def lines(data: dict[str, Any], parameters: int = 10**9) -> list[str]:
+    return "\n".join(explain(load_config(data), data, parameters)).splitlines()
+
+
+def test_resolved_values_say_which_are_from_the_file() -> None:
+    told = lines({"train_batch_size": 32.0, "zero_optimization": True, "gradient_clipping": "auto"})
+    assert "  * train_batch_size = 32" in told
+    assert "  * gradient_clipping = 1.0" in told
+    assert "    fp16.loss_scale_window = 1000" in told
+    assert "  * zero_optimization.stage = 1" in told
+
+
+def test_keys_without_effect_come_with_the_reason() -> None:
+    zero = {"stage": 3, "sub_group_size": 1e9}
+    told = lines({"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}})
+    assert "  data_types.grad_accum_dtype: gradients are summed in fp32" in told
+    assert (
+        "  zero_optimization.sub_group_size: the optimizer steps one unit's shard at a time" in told
+    )
+
+
+def test_the_memory_of_a_rank_is_told_for_1_to_64_ranks() -> None:
+    data = {
+        "train_batch_size": 48,
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW"},
+    }
+    rows = [line.split() for line in lines(data, 2**30) if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64"]
+    # weights 2, then 4 master + 8 moments + 4 gradient sums bytes per parameter over the ranks
+    assert rows[0][1:] == ["2.00", "4.00", "8.00", "4.00", "18.00", "48,", "100%"]
+    assert rows[3][1:] == ["2.00", "0.50", "1.00", "0.50", "4.00", "6,", "100%"]
+    assert rows[5][6:] == ["2,", "75%"]
+
+
+@pytest.mark.parametrize(
+    ("data", "warning"),
+    [
+        ({}, "the config gives no batch size"),
+        ({"train_batch_size": 8}, "the batch depends on the number of ranks of the first start"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer Muon: its memory is not known"),
+        ({"gradient_clipping": 0}, "gradients are not clipped"),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "the loss scale is fixed at 8"),
+        ({"bf16": {"enabled": True}}, "stage 0 keeps all master weights and moments"),
+    ],
+)
+def test_what_may_surprise_is_a_warning(data: dict[str, Any], warning: str) -> None:
+    told = lines(data)
+    warnings = told[told.index("Warnings:") :]
+    assert any(warning in line for line in warnings)
+
+
+def test_a_bad_file_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch": 3}')
+    assert main([str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "python -m zero_engine.config: train_batch: unknown config key; did you mean "
+        "'train_batch_size'?\n"
+    )
+
+
+def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD"}}))
+    command = [sys.executable, "-W", "error", "-m", "zero_engine.config", str(path)]
+    done = subprocess.run(
+        [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Per rank, 7,000,000,000 trained parameters, stage 0:" in done.stdout
+    assert done.stderr == ""

@@ -1,0 +1,196 @@
+"""Learning rates by hand, from DeepSpeed's stated formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from zero_engine.config import SchedulerConfig
+from zero_engine.errors import ConfigError
+from zero_engine.lr_schedules import Schedule, make_schedule
+
+
+def optimizer(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.AdamW(groups)
+
+
+def make(name: str, target: torch.optim.Optimizer, **params: Any) -> Schedule:
+    made = make_schedule(SchedulerConfig(type=name, params=params), target)
+    assert made is not None
+    return made
+
+
+def series(name: str, steps: int, **params: Any) -> list[float]:
+    """The rate before the first step, and after each."""
+    schedule = make(name, optimizer(0.1), **params)
+    rates = [schedule.get_last_lr()[0]]
+    for _ in range(steps):
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    return rates
+
+
+LOG4 = [math.log(n) / math.log(4) for n in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        # Logarithmic unless told otherwise, up to the group's own rate; two steps at the minimum.
+        (
+            "WarmupLR",
+            {"warmup_num_steps": 4},
+            [0.0, *(0.1 * fraction for fraction in LOG4), 0.1, 0.1],
+        ),
+        (
+            "WarmupLR",
+            {
+                "warmup_num_steps": 4,
+                "warmup_type": "linear",
+                "warmup_min_lr": 0.2,
+                "warmup_max_lr": 1.0,
+            },
+            [0.2, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0],
+        ),
+        (
+            "WarmupDecayLR",
+            {
+                "total_num_steps": 8,
+                "warmup_num_steps": 4,
+                "warmup_type": "linear",
+                "warmup_max_lr": 4.0,
+            },
+            [0, 0, 1, 2, 3, 4, 3, 2, 1, 0, 0],
+        ),
+        # The default maximum of the decaying one is 0.001, "auto" is the optimizer's rate.
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_type": "linear"},
+            [0, 0, 0.0005, 0.001],
+        ),
+        (
+            "WarmupDecayLR",
+            {
+                "total_num_steps": 8,
+                "warmup_num_steps": 2,
+                "warmup_type": "linear",
+                "warmup_max_lr": "auto",
+            },
+            [0, 0, 0.05, 0.1],
+        ),
+        (
+            "WarmupCosineLR",
+            {
+                "total_num_steps": 6,
+                "warmup_num_steps": 2,
+                "warmup_min_ratio": 0.5,
+                "cos_min_ratio": 0.2,
+                "warmup_type": "linear",
+            },
+            [
+                0.0,
+                0.05,
+                0.075,
+                *(0.1 * (0.2 + 0.8 * (1 + math.cos(math.pi * n / 4)) / 2) for n in (1, 2, 3, 4, 4)),
+            ],
+        ),
+        (
+            "LRRangeTest",
+            {
+                "lr_range_test_min_lr": 0.5,
+                "lr_range_test_step_size": 2,
+                "lr_range_test_step_rate": 3,
+            },
+            [0.5, 1.25, 2.0, 2.75, 3.5],
+        ),
+        (
+            "LRRangeTest",
+            {
+                "lr_range_test_min_lr": 0.5,
+                "lr_range_test_step_size": 2,
+                "lr_range_test_staircase": True,
+            },
+            [0.5, 0.5, 1.0, 1.0, 1.5],
+        ),
+        (
+            "OneCycle",
+            {
+                "cycle_min_lr": 1,
+                "cycle_max_lr": 5,
+                "cycle_first_step_size": 2,
+                "cycle_second_step_size": 4,
+                "decay_step_size": 2,
+                "decay_lr_rate": 1,
+            },
+            # Up in 2, down in 4; from then on 1 / (1 + intervals).
+            [1, 3, 5, 4, 3, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5],
+        ),
+        (
+            "OneCycle",
+            {
+                "cycle_min_lr": 0,
+                "cycle_max_lr": 4,
+                "cycle_first_step_size": 4,
+                "cycle_first_stair_count": 2,
+            },
+            [0, 0, 2, 2, 4, 2, 2, 0, 0, 0, 0],
+        ),
+    ],
+)
+def test_the_rates_are_deepspeeds(name: str, params: dict[str, Any], expected: list[float]) -> None:
+    assert series(name, len(expected) - 1, **params) == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_cycle_turns_the_momentum_the_other_way() -> None:
+    target = optimizer(0.1)
+    schedule = make("OneCycle", target, cycle_min_lr=1, cycle_max_lr=5, cycle_first_step_size=2)
+    seen = [target.param_groups[0]["betas"]]
+    for _ in range(5):
+        schedule.step()
+        seen.append(target.param_groups[0]["betas"])
+    firsts = [first for first, _ in seen]
+    assert firsts == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9])
+    assert {second for _, second in seen} == {0.99}
+
+
+def test_every_group_keeps_its_own_rate() -> None:
+    target = optimizer(0.1, 0.4)
+    schedule = make("WarmupCosineLR", target, total_num_steps=10, warmup_num_steps=2)
+    schedule.step(2)
+    ratio = 0.0001 + 0.9999 * (1 + math.cos(math.pi / 8)) / 2
+    assert schedule.get_last_lr() == pytest.approx([0.1 * ratio, 0.4 * ratio])
+    listed = make("WarmupLR", target, warmup_max_lr=[1.0, 2.0], warmup_num_steps=2)
+    listed.step(7)
+    assert listed.get_lr() == [1.0, 2.0]
+
+
+def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:
+    first = make("OneCycle", optimizer(0.1), cycle_min_lr=1, cycle_max_lr=5)
+    for _ in range(7):
+        first.step()
+    second = make("OneCycle", optimizer(0.1), cycle_min_lr=1, cycle_max_lr=5)
+    second.load_state_dict(first.state_dict())
+    first.step()
+    second.step()
+    assert second.get_last_lr() == first.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("Warmup", {}, "scheduler.type: 'Warmup' is unknown; known: LRRangeTest, OneCycle"),
+        ("WarmupDecayLR", {}, "missing 1 required positional argument: 'total_num_steps'"),
+        ("WarmupLR", {"warmup_steps": 3}, "unexpected keyword argument 'warmup_steps'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "0 is not a whole number of at least 1"),
+        ("WarmupLR", {"warmup_type": "cubic"}, '\'cubic\' is not "log" or "linear"'),
+        ("WarmupLR", {"warmup_min_lr": [1, 2, 3]}, "3 values for 1 param groups"),
+    ],
+)
+def test_a_mistake_in_the_config_is_named(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(name, optimizer(0.1), **params)
+    assert message in str(caught.value)
