@@ -133,7 +133,21 @@ def save_throttled(root: str, stage: int) -> str:
     return engine.weight_hash()
 
 
-@pytest.mark.parametrize("save", [save_gated, save_throttled])
+def save_after_a_load(root: str, stage: int) -> str:
+    """A load gives the optimizer new state: what was kept of the save before must not be used."""
+    engine = make_engine(config(stage, **ASYNC))
+    train(engine, 1)
+    engine.save_checkpoint(f"{root}.before")
+    train(engine, ENDS_AT)
+    engine.load_checkpoint(f"{root}.before")
+    train(engine, SAVED_AT)
+    engine.save_checkpoint(root)
+    train(engine, ENDS_AT)
+    engine.destroy()
+    return engine.weight_hash()
+
+
+@pytest.mark.parametrize("save", [save_gated, save_throttled, save_after_a_load])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 3)])
 def test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_written(
     worlds: WorldPool, tmp_path: Path, stage: int, world: int, save: Any

@@ -37,7 +37,7 @@ def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed
 
 
 def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
-    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"))
+    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"), pause_s=0.1)
     job.start("a", "b", "c")
     job.wait_for_step(20, world=3)
     first, *others = job.events("activate")[-1]["nodes"]

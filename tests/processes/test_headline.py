@@ -14,6 +14,7 @@ from tests.support.cluster import (
     Cluster,
     environment,
     final_hash,
+    paced,
     training,
 )
 from tests.support.network import kill_all_with, own_loopback
@@ -45,7 +46,7 @@ def terminal(tmp_path):
 
 def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturbed_hash):
     job = Cluster(tmp_path, endpoint="")  # for what its ledger shows
-    command = ("--nnodes=1:4", "--max-restarts=3", *training(tmp_path))
+    command = ("--nnodes=1:4", "--max-restarts=3", *paced(training(tmp_path), 0.05))
     windows = [terminal(*command) for _ in range(4)]
     job.wait_for_step(10, world=4)
     windows[0].close()
@@ -63,7 +64,7 @@ def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturb
 def test_the_server_belongs_to_no_agent(terminal, tmp_path):
     """The first agent starts it; killing that agent leaves it to the others."""
     job = Cluster(tmp_path, endpoint="")
-    command = ("--nnodes=1:2", "--max-restarts=1", *training(tmp_path))
+    command = ("--nnodes=1:2", "--max-restarts=1", *paced(training(tmp_path), 0.03))
     first = terminal(*command)
     job.wait_for_step(1, world=1)
     second = terminal(*command)

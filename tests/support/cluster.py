@@ -20,6 +20,7 @@ from zero_engine.ledger import Report, read_ledger, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_gpt.py"
+PACED = ROOT / "tests" / "support" / "paced.py"
 SAMPLES = 32 * 250 + 10
 STEPS = 251
 TINY = ("--width=32", "--layers=2", "--length=32", f"--samples={SAMPLES}", "--save-every=20")
@@ -35,6 +36,11 @@ def training(directory: Path, *more: str) -> list[str]:
     """The example and its arguments: about ten seconds of steps on two cores."""
     places = (f"--checkpoints={directory}/checkpoints", f"--ledger={directory}/ledger")
     return [str(TRAIN), *TINY, *places, *more]
+
+
+def paced(command: list[str], pause_s: float) -> list[str]:
+    """The same training with slower steps."""
+    return [str(PACED), str(pause_s), *command]
 
 
 def run_alone(directory: Path, *more: str) -> str:
@@ -110,12 +116,14 @@ class Cluster:
     job: str = "job"
     flags: Sequence[str] = ("--nnodes=1:4", "--max-restarts=3")
     script: Sequence[str] = ()
+    pause_s: float = 0.03
+    """Added to each step: a fast machine must not be done before a test has done its part."""
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)
 
     def start(self, *nodes: str) -> None:
         """Start agents; a node that was started before is started again."""
-        script = self.script or training(self.directory)
+        script = self.script or paced(training(self.directory), self.pause_s)
         for node in nodes:
             flags = [
                 *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}"),

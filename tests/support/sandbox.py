@@ -175,8 +175,17 @@ def _set_up(container: Container, root: Path) -> list[str]:
         *(_bind(Path("/dev", name), f"{root}/dev/{name}") for name in _DEVICES),
         *(_bind(source, f"{root}{path}", "ro") for path, source in container.image.files.items()),
         *(_mount(one, f"{root}{one.target}") for one in container.mounts),
+        *(_bind(source, f"{root}{path}", "ro") for path, source in _hidden(container)),
         f"mount -o remount,bind,ro {root}" if container.read_only_root else ":",
         "exec " + shlex.join(_become(container, root)),
+    ]
+
+
+def _hidden(container: Container) -> list[tuple[str, Path]]:
+    """Files of the image below a volume: a checkout in /tmp, say, where a pod has its own /tmp."""
+    volumes = tuple(f"{one.target}/" for one in container.mounts)
+    return [
+        (path, at) for path, at in container.image.files.items() if f"{path}/".startswith(volumes)
     ]
 
 

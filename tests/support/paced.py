@@ -1,0 +1,29 @@
+"""Run a script whose every step takes some seconds more, for tests that need it to last.
+
+    python paced.py SECONDS SCRIPT ARGUMENT...
+
+How long a step takes has no influence on what it computes: the hash stays that of the script.
+"""
+
+import runpy
+import sys
+import time
+from collections.abc import Callable
+
+from zero_engine import Engine
+
+
+def slower(step: Callable[[Engine], None], pause_s: float) -> Callable[[Engine], None]:
+    """`Engine.step`, with a pause at each step boundary."""
+
+    def paced(engine: Engine) -> None:
+        if engine.is_gradient_accumulation_boundary():
+            time.sleep(pause_s)
+        step(engine)
+
+    return paced
+
+
+Engine.step = slower(Engine.step, float(sys.argv[1]))  # type: ignore[method-assign]
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
