@@ -12,7 +12,7 @@ Called by `engine`, which adds the counters and the client's state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class EngineState:
     collectives: Collectives
     scheduler: Any
     aliases: Mapping[str, str]
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """Tensors and pieces of the last capture: the same again while the memory is the same."""
 
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
@@ -103,6 +105,27 @@ class EngineState:
     # ---- tensors and pieces ----
 
     def _state(self, meta: Mapping[str, Any]) -> State:
+        memory = tuple((t.data_ptr(), t.numel(), t.dtype) for t in self._live())
+        if self._kept.get("memory") != memory:
+            pieces = tuple(self._pieces())
+            self._kept.update(memory=memory, tensors=self._tensors(), pieces=pieces)
+        return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
+
+    def _live(self) -> Iterator[Tensor]:
+        """All that the pieces are views of, in one order."""
+        for unit in self.units:
+            yield unit.shard
+        if self.zero is not None:
+            for segment in self.zero.segments:
+                state = self.zero.optimizer.state.get(segment.param, {})
+                yield from (state[key] for key in elementwise_keys(segment, state))
+        yield from (buffer for _, buffer in persistent_buffers(self.module))
+
+    def forget(self) -> None:
+        """Let go of the memory of the last capture: a load makes new optimizer state."""
+        self._kept.clear()
+
+    def _tensors(self) -> dict[TensorId, TensorInfo]:
         tensors: dict[TensorId, TensorInfo] = {}
         kinds = self._kinds()
         for unit in self.units:
@@ -112,7 +135,7 @@ class EngineState:
                     tensors[TensorId(key, slot.fqn)] = TensorInfo(tuple(slot.shape), dtype)
         for name, buffer in persistent_buffers(self.module):
             tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
-        return State(tensors, tuple(self._pieces()), dict(self.aliases), meta)
+        return tensors
 
     def _pieces(self) -> Iterator[Piece]:
         for unit in self.units:

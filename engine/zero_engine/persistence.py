@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine import checkpoint
+from zero_engine import checkpoint, run_meta
 from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.background import Outcome
 from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.pieces import State
 from zero_engine.config import Config
@@ -33,7 +34,6 @@ from zero_engine.distributed import group_store
 from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
 from zero_engine.engine_state import EngineState
 from zero_engine.errors import CheckpointError, CommitRefused, EngineError
-from zero_engine.global_batch import BatchShape
 from zero_engine.parts import Core, Run
 from zero_engine.saver import Request, Saver
 from zero_engine.schedule import Schedule
@@ -90,7 +90,7 @@ class Persistence:
         waits = self._must_wait(blocking)
         if self._skips(waits):
             return False
-        self.saver.report(self.saver.wait_for_room())
+        self._tell(self.saver.wait_for_room())
         tag = tag or f"global_step{step}"
         copied = self.saver.begin(
             Request(
@@ -102,16 +102,14 @@ class Persistence:
             ),
             copy=not waits,
         )
-        saved = copied or self._wait()
+        saved = self.wait() if waits else True
+        if not copied:  # for want of room, on this rank alone: as if it had been in the background
+            self._tell(self.saver.wait())
         self._some_rank_busy = not waits
         self.schedule.begun(time.monotonic() - begin_s)
         if self.leaving:
             self._leave()
         return saved
-
-    def wait(self) -> bool:
-        """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
-        return self._wait()
 
     def close(self) -> None:
         """Finish the save in flight."""
@@ -139,19 +137,20 @@ class Persistence:
 
     def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
         wanted = self._config.checkpoint.weight_hash
-        run = self._run_meta()
+        run = run_meta.describe(self._config, self._core, self._run)
+        run["elapsed_s"] = self.schedule.elapsed_s
         hashed = hashed if wanted is None else wanted
         run["weight_hash"] = weight_hash(self._core.units) if hashed else None
         state = self.state.capture(run, client, exclude_frozen=exclude_frozen)
         # The script and its scheduler go on changing theirs.
         return replace(state, meta=copy.deepcopy(dict(state.meta)))
 
-    def _wait(self) -> bool:
-        """The end of the last save: whether it is published; raises why not."""
+    def wait(self) -> bool:
+        """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
         outcome = self.saver.wait()
         if outcome is None:
             return not self._last_failed
-        self._note(outcome.path is not None, outcome.write_s)
+        self._note(outcome)
         if isinstance(outcome.error, CommitRefused):
             # This worker's round is over or its agent is cut off; if so it will be told to
             # leave. Until then it may compute, and the checkpoints there are stay as they are.
@@ -160,10 +159,16 @@ class Persistence:
             raise outcome.error
         return outcome.path is not None
 
-    def _note(self, saved: bool, write_s: float) -> None:
-        self._last_failed = not saved
-        if saved:
-            self.schedule.committed(write_s)
+    def _tell(self, outcome: Outcome | None) -> None:
+        """Take note of a save that nobody has asked about, and say so if it has failed."""
+        if outcome is not None:
+            self._note(outcome)
+            self.saver.report(outcome)
+
+    def _note(self, outcome: Outcome) -> None:
+        self._last_failed = outcome.path is None
+        if outcome.path is not None:
+            self.schedule.committed(outcome.write_s)
 
     # ---- loading ----
 
@@ -173,7 +178,9 @@ class Persistence:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         if self._run.cursor.micro:
             raise EngineError("load_checkpoint() in the middle of a step; call it before training")
-        self.saver.report(self.saver.wait_for_room())
+        self._tell(self.saver.wait_for_room())
+        self.saver.forget()
+        self.state.forget()
         self._directory = directory
         selection = Selection(State({}, ()))
 
@@ -188,7 +195,8 @@ class Persistence:
         meta = loaded.manifest.meta
         self.state.adopt(meta["engine"], selection, options)
         if not options.module_only:
-            self._adopt_run(meta["engine"])
+            run_meta.adopt(meta["engine"], self._config, self._core, self._run)
+            self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
         client = dict(meta["client"])
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
@@ -207,10 +215,7 @@ class Persistence:
         self.leaving |= bool(notes[:, 0].any())
         self._some_rank_busy = bool(notes[:, 1].any())
         self.schedule.hear(notes[0, 2:].tolist())
-        outcome = self.saver.finished()
-        if outcome is not None:
-            self._note(outcome.path is not None, outcome.write_s)
-            self.saver.report(outcome)
+        self._tell(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
         """Whether the script should save now. See `Engine.checkpoint_due`."""
@@ -251,55 +256,6 @@ class Persistence:
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)
 
-    # ---- the run's own meta ----
-
-    def _run_meta(self) -> dict[str, Any]:
-        run, core, cursor = self._run, self._core, self._run.cursor
-        return {
-            "step": cursor.step,
-            "samples": cursor.samples,
-            "skipped": cursor.skipped,
-            "leaves": run.batch.leaves,
-            "micro_batch": run.batch.micro_batch,
-            "dataset_size": run.loader.sampler.source.size if run.loader is not None else None,
-            "seed": self._config.seed,
-            "world": run.world,
-            "stage": core.stage.number,
-            "dtype": str(core.dtype),
-            "optimizer": type(core.zero.optimizer).__name__ if core.zero is not None else None,
-            "torch": str(torch.__version__),
-            "threads": torch.get_num_threads(),
-            "elapsed_s": self.schedule.elapsed_s,
-        }
-
-    def _adopt_run(self, saved: Mapping[str, Any]) -> None:
-        run = self._run
-        if run.batch_from_world and saved["leaves"]:
-            batch = BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"])
-            run.adopt_batch(batch)
-        if self._core.zero is not None:
-            self._warn_of_differences(saved)
-        cursor = run.cursor
-        cursor.step, cursor.samples, cursor.skipped = (
-            saved["step"],
-            saved["samples"],
-            saved["skipped"],
-        )
-        self.schedule.go_on_from(saved.get("elapsed_s") or 0.0)
-
-    def _warn_of_differences(self, saved: Mapping[str, Any]) -> None:
-        ours = self._run_meta()
-        for key in _SAME_RESULT:
-            # None: nobody knows, as after an import.
-            if saved[key] not in (None, ours[key]):
-                _log.warning(
-                    "%s is %s, the checkpoint was made with %s: from here on the results are "
-                    "not those of the uninterrupted run",
-                    key,
-                    ours[key],
-                    saved[key],
-                )
-
 
 def _report_loaded(loaded: checkpoint.Loaded, selection: Selection) -> None:
     for remark in selection.remarks:
@@ -308,16 +264,3 @@ def _report_loaded(loaded: checkpoint.Loaded, selection: Selection) -> None:
     digest = engine.get("weight_hash")
     weights = f", weights {digest[:16]}" if digest else ""
     _log.info("loaded %s, step %d%s", loaded.path, engine["step"], weights)
-
-
-_SAME_RESULT = (
-    "leaves",
-    "micro_batch",
-    "dataset_size",
-    "seed",
-    "dtype",
-    "optimizer",
-    "torch",
-    "threads",
-)
-"""What must not change in a run if its result is not to change; world and stage may."""

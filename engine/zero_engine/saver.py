@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from zero_engine.checkpoint.arena import Arena, NoArena, sweep
 from zero_engine.checkpoint.background import Background, Outcome
 from zero_engine.checkpoint.direct import DirectDisk
 from zero_engine.checkpoint.housekeeping import Keep, tidy
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image
@@ -60,6 +62,7 @@ class Saver:
         self._background = Background()
         self._in_flight_step = 0
         self._copies = True
+        self._layout: tuple[Sequence[Piece], FileLayout] | None = None
         sweep()
 
     @property
@@ -110,6 +113,11 @@ class Saver:
                     error,
                 )
 
+    def forget(self) -> None:
+        """Let go of the tensors of the last save."""
+        self._layout = None
+        self.arena.forget()
+
     def close(self) -> None:
         """Finish what is in flight, and give the memory back."""
         self.report(self.wait())
@@ -123,7 +131,7 @@ class Saver:
     def _freeze(self, state: State) -> Image | None:
         """A copy of this rank's share; None if it cannot be copied, or not be stored."""
         try:
-            return self.arena.freeze(checkpoint.own_layout(state, self._rank))
+            return self.arena.freeze(self._lay_out(state))
         except NoArena as error:
             if self._copies:
                 _log.warning("training waits for checkpoints to be written: %s", error)
@@ -131,6 +139,12 @@ class Saver:
         except CheckpointError:
             pass  # the save itself will say it, to all ranks
         return None
+
+    def _lay_out(self, state: State) -> FileLayout:
+        """The layout; where tensors are many it takes as long as the copy, so it is kept."""
+        if self._layout is None or self._layout[0] is not state.pieces:
+            self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))
+        return self._layout[1]
 
     def _save(self, request: Request, image: Image | None) -> Path:
         """On the thread of the saves."""

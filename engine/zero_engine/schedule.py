@@ -39,8 +39,8 @@ class Schedule:
         self._clock = clock
         self._started_s = self._last_save_s = clock()
         self._elapsed_before_s = 0.0
-        self._costs: Costs | None = None
         self._stall_s = 0.0
+        self._write_s: float | None = None
         self._reported_s: float | None = None
         self._since_save_s = self._auto_s = 0.0
 
@@ -62,16 +62,15 @@ class Schedule:
         self._stall_s = stall_s
 
     def committed(self, write_s: float) -> None:
-        """The save that was begun last is committed, so long after its beginning."""
-        self._costs = Costs(stall_s=self._stall_s, write_s=write_s)
+        """A save has been committed, so long after its beginning."""
+        self._write_s = write_s
 
     # ---- what travels ----
 
     def notes(self) -> tuple[float, float]:
         """For all ranks: seconds since the last save, seconds that "auto" finds right."""
-        interval_s, reason = best_interval_s(
-            self._costs, Failures(restarts=self._restarts, elapsed_s=self.elapsed_s)
-        )
+        failures = Failures(restarts=self._restarts, elapsed_s=self.elapsed_s)
+        interval_s, reason = best_interval_s(self._costs(), failures)
         if self._config.every_s == AUTO and self._rank == 0:
             self._report(interval_s, reason)
         return self._clock() - self._last_save_s, interval_s
@@ -79,6 +78,11 @@ class Schedule:
     def hear(self, notes: Sequence[float]) -> None:
         """Take rank 0's notes."""
         self._since_save_s, self._auto_s = notes
+
+    def _costs(self) -> Costs | None:
+        if self._write_s is None:
+            return None
+        return Costs(stall_s=self._stall_s, write_s=self._write_s)
 
     def _report(self, interval_s: float, reason: str) -> None:
         known_s = self._reported_s

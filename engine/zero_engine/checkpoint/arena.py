@@ -74,6 +74,7 @@ class Arena:
         self._directory = directory
         self._memory: mmap.mmap | None = None
         self._bytes: Tensor | None = None
+        self._copy: _Copy | None = None
         self._remove: Callable[[], object] = lambda: None
 
     def freeze(self, layout: FileLayout) -> FrozenImage:
@@ -86,16 +87,19 @@ class Arena:
             self._reserve(layout.size_bytes)
         assert self._memory is not None
         assert self._bytes is not None
-        pieces = [byte_view(placed.piece.data) for placed in layout.placed]
-        sources = [torch.frombuffer(bytearray(layout.head), dtype=torch.uint8), *pieces]
-        targets = self._bytes[: layout.size_bytes].split([part.numel() for part in sources])
-        torch._foreach_copy_(targets, sources)  # one call, where small tensors are many
+        if self._copy is None or self._copy.layout is not layout:
+            self._copy = _plan(layout, self._bytes)
+        torch._foreach_copy_(self._copy.targets, self._copy.sources)  # tensors may be many
         return FrozenImage(layout, self._memory)
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last image, but not of its memory."""
+        self._copy = None
 
     def close(self) -> None:
         """Give the memory back; an image that is still being read stays until it is not."""
         self._remove()
-        self._memory = self._bytes = None
+        self._memory = self._bytes = self._copy = None
 
     def _reserve(self, size_bytes: int) -> None:
         self.close()
@@ -134,6 +138,22 @@ class Arena:
             if os.fstat(descriptor).st_nlink:  # else a sweep came between the two calls
                 return path, descriptor
             os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What to copy where, kept for the next image of the same layout."""
+
+    layout: FileLayout
+    targets: tuple[Tensor, ...]
+    sources: list[Tensor]
+
+
+def _plan(layout: FileLayout, memory: Tensor) -> _Copy:
+    pieces = [byte_view(placed.piece.data) for placed in layout.placed]
+    sources = [torch.frombuffer(bytearray(layout.head), dtype=torch.uint8), *pieces]
+    targets = memory[: layout.size_bytes].split([part.numel() for part in sources])
+    return _Copy(layout, targets, sources)
 
 
 def sweep(directory: Path = DIRECTORY) -> None:

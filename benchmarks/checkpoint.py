@@ -1,0 +1,148 @@
+"""What checkpoints cost: beside torch DCP, and beside what memory and disk can do here.
+
+    python benchmarks/checkpoint.py --root /fast/disk         some 10 minutes
+    python benchmarks/checkpoint.py --quick                   a minute, small; proves nothing
+
+Two workloads, each with Adam's two moments: "gpt2" (124 M parameters, 1.49 GB) and "small"
+(10,000 tensors of 4,096 elements). `--save-world` ranks save in turn with each system and load
+again; then `--load-world` ranks load. Systems take turns within each trial, a first round is not
+counted; medians and ranges are printed.
+
+    stall     how long save_checkpoint() holds training up
+    durable   until the checkpoint is whole and survives a power cut (both sides fsync)
+    load      from files that are not in the page cache, verified only on our side
+    read      bytes read by all ranks, in sizes of the checkpoint
+
+DCP gets flat 1-D shards in "gpt2", its best case, and one DTensor per tensor in "small".
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch.distributed as dist
+from checkpoint_worker import LOADS, SAVES, Took, run_rank
+from rich.console import Console
+from rich.table import Table
+
+LIMIT_S = 1800.0
+Trials = dict[str, list[Took]]
+"""What was done -> of each counted trial, what it took all ranks together."""
+
+
+def main() -> None:
+    args = parse_arguments()
+    console = Console()
+    for workload in args.workloads:
+        with tempfile.TemporaryDirectory(dir=args.root, prefix="checkpoint-bench") as folder:
+            same = measure(args, workload, Path(folder), args.save_world, save_plan(args.trials))
+            other = measure(args, workload, Path(folder), args.load_world, load_plan(args.trials))
+        console.print(render(workload, args, same, other))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="a directory on the disk")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=["gpt2", "small"], default=["gpt2", "small"]
+    )
+    parser.add_argument("--save-world", type=int, default=2, metavar="N")
+    parser.add_argument("--load-world", type=int, default=3, metavar="M")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="small sizes and two trials")
+    args = parser.parse_args()
+    if args.quick:
+        args.trials = min(args.trials, 2)
+    if args.trials < 1 or min(args.save_world, args.load_world) < 1:
+        parser.error("--trials, --save-world and --load-world begin at 1")
+    if not args.root.is_dir():
+        parser.error(f"--root {args.root}: there is no such directory")
+    return args
+
+
+def save_plan(trials: int) -> list[str]:
+    once = [f"save {name}" for name in SAVES] + [f"load {name}" for name in LOADS]
+    return once * (trials + 1)
+
+
+def load_plan(trials: int) -> list[str]:
+    return [f"load {name}" for name in LOADS] * (trials + 1)
+
+
+def measure(
+    args: argparse.Namespace, workload: str, root: Path, world: int, plan: list[str]
+) -> Trials:
+    """Carry out a plan on fresh processes; the first round is left out."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(world, mp_context=context) as processes:
+        ranks = [
+            processes.submit(run_rank, r, world, store.port, root, workload, args.quick, plan)
+            for r in range(world)
+        ]
+        try:
+            for rank in as_completed(ranks, timeout=LIMIT_S):
+                rank.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()  # the others would wait for the one that has failed
+            raise
+    results = [rank.result() for rank in ranks]
+    trials: Trials = defaultdict(list)
+    for operations in zip(*results, strict=True):
+        trials[operations[0][0]].append(together([took for _, took in operations]))
+    return {name: rounds[1:] for name, rounds in trials.items()}
+
+
+def together(ranks: Sequence[Took]) -> Took:
+    """The slowest rank's time; the sum of what is read and owned."""
+    sums = {"read", "own"}
+    return {key: (sum if key in sums else max)(took[key] for took in ranks) for key in ranks[0]}
+
+
+def render(workload: str, args: argparse.Namespace, same: Trials, other: Trials) -> Table:
+    own = same["save memcpy"][0]["own"]
+    table = Table(title=f"{workload}: {own / 1e9:.2f} GB, saved by {args.save_world} ranks")
+    headings = ("stall s", "durable s", "GB/s", "files", "load s", "read")
+    for heading in ("", *headings, f"load s by {args.load_world}", "read"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in SAVES:
+        table.add_row(name, *cells(name, own, same, other))
+    return table
+
+
+def cells(name: str, own: float, same: Trials, other: Trials) -> Iterator[str]:
+    """One row: a ceiling has its time where it belongs, a system all of its figures."""
+    saves = same[f"save {name}"]
+    if "s" in saves[0]:
+        times = [took["s"] for took in saves]
+        yield from (spread(times), "") if name == "memcpy" else ("", spread(times))
+        yield f"{own / statistics.median(times) / 1e9:.2f}"
+        return
+    yield spread([took["stall_s"] for took in saves])
+    durable = [took["durable_s"] for took in saves]
+    yield spread(durable)
+    yield f"{own / statistics.median(durable) / 1e9:.2f}"
+    yield f"{saves[0]['files']:.0f}"
+    for trials in (same, other) if name in LOADS else ():
+        loads = trials[f"load {name}"]
+        yield spread([took["load_s"] for took in loads])
+        yield f"{loads[0]['read'] / saves[0]['size']:.2f}x"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, and the range."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+if __name__ == "__main__":
+    main()

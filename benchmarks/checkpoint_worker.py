@@ -1,0 +1,255 @@
+"""One rank of `checkpoint.py`: a model, its checkpoints in each system, and the ceilings.
+
+Every operation begins behind a barrier and returns what it took on this rank: seconds, and
+bytes where they are counted. Nothing is simulated: an engine with a real optimizer state, real
+files, fsync on both sides. Files are dropped from the page cache before they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import zero_engine
+from zero_engine.checkpoint import find
+from zero_engine.engine import Engine
+
+Took = dict[str, float]
+GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))
+SLAB_BYTES = 16 << 20
+
+
+class Bag(nn.Module):
+    """Parameters of given shapes; its forward touches each of them."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(weight.flatten()[0] for weight in self.weights)
+
+
+class Bags(nn.Module):
+    def __init__(self, shapes: list[list[tuple[int, ...]]]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(Bag(each) for each in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for bag in self.bags:
+            x = bag(x)
+        return x
+
+
+def shapes_of(workload: str, quick: bool) -> list[list[tuple[int, ...]]]:
+    """The shapes of each module of a workload."""
+    if workload == "gpt2":
+        norms = ((768,),) * 4
+        blocks = [[*norms, *GPT2_BLOCK] for _ in range(1 if quick else 12)]
+        embeddings = [(1024 if quick else 50257, 768), (1024, 768), (768,), (768,)]
+        return [*blocks, embeddings]
+    return [[(4096,)] * 100 for _ in range(5 if quick else 100)]
+
+
+class Bench:
+    """This rank's engine and the peers' view of the same state."""
+
+    def __init__(self, workload: str, quick: bool, root: Path) -> None:
+        self.root = root
+        torch.manual_seed(dist.get_rank())
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "checkpoint": {"weight_hash": False},
+        }
+        model = Bags(shapes_of(workload, quick))
+        self.engine: Engine
+        self.engine, *_ = zero_engine.initialize(model=model, config=settings)
+        self.engine.backward(self.engine(torch.zeros(())))
+        self.engine.step()
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        # It fsyncs as we do. Staging memory that is used again needs an accelerator in DCP.
+        self._writer = dcp.FileSystemWriter(root, single_file_per_rank=True, thread_count=1)
+        self.peer_state = self._peer_state(per_tensor=workload != "gpt2")
+        state = self.engine._persistence.state.capture({"weight_hash": None}, {})
+        self.own_bytes = sum(piece.data.nbytes for piece in state.pieces)
+        self._arena = torch.empty(self.own_bytes, dtype=torch.uint8)
+        self._source = torch.empty(self.own_bytes, dtype=torch.uint8).random_()
+
+    def _peer_state(self, *, per_tensor: bool) -> dict[str, DTensor]:
+        """Parameters and two moments as DTensors: one a unit, DCP's best case, or one each."""
+        found = {}
+        for unit in self.engine._core.units:
+            sizes = {unit.name: unit.layout.numel}
+            if per_tensor:
+                sizes = {slot.fqn: slot.numel for slot in unit.layout.slots}
+            for kind in ("param", "exp_avg", "exp_avg_sq"):
+                found |= {f"{kind}/{n}": distributed(size, self.mesh) for n, size in sizes.items()}
+        return found
+
+    # ---- ceilings ----
+
+    def memcpy(self) -> Took:
+        """Copy this rank's bytes to memory that is there already."""
+        return timed(lambda: self._arena.copy_(self._source))
+
+    def disk(self, direct: bool) -> Took:
+        """Write this rank's bytes and fsync, in the plainest way there is."""
+        path = self.root / f"ceiling{dist.get_rank()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
+        # A mapping begins on a page, which direct writing needs; its odd tail is left out.
+        data = memoryview(self._source.numpy())
+        start = -self._source.data_ptr() % 4096
+        data = data[start : start + (len(data) - start) // 4096 * 4096]
+
+        def write() -> None:
+            descriptor = os.open(path, flags, 0o600)
+            for begin in range(0, len(data), SLAB_BYTES):
+                os.write(descriptor, data[begin : begin + SLAB_BYTES])
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+        took = timed(write)
+        path.unlink()
+        return took
+
+    # ---- saving ----
+
+    def save_ours(self, blocking: bool) -> Took:
+        root = self.fresh("ours")
+
+        def begin() -> Callable[[], object]:
+            self.engine.save_checkpoint(root, blocking=blocking)
+            return self.engine.wait_for_checkpoint
+
+        return self._saved(root, begin)
+
+    def save_dcp(self, blocking: bool) -> Took:
+        root = self.fresh("dcp")
+
+        def begin() -> Callable[[], object]:
+            if blocking:
+                dcp.save(self.peer_state, checkpoint_id=root, storage_writer=self._writer)
+                return lambda: None
+            return dcp.async_save(
+                self.peer_state, checkpoint_id=root, storage_writer=self._writer
+            ).result
+
+        return self._saved(root, begin)
+
+    def _saved(self, root: Path, begin: Callable[[], Callable[[], object]]) -> Took:
+        dist.barrier()
+        started = time.perf_counter()
+        wait = begin()
+        stall = time.perf_counter() - started
+        wait()
+        dist.barrier()  # a checkpoint is there when the last rank's part is
+        durable = time.perf_counter() - started
+        size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        files = sum(path.is_file() for path in root.rglob("*"))
+        return {"stall_s": stall, "durable_s": durable, "size": size, "files": files}
+
+    def fresh(self, system: str) -> Path:
+        """An empty directory that all ranks know."""
+        root = self.root / system
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+        dist.barrier()
+        return root
+
+    # ---- loading ----
+
+    def load_ours(self) -> Took:
+        root = self.root / "ours"
+        assert find(root).candidates
+        return self._loaded(root, lambda: self.engine.load_checkpoint(root))
+
+    def load_dcp(self) -> Took:
+        root = self.root / "dcp"
+        reader = dcp.FileSystemReader(root)
+        return self._loaded(root, lambda: dcp.load(self.peer_state, storage_reader=reader))
+
+    def _loaded(self, root: Path, load: Callable[[], object]) -> Took:
+        forget(root)
+        before = bytes_read()
+        took = timed(load)
+        return {"load_s": took["s"], "read": bytes_read() - before}
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def distributed(size: int, mesh: DeviceMesh) -> DTensor:
+    """A vector, divided as DTensor does it: all ranks but the last have equal shares."""
+    share = -(-size // mesh.size())
+    begin = min(mesh.get_rank() * share, size)
+    shard = torch.randn(min(share, size - begin))
+    shape = torch.Size([size])
+    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+
+
+def timed(work: Callable[[], object]) -> Took:
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    return {"s": time.perf_counter() - started}
+
+
+def forget(root: Path) -> None:
+    """Drop the files under `root` from the page cache; they are clean, because they are synced."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read by system calls."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+SAVES: dict[str, Callable[[Bench], Took]] = {
+    "memcpy": Bench.memcpy,
+    "disk, cached": lambda bench: bench.disk(direct=False),
+    "disk, direct": lambda bench: bench.disk(direct=True),
+    "ours": lambda bench: bench.save_ours(blocking=True),
+    "DCP": lambda bench: bench.save_dcp(blocking=True),
+    "ours, async": lambda bench: bench.save_ours(blocking=False),
+    "DCP, async": lambda bench: bench.save_dcp(blocking=False),
+}
+LOADS: dict[str, Callable[[Bench], Took]] = {"ours": Bench.load_ours, "DCP": Bench.load_dcp}
+
+
+def run_rank(
+    rank: int, world: int, port: int, root: Path, workload: str, quick: bool, plan: list[str]
+) -> list[tuple[str, Took]]:
+    """Carry out a plan, such as ["save ours", "load DCP"]; what each took on this rank."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    bench = Bench(workload, quick, root)
+    results = []
+    for operation in plan:
+        kind, _, name = operation.partition(" ")
+        table = SAVES if kind == "save" else LOADS
+        results.append((operation, {**table[name](bench), "own": bench.own_bytes}))
+    bench.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
