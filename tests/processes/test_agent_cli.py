@@ -166,8 +166,7 @@ def test_a_killed_agent_leaves_neither_workers_nor_its_etcd(tmp_path):
     wait_for(lambda: not any(map(is_alive, below)), 5, "everything to be gone")
 
 
-def test_the_shared_port_taken_by_something_else_is_named(tmp_path):
-    del tmp_path
+def test_an_endpoint_where_nothing_listens_is_named():
     port = free_port()
     done = agent(f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=1:2", str(TRAIN))
     assert done.returncode == 3
