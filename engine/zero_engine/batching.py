@@ -1,0 +1,111 @@
+"""Which micro-steps make a step, and the loaders that feed them: the engine's part of it.
+
+Must always hold: the global batch decides where a step ends, whatever the script says; it changes
+between steps only. A base of `engine.Engine`, which sets the attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+from zero_engine.config import Config
+from zero_engine.data import ElasticLoader
+from zero_engine.errors import ConfigError, EngineError
+from zero_engine.global_batch import BatchShape
+from zero_engine.loaders import Collate, evaluation_loader, training_loader
+from zero_engine.micro_steps import MicroSteps
+from zero_engine.parts import Core, Run
+
+
+class Batching:
+    """The part of an engine that a script accumulates and loads with."""
+
+    training_dataloader: ElasticLoader | None
+    _config: Config
+    _core: Core
+    _run: Run
+    _micro_steps: MicroSteps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-steps without `step()`, for scripts that accumulate by themselves.
+
+        Gradients are exchanged all the same: leaf by leaf is how the result stays one.
+
+        Raises:
+            EngineError: At stages 2 and 3, as in DeepSpeed.
+        """
+        if self._core.stage.shards_gradients:
+            raise EngineError(
+                f"no_sync() does not go with divided gradients, stage {self._core.stage.number}; "
+                "leave it out, or use stage 0 or 1"
+            )
+        with self._micro_steps.no_sync():
+            yield
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming micro-steps end a step.
+
+        The global batch decides that here, so that the samples of a step do not depend on the
+        world; what is said is checked at the next backward.
+        """
+        self._micro_steps.declared_boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step, from the next step on.
+
+        Raises:
+            ConfigError: Not a multiple of the micro-batch size.
+            EngineError: In the middle of a step.
+        """
+        micro_batch = self._run.batch.micro_batch
+        if train_batch_size < 1 or train_batch_size % micro_batch:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
+                f"size {micro_batch}"
+            )
+        if self._run.cursor.micro or self._micro_steps.awaits_step:
+            raise EngineError("set_train_batch_size() in the middle of a step; call it after one")
+        leaves = train_batch_size // micro_batch
+        self._run.adopt_batch(BatchShape(leaves=leaves, micro_batch=micro_batch))
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader: for "train" the engine's own order, for "eval" this rank's plain share.
+
+        `pin_memory` is for DeepSpeed's scripts: batches are pinned where there is a GPU.
+
+        Raises:
+            ConfigError: A training batch of another size than the config's, or in another order,
+                or another route.
+        """
+        del pin_memory
+        run, workers = self._run, num_local_io_workers or 0
+        if route in ("eval", "predict"):
+            return evaluation_loader(run, dataset, batch_size, data_sampler, collate_fn, workers)
+        if route != "train":
+            raise ConfigError(f'deepspeed_io: route {route!r} is not "train", "eval" or "predict"')
+        if data_sampler is not None:
+            raise ConfigError(
+                "deepspeed_io: the engine orders training data; leave data_sampler out"
+            )
+        if batch_size not in (None, run.batch.micro_batch):
+            raise ConfigError(
+                f"deepspeed_io: batch_size {batch_size} is not the micro-batch size "
+                f"{run.batch.micro_batch}; change train_micro_batch_size_per_gpu"
+            )
+        run.loader = training_loader(self._config, run, dataset, collate_fn, workers)
+        self.training_dataloader = run.loader
+        return run.loader
