@@ -11,7 +11,6 @@ Called by `restore` on every rank.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,10 +27,11 @@ from zero_engine.checkpoint.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.plan import BlockRead, Part, Want, plan
+from zero_engine.checkpoint.source import Source, Span, open_source
 from zero_engine.errors import DamagedCheckpoint
 
-_IOV_MAX = 1024
-"""Buffers that one preadv takes (Linux UIO_MAXIOV)."""
+_AHEAD_BYTES = 64 << 20
+"""What a source is told to expect at once."""
 _SHOWN = 4
 _DAMAGE = frozenset({errno.ENOENT, errno.EIO})
 """What reading a damaged checkpoint fails with; any other error is this node's own problem."""
@@ -86,28 +86,28 @@ class _Reader:
     def read_file(self, file: FileRecord, reads: list[BlockRead]) -> int:
         """Carry out the reads of one file; returns the bytes read."""
         read = reads[0]
-        path = self._directory / file.name
+        ahead = max(_AHEAD_BYTES // self._manifest.block_bytes, 1)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for read in reads:
-                    self._read_block(descriptor, file, read)
-            finally:
-                os.close(descriptor)
+            with open_source(self._directory / file.name) as source:
+                for first in range(0, len(reads), ahead):
+                    batch = reads[first : first + ahead]
+                    source.expect([self._span(file, read) for read in batch])
+                    for read in batch:
+                        self._read_block(source, file, read)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
             raise self._damage(file, read, str(error.strerror)) from error
-        return sum(self._length(file, read) for read in reads)
+        return sum(self._span(file, read)[1] for read in reads)
 
-    def _length(self, file: FileRecord, read: BlockRead) -> int:
-        block_bytes = self._manifest.block_bytes
-        return min(block_bytes, file.size_bytes - read.block * block_bytes)
+    def _span(self, file: FileRecord, read: BlockRead) -> Span:
+        begin = read.block * self._manifest.block_bytes
+        return begin, min(self._manifest.block_bytes, file.size_bytes - begin)
 
-    def _read_block(self, descriptor: int, file: FileRecord, read: BlockRead) -> None:
-        begin, length = read.block * self._manifest.block_bytes, self._length(file, read)
+    def _read_block(self, source: Source, file: FileRecord, read: BlockRead) -> None:
+        begin, length = self._span(file, read)
         buffers = self._buffers(read.parts, begin, length)
-        missing = read_exactly(descriptor, buffers, begin)
+        missing = source.read_into(buffers, begin)
         if missing:
             raise self._damage(file, read, f"ends {missing} bytes too early")
         if _digest(buffers) != file.digests[read.block]:
@@ -137,8 +137,8 @@ class _Reader:
             target.data[part.at : part.at + part.length].copy_(verified)
 
     def _damage(self, file: FileRecord, read: BlockRead, problem: str) -> DamagedCheckpoint:
-        begin = read.block * self._manifest.block_bytes
-        end = begin + self._length(file, read)
+        begin, length = self._span(file, read)
+        end = begin + length
         ranges = contents(self._manifest, read.file, begin, end)
         more = f" and {len(ranges) - _SHOWN} more" if len(ranges) > _SHOWN else ""
         return DamagedCheckpoint(
@@ -159,28 +159,6 @@ def contents(manifest: Manifest, file: int, begin: int, end: int) -> list[str]:
         describe(tensors[rows.tensor[row]][0], int(first[row]), int(length[row]))
         for row in np.flatnonzero((rows.file == file) & (length > 0)).tolist()
     ]
-
-
-def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Scatter the file's bytes from `offset` into the buffers; returns how many it lacks."""
-    left = [buffer for buffer in buffers if buffer]
-    missing = sum(map(len, left))
-    while left:
-        count = os.preadv(descriptor, left[:_IOV_MAX], offset)
-        if count == 0:
-            break
-        offset, missing = offset + count, missing - count
-        left = _drop(left, count)
-    return missing
-
-
-def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    for position, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[position + 1 :]]
-        count -= len(buffer)
-    return []
 
 
 def _digest(buffers: Sequence[memoryview]) -> int:

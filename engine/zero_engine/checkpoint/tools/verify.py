@@ -19,13 +19,14 @@ import xxhash
 
 from zero_engine.checkpoint.candidates import Candidate
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
-from zero_engine.checkpoint.reader import contents, read_exactly
+from zero_engine.checkpoint.reader import contents
+from zero_engine.checkpoint.source import Source, Span, open_source
 
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""
 
-_JOB_BLOCKS = 64
-"""Blocks that a thread checks before it looks for more work."""
+_JOB_BLOCKS = 8
+"""Blocks that a thread checks before it looks for more work; a source may fetch all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,31 +99,34 @@ def _check(checkpoint: Candidate, job: _Job) -> tuple[int, list[Damage]]:
     begin, end = job.first * manifest.block_bytes, job.last * manifest.block_bytes
     size = min(end, file.size_bytes) - begin
     try:
-        descriptor = os.open(checkpoint.path / file.name, os.O_RDONLY | os.O_CLOEXEC)
+        with open_source(checkpoint.path / file.name) as source:
+            source.expect([_span(manifest, file, block) for block in range(job.first, job.last)])
+            return size, _check_blocks(source, manifest, job)
     except FileNotFoundError:
         return size, [_damage(manifest, job.file, begin, begin + size, "the file is missing")]
-    try:
-        return size, _check_blocks(descriptor, manifest, job)
-    finally:
-        os.close(descriptor)
 
 
-def _check_blocks(descriptor: int, manifest: Manifest, job: _Job) -> list[Damage]:
+def _span(manifest: Manifest, file: FileRecord, block: int) -> Span:
+    begin = block * manifest.block_bytes
+    return begin, min(manifest.block_bytes, file.size_bytes - begin)
+
+
+def _check_blocks(source: Source, manifest: Manifest, job: _Job) -> list[Damage]:
     file = manifest.files[job.file]
     buffer = memoryview(bytearray(min(manifest.block_bytes, file.size_bytes)))
     found: list[Damage] = []
     for block in range(job.first, job.last):
-        begin = block * manifest.block_bytes
-        view = buffer[: min(manifest.block_bytes, file.size_bytes - begin)]
-        problem = _problem(descriptor, view, begin, file.digests[block])
+        begin, length = _span(manifest, file, block)
+        view = buffer[:length]
+        problem = _problem(source, view, begin, file.digests[block])
         if problem:
             found.append(_damage(manifest, job.file, begin, begin + len(view), problem))
     return found
 
 
-def _problem(descriptor: int, view: memoryview, begin: int, digest: int) -> str:
+def _problem(source: Source, view: memoryview, begin: int, digest: int) -> str:
     try:
-        missing = read_exactly(descriptor, [view], begin)
+        missing = source.read_into([view], begin)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if missing:

@@ -1,0 +1,79 @@
+"""Ranged reads from one file of a checkpoint, wherever it lies.
+
+Must always hold: a source delivers the bytes of its file or fewer, never other ones; whoever
+reads verifies them. Errors are OSErrors: ENOENT and EIO mean that the file is damaged, anything
+else that it could not be reached.
+
+Called by `reader` and `tools.verify`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_IOV_MAX = 1024
+"""Buffers that one preadv takes (Linux UIO_MAXIOV)."""
+Span = tuple[int, int]
+"""A range of bytes: where it begins, how many."""
+
+
+class Source(Protocol):
+    """An open file."""
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        """What will be read next, each span once and in this order: a hint to fetch them at once.
+
+        The caller bounds their sum, because a source may keep all of them in memory.
+        """
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Scatter the file's bytes from `offset` into the buffers; returns how many it lacks."""
+
+
+def open_source(path: Path) -> AbstractContextManager[Source]:
+    """Open a file to read ranges of it; raises OSError, like every operation on it."""
+    return _open_file(path)
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[Source]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield _File(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of this machine: read straight into place."""
+
+    descriptor: int
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        """The kernel reads ahead by itself."""
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        left = [buffer for buffer in buffers if buffer]
+        missing = sum(map(len, left))
+        while left:
+            count = os.preadv(self.descriptor, left[:_IOV_MAX], offset)
+            if count == 0:
+                break
+            offset, missing = offset + count, missing - count
+            left = _drop(left, count)
+        return missing
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    for position, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[position + 1 :]]
+        count -= len(buffer)
+    return []
