@@ -15,21 +15,23 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
-import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.config import AgentConfig
 from zero_agent.crew import Crew
+from zero_agent.ending import failure_of, root_cause, tell_end
 from zero_agent.health import Status
+from zero_agent.leaving import Leaving
+from zero_agent.limits import Limits
 from zero_agent.ring import Ring
-from zero_agent.supervise import Action, Situation, Workers, next_action
+from zero_agent.supervise import Action, Situation, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
-from zero_orchestrator.job_state import ENDED, Failure, Node, State
+from zero_orchestrator.job_state import ENDED, Failure, Node
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.kv import KeyValueStore
 from zero_orchestrator.rendezvous import Rendezvous
@@ -91,11 +93,8 @@ class Agent:
             lease_ttl_s=config.lease_ttl_s,
             on_change=self._post(lambda: None),
         )
-        self._signal: int | None = None
-        self._drain_s: float | None = None
-        self._drain_code: int = AgentExit.OK
-        self._outage_s: float | None = None
-        self._waiting_s: float | None = None
+        self._limits = Limits(config, clock, self._journal)
+        self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._said = ""
         self._turned_s = clock.now()
         self.took_part = False
@@ -109,13 +108,12 @@ class Agent:
     @property
     def root_cause(self) -> Failure | None:
         """What made the job fail, from whichever node; None if no worker reported a failure."""
-        causes = self._rdzv.snapshot.failures
-        return min(causes, key=lambda cause: (cause.symptom, cause.revision), default=None)
+        return root_cause(self._rdzv.snapshot)
 
     @property
     def status(self) -> Status:
         """How this agent is; may be read on any thread."""
-        job, now_s, outage_s = self._rdzv.snapshot, self._clock.now(), self._outage_s
+        job = self._rdzv.snapshot
         return Status(
             job=self._job,
             node=self._config.node_id,
@@ -124,8 +122,8 @@ class Agent:
             reason=self._rdzv.reason,
             workers=self._crew.state,
             workers_round=self._crew.round,
-            turned_s=now_s - self._turned_s,
-            store_silent_s=None if outage_s is None else now_s - outage_s,
+            turned_s=self._clock.now() - self._turned_s,
+            store_silent_s=self._limits.store_silent_s,
         )
 
     # ---- the loop ----
@@ -158,17 +156,17 @@ class Agent:
 
         May be called from a signal handler.
         """
-        self._inbox.put(lambda: self._signalled(number))
+        self._inbox.put(lambda: self._leaving.signalled(number))
 
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
         try:
             self._rdzv.poll()
-            self._store_answers()
+            self._limits.store_answers()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
-            self._obey()
+            self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node))
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
                 return self._exit_code()
@@ -176,7 +174,7 @@ class Agent:
                 _ACTIONS[action](self, reason)
                 return None
         except StoreUnavailable as error:
-            self._store_is_silent(error)
+            self._limits.store_is_silent(error)
         self._say(self._rdzv.reason)
         self._check_limits()
         self._handle_events()
@@ -208,49 +206,10 @@ class Agent:
             hosting=crew.hosts_store_of(job.n),
         )
 
-    # ---- limits ----
-
     def _check_limits(self) -> None:
         self._crew.check_limits()
-        if self._past(self._drain_s, self._config.shutdown_timeout_s):
-            raise AgentFailed(
-                self._drain_code,
-                f"the node could not leave within {self._config.shutdown_timeout_s:g} s "
-                "(--shutdown-timeout); its workers are killed",
-            )
-        if self._rdzv.snapshot.state not in {None, State.FORMING}:
-            self._waiting_s = None
-        elif self._waiting_s is None:
-            self._waiting_s = self._clock.now()
-        elif self._past(self._waiting_s, self._config.join_timeout_s):
-            raise AgentFailed(
-                AgentExit.NO_NODES,
-                f"no round began within {self._config.join_timeout_s:g} s: {self._rdzv.reason}. "
-                "Start more agents, lower the minimum of --nnodes, or raise --join-timeout",
-            )
-
-    def _past(self, since_s: float | None, limit_s: float) -> bool:
-        return since_s is not None and self._clock.now() - since_s > limit_s
-
-    def _store_is_silent(self, error: StoreUnavailable) -> None:
-        if self._outage_s is None:
-            self._outage_s = self._clock.now()
-            self._journal.tell(
-                "store",
-                f"etcd cannot be reached ({error}); the workers go on, nothing is committed",
-                level=logging.WARNING,
-            )
-        if self._past(self._outage_s, self._config.etcd_grace_s):
-            raise AgentFailed(
-                AgentExit.NO_STORE,
-                f"etcd has been out of reach for more than {self._config.etcd_grace_s:g} s "
-                f"(--etcd-grace): {error}",
-            )
-
-    def _store_answers(self) -> None:
-        if self._outage_s is not None:
-            self._outage_s = None
-            self._journal.tell("store", "etcd answers again")
+        self._leaving.check_limit()
+        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason)
 
     # ---- actions ----
 
@@ -271,16 +230,7 @@ class Agent:
         self._rdzv.report_quiet(self._rdzv.snapshot.n)
 
     def _report_failure(self, reason: str) -> None:
-        end = self._crew.first_failure
-        failure = Failure(
-            node=self._rdzv.node.id,
-            symptom=self._crew.state is Workers.PEER_LOST,
-            summary=f"{end.summary} on node {self._rdzv.node.id}",
-            rank=end.rank,
-            traceback=end.traceback,
-            hang=self._crew.hung,
-        )
-        self._rdzv.report_failure(self._crew.round, failure)
+        self._rdzv.report_failure(self._crew.round, failure_of(self._crew, self._rdzv.node.id))
 
     # ---- events ----
 
@@ -288,7 +238,7 @@ class Agent:
         try:
             self._rdzv.publish_master(n, f"{self._config.address}:{port}")
         except StoreUnavailable as error:
-            self._store_is_silent(error)
+            self._limits.store_is_silent(error)
             self._inbox.put(lambda: self._store_listens(n, port))  # the loop polls in between
 
     def _peer_is_dead(self, node: Node) -> None:
@@ -324,57 +274,12 @@ class Agent:
             nodes = len(job.members.nodes)
             self._publisher.progress(self._crew.progress, lease=self._rdzv.lease, nodes=nodes)
 
-    def _obey(self) -> None:
-        """Leave if somebody wants this node to."""
-        order = self._rdzv.snapshot.drain_order(self._rdzv.node)
-        if order is not None and self._drain_s is None:
-            why = f"zero-ctl drain by {order.by}: leaving at the next step boundary"
-            self._drain(AgentExit.DRAINED, why)
-
-    def _signalled(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if self._signal is not None:
-            raise AgentFailed(128 + number, f"{name} again: the workers are killed")
-        self._signal = number
-        why = f"{name}: leaving at the next step boundary; once more to leave at once"
-        try:
-            self._drain(128 + number, why)
-        except StoreUnavailable as error:
-            raise AgentFailed(128 + number, f"{name} while etcd is away: {error}") from error
-
-    def _drain(self, code: int, why: str) -> None:
-        """Leave at the next step boundary and exit with `code`, unless that has begun already."""
-        if self._drain_s is None:
-            revision = self._rdzv.drain()
-            self._drain_s, self._drain_code = self._clock.now(), code
-            self._journal.tell("drain", why, revision=revision)
-        else:
-            self._journal.tell("drain", why)
-
-    # ---- the end ----
-
     def _exit_code(self) -> int:
-        job = self._rdzv.snapshot
-        if job.state is State.FAILED:
-            self._show_root_cause()
-            return AgentExit.JOB_FAILED
-        if job.state is State.DONE:
-            self._journal.tell("done", f"job {self._job} is done")
-            return AgentExit.OK
-        if job.state is State.STOPPED:
-            text = f"job {self._job} has been stopped: {job.cause}"
-            self._journal.tell("stopped", f"{text}; to run it again, give another --rdzv-id")
-            return AgentExit.STOPPED
-        self._journal.tell("drained", f"node {self._rdzv.node.id} has left the job")
-        return self._drain_code
-
-    def _show_root_cause(self) -> None:
-        job = self._rdzv.snapshot
-        self._journal.tell(
-            "failed", f"job {self._job} has failed: {job.cause}", level=logging.ERROR
-        )
-        if (cause := self.root_cause) and cause.traceback:
-            log.error("%s\n%s", cause.summary, cause.traceback.rstrip())
+        code = tell_end(self._job, self._rdzv.snapshot, self._journal)
+        if code is None:
+            self._journal.tell("drained", f"node {self._rdzv.node.id} has left the job")
+            return self._leaving.code
+        return code
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.hang import parse_hang_timeout
+from zero_orchestrator.arguments import seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +51,6 @@ def _hang(text: str) -> str:
             f"{text}: write seconds, such as 600, or auto, or off"
         ) from None
     return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no length of time; write seconds, such as 30")
-    return value
 
 
 def _port(text: str) -> int:
@@ -111,7 +102,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(name="node-id", metavar="NAME", help="this node's name (host and random characters)"),
         Flag(name="local-addr", metavar="HOST", help="this node's address (that routes to etcd)"),
         Flag(
-            name="join-timeout", kind=_seconds, default=None, help="seconds to wait for nodes (600)"
+            name="join-timeout", kind=seconds, default=None, help="seconds to wait for nodes (600)"
         ),
     ),
     "etcd": (
@@ -127,7 +118,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="with the password in this file",
         ),
         Flag(
-            name="etcd-grace", kind=_seconds, default=None, help="seconds to go on without it (600)"
+            name="etcd-grace", kind=seconds, default=None, help="seconds to go on without it (600)"
         ),
     ),
     "output": (
@@ -173,7 +164,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "this node": (
         Flag(
             name="shutdown-timeout",
-            kind=_seconds,
+            kind=seconds,
             default=None,
             help="seconds from SIGTERM to SIGKILL (30)",
         ),
@@ -225,7 +216,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="monitor-interval",
-            kind=_seconds,
+            kind=seconds,
             default=0.1,
             help="the end of a worker is noticed at once",
         ),
@@ -235,5 +226,5 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 }
 
 FLAGS = {flag.name: flag for flags in GROUPS.values() for flag in flags}
-METAVARS: Mapping[object, str] = {_seconds: "SECONDS", _port: "PORT", _whole: "N", Path: "FILE"}
+METAVARS: Mapping[object, str] = {seconds: "SECONDS", _port: "PORT", _whole: "N", Path: "FILE"}
 """What a value is called in the help, by its kind."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_orchestrator import events, retry, status
+from zero_orchestrator.arguments import seconds, with_dashes
 from zero_orchestrator.errors import LeaseLost, SpecError, StoreError, StoreUnavailable, ZeroError
 from zero_orchestrator.job_state import DrainOrder, Keys
 from zero_orchestrator.kv import KeyValueStore, Put, absent, unchanged
@@ -57,7 +58,7 @@ class CtlExit(IntEnum):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
-    args = _parser().parse_args([_with_dashes(a) for a in (sys.argv[1:] if argv is None else argv)])
+    args = _parser().parse_args([with_dashes(a) for a in (sys.argv[1:] if argv is None else argv)])
     logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
     try:
         code = _run(args)
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--reason", default="", help="why; every agent will say so")
     for sub in (drain, stop):
         text = "wait so many seconds for it to have happened (0)"
-        sub.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=text)
+        sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
     return parser
 
 
@@ -128,22 +129,6 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str
     dest = name.replace("-", "_")
     default = os.environ.get(f"PET_{dest.upper()}", "")
     group.add_argument(f"--{name}", dest=dest, default=default, metavar=metavar, help=text)
-
-
-def _with_dashes(argument: str) -> str:
-    """`--rdzv_endpoint` as `--rdzv-endpoint`, as torchrun reads its flags."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: write a number of seconds, 0 or more")
-    return value
 
 
 def _open(args: argparse.Namespace) -> EtcdStore:

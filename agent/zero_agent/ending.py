@@ -1,0 +1,55 @@
+"""How workers and jobs end, as an agent tells it: a failure's report, the last words, the code.
+
+Who calls it: the agent's loop, when `supervise` says REPORT_FAILURE or EXIT.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from zero_agent.config import AgentExit
+from zero_agent.crew import Crew
+from zero_agent.supervise import Workers
+from zero_orchestrator.job_state import Failure, Snapshot, State
+from zero_orchestrator.journal import Journal
+
+log = logging.getLogger("zero")
+
+
+def root_cause(job: Snapshot) -> Failure | None:
+    """What made the job fail, from whichever node; None if no worker reported a failure."""
+    return min(job.failures, key=lambda cause: (cause.symptom, cause.revision), default=None)
+
+
+def failure_of(crew: Crew, node: str) -> Failure:
+    """What a node reports of its failed workers."""
+    end = crew.first_failure
+    return Failure(
+        node=node,
+        symptom=crew.state is Workers.PEER_LOST,
+        summary=f"{end.summary} on node {node}",
+        rank=end.rank,
+        traceback=end.traceback,
+        hang=crew.hung,
+    )
+
+
+def tell_end(name: str, job: Snapshot, journal: Journal) -> int | None:
+    """Say how the job `name` ended; the agent's exit code, None if the job goes on."""
+    if job.state is State.FAILED:
+        _tell_failure(name, job, journal)
+        return AgentExit.JOB_FAILED
+    if job.state is State.DONE:
+        journal.tell("done", f"job {name} is done")
+        return AgentExit.OK
+    if job.state is State.STOPPED:
+        text = f"job {name} has been stopped: {job.cause}"
+        journal.tell("stopped", f"{text}; to run it again, give another --rdzv-id")
+        return AgentExit.STOPPED
+    return None
+
+
+def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:
+    journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
+    if (cause := root_cause(job)) and cause.traceback:
+        log.error("%s\n%s", cause.summary, cause.traceback.rstrip())

@@ -1,0 +1,109 @@
+"""How long an agent puts up with what it waits for: etcd out of reach, a round that never begins.
+
+Must always hold: each wait has one limit, each limit a flag, and the message at its end names it.
+Who calls it: the agent's loop, once a turn.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.job_state import Snapshot, State
+from zero_orchestrator.journal import Journal
+
+
+class Stopwatch:
+    """For how long something has been so."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it is so."""
+        return self._since_s is not None
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """For how long; None while it is not."""
+        return None if self._since_s is None else self._clock.now() - self._since_s
+
+    def start(self) -> bool:
+        """It is so from now on; False if it has been already."""
+        fresh = self._since_s is None
+        if fresh:
+            self._since_s = self._clock.now()
+        return fresh
+
+    def stop(self) -> bool:
+        """It is so no more; False if it was not."""
+        was, self._since_s = self._since_s is not None, None
+        return was
+
+    def past(self, limit_s: float) -> bool:
+        """Whether it has been so for too long."""
+        return (self.elapsed_s or 0.0) > limit_s
+
+
+class Limits:
+    """The limits of one agent; each is reached with an AgentFailed."""
+
+    def __init__(self, config: AgentConfig, clock: Clock, journal: Journal) -> None:
+        self._config = config
+        self._journal = journal
+        self._outage = Stopwatch(clock)
+        self._waiting = Stopwatch(clock)
+
+    @property
+    def store_silent_s(self) -> float | None:
+        """For how long etcd has not answered; None while it does."""
+        return self._outage.elapsed_s
+
+    def store_is_silent(self, error: StoreUnavailable) -> None:
+        """Etcd did not answer a call.
+
+        Raises:
+            AgentFailed: It has not for longer than --etcd-grace.
+        """
+        if self._outage.start():
+            self._journal.tell(
+                "store",
+                f"etcd cannot be reached ({error}); the workers go on, nothing is committed",
+                level=logging.WARNING,
+            )
+        if self._outage.past(self._config.etcd_grace_s):
+            raise AgentFailed(
+                AgentExit.NO_STORE,
+                f"etcd has been out of reach for more than {self._config.etcd_grace_s:g} s "
+                f"(--etcd-grace): {error}",
+            )
+
+    def store_answers(self) -> None:
+        """Etcd answered."""
+        if self._outage.stop():
+            self._journal.tell("store", "etcd answers again")
+
+    def check_waiting(self, job: Snapshot, reason: str) -> None:
+        """No round has begun for too long?
+
+        Args:
+            job: As last read.
+            reason: What it waits for.
+
+        Raises:
+            AgentFailed: None has within --join-timeout.
+        """
+        if job.state not in {None, State.FORMING}:
+            self._waiting.stop()
+            return
+        self._waiting.start()
+        if self._waiting.past(self._config.join_timeout_s):
+            raise AgentFailed(
+                AgentExit.NO_NODES,
+                f"no round began within {self._config.join_timeout_s:g} s: {reason}. "
+                "Start more agents, lower the minimum of --nnodes, or raise --join-timeout",
+            )
