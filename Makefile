@@ -1,5 +1,5 @@
 # make demo   everything the main job needs, and runs it
-# make test   everything the tests need, and runs them
+# make test   everything the tests need, and runs them (they mostly wait: three at a time on two cores)
 # make check  format, lint, types, import contracts
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

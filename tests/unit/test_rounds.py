@@ -213,7 +213,7 @@ def test_a_round_is_refused_by_the_store_once_a_stop_was_asked_for():
     assert ("/zero/v1/job/cmd/stop", 0) in [(c.key, c.revision) for c in compares]
 
 
-@pytest.mark.parametrize("state", list(ENDED))
+@pytest.mark.parametrize("state", sorted(ENDED))
 def test_an_ended_job_never_moves(state):
     job = replace(active("ab", live="abc"), state=state, failures=(failed("a"),))
     assert verdict(job)[0] is None
