@@ -1,149 +1,159 @@
-"""Step time, CPU time, memory and traffic of ZeRO stages 0-3, beside torch's own engines.
+"""Step time, CPU time, memory and traffic of ZeRO stages 0-3, beside torch's engines and DeepSpeed.
 
-    python benchmarks/training.py --rounds 3            # root: traffic is counted exactly
-    python benchmarks/training.py --systems ddp,zero2 --dtype bf16
+    python benchmarks/training.py --deepspeed-python /path/to/venv/bin/python
+    python benchmarks/training.py --throttle 1gbit --systems floor,ddp,fsdp2,zero2,zero3
+    python benchmarks/training.py --table results.jsonl
 
 Two processes with one thread each train the same GPT on the same tokens over gloo. Systems take
-turns within each round, each in processes of its own (and, as root, in a network namespace of its
-own, whose loopback counts the bytes), so that a slow minute of the machine hits all of them. The
-*floor* is the same work in two processes that do not talk to each other. Printed are medians over
-all rounds with their range, and the final losses, which must agree before speed means anything.
-
-DeepSpeed needs an environment of its own: `--deepspeed-python PATH` adds its stages 0-3.
+turns within each round, each in processes of its own and, as root, in a network namespace of its
+own, whose interface counts the bytes; without root there is no such column. So a slow minute of
+the machine hits all of them. Steps during which other processes kept the machine busy are left
+out; where too few remain, all count, and the row is marked with an asterisk. The *floor* is
+forward, backward and step in two processes that do not talk to each other. The last losses are
+printed, too: they must agree before speed means anything (the floor's, which trains on half of
+the batch, is another).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from training_model import Shape
+from training_network import Place, place
+from training_report import Run, show
+from training_systems import SYSTEMS
 
 WORKER = Path(__file__).resolve().parent / "training_worker.py"
-OURS = ("zero0", "zero1", "zero2", "zero3")
-TORCH = ("floor", "ddp", "zro", "fsdp2", "fsdp2-keep")
-DEEPSPEED = ("ds0", "ds1", "ds2", "ds3")
+DEEPSPEED = tuple(name for name, system in SYSTEMS.items() if system.package == "deepspeed")
 WORLD = 2
-LIMIT_S = 600
+LIMIT_S = 900
+"""For one system in one round. DeepSpeed compiles its extensions the first time."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One system in one round; lists have an entry per counted step."""
-
-    step_s: list[float]
-    cpu_s: float
-    """Per step and rank."""
-    peak_bytes: int
-    """Resident, above what the imports took."""
-    wire_bytes: float | None
-    """Per step, both ranks together."""
-    loss: float
-
-
-def measure(system: str, args: argparse.Namespace) -> Measured:
-    python = args.deepspeed_python if system in DEEPSPEED else sys.executable
-    with tempfile.TemporaryDirectory(prefix="training-") as directory:
-        work = [python, str(WORKER), system, directory, json.dumps(vars(args))]
-        shell = "ip link set lo up && " if isolated() else ""
-        ranks = " & ".join(f"RANK={r} LOCAL_RANK={r} {' '.join(map(quote, work))}" for r in (0, 1))
-        command = ["bash", "-c", f"{shell}{ranks} & wait"]
-        if isolated():
-            command = ["unshare", "-n", *command]
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29533",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONWARNINGS": "ignore",
-        }
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+def measure(system: str, dtype: str, args: argparse.Namespace) -> Run:
+    with place(WORLD, args.throttle) as where, tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory) / f"{rank}.json" for rank in range(WORLD)]
+        python = args.deepspeed_python if system in DEEPSPEED else sys.executable
+        task = json.dumps(_task(args, dtype, where))
+        ranks = [
+            subprocess.Popen(
+                [*where.prefixes[rank], python, str(WORKER), system, str(path), task],
+                env=_environment(rank, where, python),
+                stdout=subprocess.DEVNULL,
+                stderr=(Path(directory) / f"{rank}.log").open("w"),
+            )
+            for rank, path in enumerate(paths)
+        ]
+        try:
+            for process in ranks:
+                process.wait(LIMIT_S)
+        finally:
+            for process in ranks:
+                process.kill()
+        if not all(path.exists() for path in paths):
+            logs = "\n".join((Path(directory) / f"{r}.log").read_text() for r in range(WORLD))
+            raise SystemExit(f"{system}, {dtype} failed:\n{logs[-3000:]}")
+        return Run(
+            system=system,
+            dtype=dtype,
+            ranks=[json.loads(path.read_text()) for path in paths],
+            counted=where.counted,
+            one_host=where.one_host,
         )
-        files = sorted(Path(directory).glob("*.json"))
-        if len(files) != WORLD:
-            raise SystemExit(f"{system} failed:\n{done.stderr[-3000:]}")
-        return combine([json.loads(path.read_text()) for path in files], isolated())
 
 
-def isolated() -> bool:
-    return os.geteuid() == 0 and shutil.which("unshare") is not None
+def _task(args: argparse.Namespace, dtype: str, where: Place) -> dict[str, Any]:
+    names = ("width", "layers", "length", "vocabulary", "micro")
+    shape = Shape(**{name: getattr(args, name) for name in names})
+    return {
+        "shape": asdict(shape),
+        "dtype": dtype,
+        "steps": args.steps,
+        "warmup": args.warmup,
+        "interface": where.interface,
+    }
 
 
-def quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+def _environment(rank: int, where: Place, python: str) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    remote = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {
+        **os.environ,
+        **(local if where.one_host else remote),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": where.address,
+        "MASTER_PORT": str(where.port),
+        "GLOO_SOCKET_IFNAME": where.interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "DS_ACCELERATOR": "cpu",
+        # DeepSpeed compiles with the ninja of its own environment.
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+    }
 
 
-def combine(ranks: Sequence[dict[str, float]], counted: bool) -> Measured:
-    steps = [max(pair) for pair in zip(*(rank["step_s"] for rank in ranks), strict=True)]
-    return Measured(
-        step_s=steps,
-        cpu_s=statistics.mean(rank["cpu_s"] for rank in ranks) / len(steps),
-        peak_bytes=int(max(rank["peak_bytes"] for rank in ranks)),
-        wire_bytes=ranks[0]["wire_bytes"] / len(steps) if counted else None,
-        loss=ranks[0]["loss"],
-    )
-
-
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--systems", default=",".join(TORCH + OURS))
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="of " + ", ".join(SYSTEMS))
+    parser.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16 or both")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=8, help="counted, in each round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    parser.add_argument("--throttle", default="", help="two hosts and this rate between, as 1gbit")
+    parser.add_argument("--deepspeed-python", default="", help="the Python that has DeepSpeed")
+    parser.add_argument("--out", type=Path, help="add one JSON line per measurement to this file")
+    parser.add_argument("--table", type=Path, help="measure nothing: the tables of such a file")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--micro", type=int, default=2, help="sequences per rank and step")
-    parser.add_argument("--deepspeed-python", default="")
     args = parser.parse_args()
-    systems = args.systems.split(",") + (list(DEEPSPEED) if args.deepspeed_python else [])
-    found: dict[str, list[Measured]] = {system: [] for system in systems}
-    for number in range(args.rounds):
-        for system in systems:
-            found[system].append(measure(system, args))
-            step_ms = statistics.median(found[system][-1].step_s) * 1e3
-            print(f"round {number + 1}: {system} {step_ms:.0f} ms", file=sys.stderr, flush=True)
-    show(found, args)
+    args.systems = args.systems.split(",")
+    args.dtype = args.dtype.split(",")
+    if wrong := [name for name in args.systems if name not in SYSTEMS]:
+        parser.error(f"--systems: {', '.join(wrong)}: not one of {', '.join(SYSTEMS)}")
+    if wrong := [name for name in args.dtype if name not in ("fp32", "bf16")]:
+        parser.error(f"--dtype: {', '.join(wrong)}: not fp32 or bf16")
+    if not args.deepspeed_python:
+        args.systems = [name for name in args.systems if name not in DEEPSPEED]
+    return args
 
 
-def show(found: dict[str, list[Measured]], args: argparse.Namespace) -> None:
-    params = 12 * args.layers * args.width**2 / 1e6
-    table = Table(title=f"{params:.0f} M parameters in blocks, {args.dtype}, {WORLD} ranks, gloo")
-    for column in ("system", "ms per step", "% of floor", "x ddp", "CPU ms", "peak MB", "wire MB"):
-        table.add_column(column, justify="left" if column == "system" else "right")
-    table.add_column("loss", justify="right")
-    middle = {name: statistics.median(all_steps(runs)) for name, runs in found.items()}
-    for name, runs in found.items():
-        steps, wire = all_steps(runs), runs[0].wire_bytes
-        table.add_row(
-            name,
-            f"{middle[name] * 1e3:.0f} ({min(steps) * 1e3:.0f}-{max(steps) * 1e3:.0f})",
-            f"{middle['floor'] / middle[name]:.0%}" if "floor" in middle else "-",
-            f"{middle[name] / middle['ddp']:.2f}" if "ddp" in middle else "-",
-            f"{statistics.median(run.cpu_s for run in runs) * 1e3:.0f}",
-            f"{max(run.peak_bytes for run in runs) / 1e6:.0f}",
-            f"{wire / 1e6:.0f}" if wire is not None else "-",
-            f"{runs[0].loss:.5f}",
-        )
-    Console(width=120).print(table)
+def main() -> None:
+    args = _arguments()
+    if args.table:
+        found = [Run(**json.loads(line)) for line in args.table.read_text().splitlines()]
+    else:
+        found = _rounds(args)
+    show(found, f"{WORLD} ranks, gloo" + (f", {args.throttle}" if args.throttle else ""))
 
 
-def all_steps(runs: Sequence[Measured]) -> list[float]:
-    return [step for run in runs for step in run.step_s]
+def _rounds(args: argparse.Namespace) -> list[Run]:
+    found: list[Run] = []
+    turns = itertools.product(range(1, args.rounds + 1), args.dtype, args.systems)
+    try:
+        for number, dtype, system in turns:
+            run = measure(system, dtype, args)
+            found.append(run)
+            wall_ms = min(wall for wall, _, _ in run.steps()) * 1e3
+            print(f"round {number}: {system} {dtype} {wall_ms:.0f} ms", file=sys.stderr)
+            if args.out:
+                with args.out.open("a") as lines:
+                    lines.write(json.dumps(asdict(run)) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted; this is what was measured", file=sys.stderr)
+    return found
 
 
 if __name__ == "__main__":
