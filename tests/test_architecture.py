@@ -13,6 +13,9 @@ PACKAGES = {
     "agent/zero_agent",
     "engine/zero_engine",
     "engine/zero_engine/checkpoint",
+    "engine/zero_engine/ops",
+    "engine/zero_engine/runtime",
+    "engine/zero_engine/utils",
     "engine/zero_engine/config",
     "engine/zero_engine/checkpoint/tools",
 }

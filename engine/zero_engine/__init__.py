@@ -1,10 +1,12 @@
 """The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
 
-from zero_engine import utils, zero
+from zero_engine import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from zero_engine.accelerator import get_accelerator
 from zero_engine.arguments import add_config_arguments
 from zero_engine.assembly import initialize
-from zero_engine.distributed import init_distributed
+from zero_engine.comm import init_distributed
 from zero_engine.engine import Engine
+from zero_engine.engine import Engine as DeepSpeedEngine
 from zero_engine.errors import (
     CheckpointError,
     CommitRefused,
@@ -14,21 +16,33 @@ from zero_engine.errors import (
     ModelMismatch,
     PeerLost,
 )
+from zero_engine.errors import ConfigError as DeepSpeedConfigError
 from zero_engine.ledger import read_ledger, verify
+from zero_engine.utils.logging import log_dist, logger
 
 __all__ = [
     "CheckpointError",
     "CommitRefused",
     "ConfigError",
     "DamagedCheckpoint",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
     "Engine",
     "EngineError",
     "ModelMismatch",
     "PeerLost",
+    "accelerator",
     "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
+    "ops",
     "read_ledger",
+    "runtime",
     "utils",
     "verify",
     "zero",

@@ -33,6 +33,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import Cursor, resolve_batch
 from zero_engine.grad_reducer import GradReducer
+from zero_engine.leaf_modules import mark_configured, mark_divided
 from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
 from zero_engine.loss_scaler import LossScaling
@@ -145,6 +146,8 @@ def _make_core(
     groups = trained_groups(optimizer, model)
     _check_dtypes(model, groups, dtype)
     _prepare_buffers(model, dtype, device, collectives)
+    leaves = config.zero_optimization.leaf_module
+    mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
     specs = partition(model, groups, dtype)
     units = tuple(FlatUnit(spec, stage, collectives, device) for spec in specs)
@@ -170,6 +173,7 @@ def _make_core(
         guard=guard,
     )
     adopt_parameters(core)
+    mark_divided(model)
     return core
 
 

@@ -13,11 +13,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from zero_engine.errors import ConfigError
+
 GROUP_TIMEOUT_S = 600.0
 """How long a collective may take; DeepSpeed's default as well."""
 
 
-def init_distributed(*, timeout_s: float = GROUP_TIMEOUT_S) -> None:
+def group_timeout_s() -> float:
+    """What the environment says of it, in minutes as for DeepSpeed; else the default."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    try:
+        return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
+    except ValueError:
+        raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
+
+
+def init_distributed(*, timeout_s: float | None = None) -> None:
     """Join the default process group, unless this process is in one already.
 
     With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it;
@@ -29,7 +40,7 @@ def init_distributed(*, timeout_s: float = GROUP_TIMEOUT_S) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
         backend = "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

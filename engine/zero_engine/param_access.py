@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,11 +30,34 @@ _OWNER = "zero_owner"
 """The attribute by which a parameter knows where it lies."""
 
 
+class ZeroParamStatus(Enum):
+    """DeepSpeed's names for whether a parameter of stage 3 can be read."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 def adopt_parameters(core: Core) -> None:
-    """Let the parameters of an engine know where they lie."""
+    """Let the parameters of an engine know where they lie.
+
+    At stage 3 they get the attributes by which scripts tell that they must be gathered first.
+    """
     for unit in core.units:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             setattr(param, _OWNER, OwnedParam(core, unit, slot))
+            if core.stage.shards_parameters:
+                told = {"ds_id": id(param), "ds_shape": slot.shape, "ds_numel": slot.numel}
+                vars(param).update(told)
+        tell_status(core, unit)
+
+
+def tell_status(core: Core, unit: FlatUnit) -> None:
+    """Set the parameters' `ds_status`; inside forward and backward it is not kept up."""
+    if core.stage.shards_parameters:
+        status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
+        for param in unit.params:
+            vars(param)["ds_status"] = status
 
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:

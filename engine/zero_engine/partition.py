@@ -4,7 +4,8 @@ Owns the choice, as data: names, groups and owners, before any buffer exists. Mu
 every parameter is in exactly one unit; the units and the order inside them depend on the model
 and the optimizer's groups alone, never on rank, world or stage.
 
-Every element of an outermost ModuleList is a unit of its own, everything else is the root unit.
+Every element of an outermost ModuleList is a unit of its own, as is a module that is marked as a
+leaf; everything else is the root unit.
 A parameter that two units use (tied weights) belongs to the root, which is there from the
 beginning of forward to the end of backward. Trained and untrained parameters, and those of
 different dtypes, are kept apart, so that a unit has one dtype and either travels as a gradient
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from zero_engine.leaf_modules import z3_leaf_module
 
 ROOT = ""
 """The name of the root unit's module: the model itself."""
@@ -60,13 +63,14 @@ class UnitSpec:
 
 
 def wrapped_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules that become units: callable elements of the outermost ModuleLists."""
+    """The modules that become units: callable elements of outermost ModuleLists, leaf modules."""
     found: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            if isinstance(module, nn.ModuleList) and _is_callable(child):
+            listed = isinstance(module, nn.ModuleList) and _is_callable(child)
+            if listed or z3_leaf_module(child):
                 found[path] = child
             else:
                 visit(path, child)

@@ -14,10 +14,10 @@ from torch import nn
 
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit
-from zero_engine.param_access import owner_of, units_of
+from zero_engine.param_access import ZeroParamStatus, owner_of, tell_status, units_of
 from zero_engine.partition import make_external
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class GatheredParameters:
         for unit in self._gathered_here:
             with self._units[unit].guard():
                 unit.gather()
+            tell_status(self._units[unit], unit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for unit, core in self._units.items():
@@ -78,6 +79,7 @@ class GatheredParameters:
                         unit.gather()  # somebody around us needs it
             elif unit in self._gathered_here:
                 unit.release()
+            tell_status(core, unit)
 
 
 def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:

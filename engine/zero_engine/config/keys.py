@@ -54,7 +54,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.enable_sanity_checks": _CHECKED,
     "zero_optimization.grad_hooks": _ALWAYS,
     "zero_optimization.ignore_unused_parameters": "unused parameters count as zero gradients",
-    "zero_optimization.leaf_module": _UNIT,
     "zero_optimization.legacy_stage1": _FIXED_ORDER,
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights, which are loaded",
     "zero_optimization.log_trace_cache_warnings": "there is no trace",

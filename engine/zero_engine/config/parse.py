@@ -206,12 +206,17 @@ def _exactly(cls: type[Any]) -> Callable[[Any], Any]:
     return check
 
 
+def _as_strings(value: Any) -> tuple[str, ...]:
+    return tuple(_exactly(str)(each) for each in _exactly(list)(value))
+
+
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
     "float": ("a number", lambda value: float(_number(value))),
     "SecondsOrAuto": ('a number or "auto"', _as_float_or_auto),
     "bool": ("true or false", _as_bool),
     "str": ("a string", _exactly(str)),
+    "tuple[str, ...]": ("a list of strings", _as_strings),
     "dict[str, Any]": ("an object", lambda value: dict(_exactly(Mapping)(value))),
 }
 

@@ -88,10 +88,20 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeafModule:
+    """Modules whose parameters are gathered together, see `leaf_modules`."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroOptimization:
     """Which state is divided among the ranks."""
 
     stage: int = 0
+    leaf_module: LeafModule = LeafModule()
     offload_optimizer: Offload = Offload()
     offload_param: Offload = Offload()
 
@@ -207,6 +217,7 @@ SECTIONS: dict[str, type[Any]] = {
         Fp16,
         TorchAutocast,
         Offload,
+        LeafModule,
         ZeroOptimization,
         OptimizerConfig,
         SchedulerConfig,

@@ -11,11 +11,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_engine.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from zero_engine.loaders import RepeatingLoader
 from zero_engine.param_access import owned
+from zero_engine.utils.logging import log_dist, logger
 
 __all__ = [
     "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -28,6 +39,10 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]
 
 

@@ -1,0 +1,202 @@
+"""DeepSpeed's `deepspeed.accelerator`: the device of this worker, under names for any device.
+
+Owns nothing; torch knows it all. Must always hold: a script that asks here runs unchanged with
+and without a GPU: on a CPU the questions about a device's memory are answered by the process's.
+Scripts call `get_accelerator()`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.distributed import local_device
+
+__all__ = ["Accelerator", "get_accelerator"]
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """CUDA's if there is one, else the CPU's."""
+    return Cuda() if torch.cuda.is_available() else Accelerator()
+
+
+class Accelerator:
+    """The CPU."""
+
+    _name = "cpu"
+
+    # ---- which device ----
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """What `.to()` takes; a CPU has no index."""
+        del device_index
+        return self._name
+
+    def current_device_name(self) -> str:
+        """The device that this worker computes on."""
+        return str(local_device())
+
+    def current_device(self) -> int | str:
+        """Its index; on a CPU its name, as in DeepSpeed."""
+        return os.environ.get("LOCAL_RANK", "0")
+
+    def device(self, device_index: int | None = None) -> Any:
+        """The device as a context."""
+        return torch.device(self.device_name(device_index))
+
+    def set_device(self, device_index: int) -> None:
+        """Compute on this device from here on."""
+
+    def device_count(self) -> int:
+        """How many there are on this node; a CPU counts as one for every worker."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def is_available(self) -> bool:
+        """Whether it can be used."""
+        return True
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies there."""
+        return tensor.device.type == self._name
+
+    def communication_backend_name(self) -> str:
+        """What `init_distributed` is given for it."""
+        return "gloo"
+
+    # ---- what it computes in ----
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in float16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes to train in."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    # ---- time and chance ----
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until what was asked of the device is done; a CPU does it at once."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's random numbers."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """What they were seeded with."""
+        return torch.initial_seed()
+
+    def random(self) -> Any:
+        """The module that makes them."""
+        return torch.random
+
+    # ---- memory, in bytes ----
+
+    def empty_cache(self) -> None:
+        """Give back what is kept for later."""
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """What is in use: on a CPU, by this process."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most that was in use."""
+        # The kernel brings its maximum up to date a little later than what is in use.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(peak, self.memory_allocated())
+
+    max_memory_reserved = max_memory_allocated
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """What there is."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """What is free."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begin to measure the peak anew; a process's cannot be."""
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """A tensor from which the device copies faster."""
+        del align_bytes
+        return tensor
+
+
+class Cuda(Accelerator):
+    """An NVIDIA or AMD GPU: what differs from a CPU is asked of torch.cuda."""
+
+    _name = "cuda"
+
+    def __getattribute__(self, name: str) -> Any:
+        # torch.cuda has the same names for the rest.
+        if name in _TORCH_CUDA:
+            return getattr(torch.cuda, name)
+        return super().__getattribute__(name)
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """cuda:N, or cuda for the current one."""
+        return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which the device is the current one."""
+        return torch.cuda.device(self.current_device() if device_index is None else device_index)
+
+    def communication_backend_name(self) -> str:
+        """NCCL."""
+        return "nccl"
+
+    def random(self) -> Any:
+        """The module that makes the random numbers."""
+        return torch.cuda.random
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """What the device has."""
+        return torch.cuda.mem_get_info(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """What is free on it."""
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """A tensor from which the device copies faster."""
+        del align_bytes
+        return tensor.pin_memory()
+
+
+_TORCH_CUDA = frozenset(
+    {
+        "current_device",
+        "device_count",
+        "empty_cache",
+        "initial_seed",
+        "is_available",
+        "is_bf16_supported",
+        "manual_seed",
+        "manual_seed_all",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "memory_reserved",
+        "reset_peak_memory_stats",
+        "set_device",
+        "synchronize",
+    }
+)

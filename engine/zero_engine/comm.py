@@ -1,0 +1,137 @@
+"""DeepSpeed's `deepspeed.comm`: torch.distributed under the names that scripts use.
+
+Owns nothing but the arguments of `init_distributed`. Scripts call it, for exchanges of their own;
+those of the engine are in `collectives`.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_rank,
+    get_world_size,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
+
+from zero_engine.distributed import group_timeout_s
+from zero_engine.distributed import init_distributed as _init_from_environment
+from zero_engine.distributed import local_rank as get_local_rank
+
+__all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+_log = logging.getLogger(__name__)
+
+get_all_ranks_from_group = get_process_group_ranks
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    *,
+    timeout_s: float | None = None,
+) -> None:
+    """Join the default process group, unless this process is in one already.
+
+    Args:
+        dist_backend: Accepted for DeepSpeed: it is gloo, and NCCL as well where there is a GPU.
+        auto_mpi_discovery: Accepted for DeepSpeed.
+        distributed_port: Without effect: the environment says where the group meets.
+        verbose: Accepted for DeepSpeed.
+        timeout: How long a collective may take.
+        init_method: A URL for torch.distributed, with `rank` and `world_size`; by default the
+            environment says it all, and without one this process is a world of its own.
+        dist_init_required: False: the script has a group already, or none is wanted.
+        config: Without effect.
+        rank: With `init_method`.
+        world_size: With `init_method`.
+        timeout_s: The timeout in seconds.
+    """
+    del auto_mpi_discovery, distributed_port, config
+    if dist_init_required is False or dist.is_initialized():
+        return
+    limit = timeout.total_seconds() if timeout is not None else timeout_s
+    if init_method is None:
+        _init_from_environment(timeout_s=limit)
+    else:
+        dist.init_process_group(
+            dist_backend,
+            init_method,
+            timeout=timedelta(seconds=limit or group_timeout_s()),
+            rank=rank,
+            world_size=world_size,
+        )
+    if verbose:
+        _log.info("rank %d of %d, %s", dist.get_rank(), dist.get_world_size(), dist.get_backend())

@@ -1,0 +1,64 @@
+"""DeepSpeed's `deepspeed.ops.adam`: torch's fused AdamW, under two names.
+
+Which device it steps on follows from where the shards are, so both names make the same optimizer,
+and a checkpoint of one goes on with the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zero_engine.errors import ConfigError
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+
+def FusedAdam(  # noqa: N802 - DeepSpeed's name and arguments
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Adam:
+    """AdamW, or with `adam_w_mode=False` Adam whose decay is a part of the gradient.
+
+    `set_grad_none` is accepted for DeepSpeed: gradients are always freed.
+
+    Raises:
+        ConfigError: Without bias correction, which torch's always have.
+    """
+    del set_grad_none
+    if not bias_correction:
+        raise ConfigError("bias_correction=False: Adam is always corrected here; leave it out")
+    cls = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return cls(params, lr, betas, eps, weight_decay, amsgrad, fused=True)
+
+
+def DeepSpeedCPUAdam(  # noqa: N802 - DeepSpeed's name and arguments
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Adam:
+    """As `FusedAdam`, with the order of arguments that DeepSpeed gives this one.
+
+    Raises:
+        ConfigError: Without bias correction, or with moments in less than fp32.
+    """
+    if not fp32_optimizer_states:
+        raise ConfigError("fp32_optimizer_states=False: moments are fp32 here; leave it out")
+    return FusedAdam(
+        model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+    )

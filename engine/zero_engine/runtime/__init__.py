@@ -1,0 +1,1 @@
+"""DeepSpeed's `deepspeed.runtime`: the places that scripts import from."""

@@ -1,0 +1,20 @@
+"""DeepSpeed's `deepspeed.runtime.utils`: what scripts take from there."""
+
+from __future__ import annotations
+
+import logging
+
+from zero_engine.accelerator import get_accelerator
+
+__all__ = ["see_memory_usage"]
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log this rank's memory, now and at its peak; as in DeepSpeed only if forced to."""
+    if force:
+        device = get_accelerator()
+        now, peak = device.memory_allocated(), device.max_memory_allocated()
+        _log.info("%s: %.2f GiB in use, at most %.2f GiB", message, now / _GIB, peak / _GIB)
