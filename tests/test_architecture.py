@@ -11,6 +11,7 @@ PACKAGES = {
     "orchestrator/zero_orchestrator",
     "orchestrator/zero_torchrun",
     "agent/zero_agent",
+    "agent/zero_agent/launch",
     "engine/zero_engine",
     "engine/zero_engine/checkpoint",
     "engine/zero_engine/ops",

@@ -107,8 +107,8 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
 
     Args:
         dist_backend: Accepted for DeepSpeed: it is gloo, and NCCL as well where there is a GPU.
-        auto_mpi_discovery: Accepted for DeepSpeed.
-        distributed_port: Without effect: the environment says where the group meets.
+        auto_mpi_discovery: Look for mpirun and srun, where no launcher of workers has spoken.
+        distributed_port: Of rank 0's store under these.
         verbose: Accepted for DeepSpeed.
         timeout: How long a collective may take.
         init_method: A URL for torch.distributed, with `rank` and `world_size`; by default the
@@ -119,12 +119,13 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
         world_size: With `init_method`.
         timeout_s: The timeout in seconds.
     """
-    del auto_mpi_discovery, distributed_port, config
+    del config
     if dist_init_required is False or dist.is_initialized():
         return
     limit = timeout.total_seconds() if timeout is not None else timeout_s
     if init_method is None:
-        _init_from_environment(timeout_s=limit)
+        port = distributed_port if auto_mpi_discovery else None
+        _init_from_environment(timeout_s=limit, mpi_port=port)
     else:
         dist.init_process_group(
             dist_backend,

@@ -1,7 +1,8 @@
 """The process group and the device of this worker.
 
-Owns how a worker finds its place: from the environment that torchrun and zero-agent give, or
-alone as a world of one. Called by `assembly`, and by scripts that need the group earlier.
+Owns how a worker finds its place: from the environment that torchrun and zero-agent give, or mpirun
+and srun (`discovery`), or alone as a world of one. Called by `assembly` and, for scripts that need
+the group earlier, by `comm`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from zero_engine.discovery import discover
 from zero_engine.errors import ConfigError
 
 GROUP_TIMEOUT_S = 600.0
 """How long a collective may take; DeepSpeed's default as well."""
+MPI_PORT = 29500
+"""Where rank 0's store listens under mpirun and srun; DeepSpeed's default as well."""
 
 
 def group_timeout_s() -> float:
@@ -28,14 +32,23 @@ def group_timeout_s() -> float:
         raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
 
 
-def init_distributed(*, timeout_s: float | None = None) -> None:
+def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = MPI_PORT) -> None:
     """Join the default process group, unless this process is in one already.
 
-    With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it;
-    without, this process is a world of its own and needs no network.
+    With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it, or as
+    mpirun or srun do; without, this process is a world of its own and needs no network.
+
+    Args:
+        timeout_s: How long a collective may take.
+        mpi_port: Of rank 0's store under mpirun and srun; None: these are not looked for.
+
+    Raises:
+        ConfigError: mpirun has started this worker and does not say where rank 0 is.
     """
     if dist.is_initialized():
         return
+    if mpi_port is not None and "RANK" not in os.environ:
+        os.environ |= discover(os.environ, mpi_port)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())

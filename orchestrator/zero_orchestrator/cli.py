@@ -41,6 +41,10 @@ WATCH_S = 1.0
 OUTAGE_S = 30.0
 """A watch goes on through a silence of etcd of so long."""
 
+_HANDED_OVER: Mapping[str, tuple[str, str]] = {
+    "launch": ("zero_agent.launch", "start agents on the hosts of a hostfile"),
+}
+"""Commands that start processes, and so are the agent's: another program takes over."""
 _ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
 
 
@@ -58,7 +62,10 @@ class CtlExit(IntEnum):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
-    args = _parser().parse_args([with_dashes(a) for a in (sys.argv[1:] if argv is None else argv)])
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _HANDED_OVER:
+        os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
+    args = _parser().parse_args([with_dashes(word) for word in words])
     logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
     try:
         code = _run(args)
@@ -87,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zero-ctl",
         description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
-        epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
+        epilog="Also: "
+        + "; ".join(f"zero-ctl {name}: {text}" for name, (_, text) in _HANDED_OVER.items())
+        + ". Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
         "node, 3 etcd out of reach. Each flag can be set as PET_<FLAG> in the environment.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,0 +1,71 @@
+"""Which variables of this machine's environment go to the hosts.
+
+Those whose names begin as DeepSpeed's launcher exports them, and those in the files
+`.deepspeed_env` and `.zero_env` of the home and of the working directory, a `NAME=VALUE` a line.
+
+Who calls it: `plan`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from zero_orchestrator.errors import SpecError
+
+PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "TORCH_", "OMP_")
+FILES = (".deepspeed_env", ".zero_env")
+ENV_FILE_NAME = "DS_ENV_FILE"
+"""DeepSpeed's variable for another file than `.deepspeed_env`."""
+
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
+
+
+def exported(environ: Mapping[str, str], directories: Iterable[Path]) -> dict[str, str]:
+    """The variables for the hosts; later directories win over earlier ones, files over prefixes.
+
+    Raises:
+        SpecError: A file has a line that is no assignment.
+    """
+    found = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
+    named = environ.get(ENV_FILE_NAME)
+    for directory in directories:
+        for name in FILES:
+            found |= _read(directory / name)
+    return found | (_read(Path(named).expanduser(), must_exist=True) if named else {})
+
+
+def _read(path: Path, *, must_exist: bool = False) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        if must_exist:
+            raise SpecError(f"{ENV_FILE_NAME}={path}: there is no such file") from None
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    return parse_assignments(lines, str(path))
+
+
+def parse_assignments(lines: Iterable[str], where: str) -> dict[str, str]:
+    """`NAME=VALUE` lines; blank lines and those that begin with `#` say nothing.
+
+    Raises:
+        SpecError: Another line.
+    """
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise SpecError(f"{where}:{number}: {text!r}: write NAME=VALUE")
+        found[match["name"]] = _unquoted(match["value"].strip())
+    return found
+
+
+def _unquoted(value: str) -> str:
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if quoted else value

@@ -1,0 +1,134 @@
+"""Which hosts take part, and with which of their slots: DeepSpeed's hostfile and its filters.
+
+    # comment
+    worker-1 slots=4
+    worker-2 slots=2
+
+A filter is `HOST[:SLOT,SLOT...]`, several are joined with `@`: `worker-1@worker-2:0,1`.
+
+Must always hold: the order of hosts is the hostfile's; what cannot be read is an error that
+names the line, and never a host less. Who calls it: `plan`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from zero_orchestrator.errors import SpecError
+
+Slots = tuple[int, ...]
+"""The numbers of the slots (GPUs) of one host."""
+Hosts = Mapping[str, Slots]
+"""The hosts, in order."""
+
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+
+
+def read_hostfile(path: Path) -> Hosts:
+    """The hosts of a file.
+
+    Raises:
+        SpecError: It cannot be read; a line says something else, or names a host again.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"--hostfile={path}: cannot be read: {error}") from error
+    return parse_hostfile(lines, str(path))
+
+
+def parse_hostfile(lines: Iterable[str], where: str) -> Hosts:
+    """As `read_hostfile`; `where` names the file in messages."""
+    hosts: dict[str, Slots] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = _LINE.fullmatch(text)
+        if found is None or int(found["slots"]) < 1:
+            raise SpecError(f"{where}:{number}: {text!r}: write HOST slots=N, with N from 1")
+        if found["host"] in hosts:
+            raise SpecError(f"{where}:{number}: host {found['host']} is there twice; leave one out")
+        hosts[found["host"]] = tuple(range(int(found["slots"])))
+    if not hosts:
+        raise SpecError(f"{where}: names no host; write one a line, as HOST slots=N")
+    return hosts
+
+
+def select(
+    hosts: Hosts,
+    *,
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_slots: int | None = None,
+) -> Hosts:
+    """The hosts and slots that a user wants of those there are.
+
+    Args:
+        hosts: All of them.
+        include: Only these.
+        exclude: All but these.
+        num_nodes: Only the first so many hosts.
+        num_slots: Only the first so many slots of each.
+
+    Raises:
+        SpecError: Two of these contradict each other, or ask for what is not there.
+    """
+    if include and exclude:
+        raise SpecError("--include and --exclude: give one of them")
+    counted = [name for name, n in (("nodes", num_nodes), ("gpus", num_slots)) if n is not None]
+    if (include or exclude) and counted:
+        raise SpecError(f"--num-{counted[0]} beside --include or --exclude: give one of them")
+    if include:
+        return _included(hosts, _parse_filter("--include", include, hosts))
+    if exclude:
+        return _without(hosts, _parse_filter("--exclude", exclude, hosts), exclude)
+    return _first(hosts, num_nodes, num_slots)
+
+
+def _parse_filter(flag: str, text: str, hosts: Hosts) -> Hosts:
+    found: dict[str, Slots] = {}
+    for part in text.split("@"):
+        host, colon, numbers = part.strip().partition(":")
+        if host not in hosts:
+            known = ", ".join(hosts)
+            raise SpecError(f"{flag}={text}: {host!r} is not in the hostfile, which has {known}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
+            raise SpecError(f"{flag}={text}: {part!r}: write HOST or HOST:0,1")
+        slots = tuple(map(int, numbers.split(","))) if colon else hosts[host]
+        if unknown := sorted(set(slots) - set(hosts[host])):
+            raise SpecError(
+                f"{flag}={text}: host {host} has slots 0 to {len(hosts[host]) - 1}, not "
+                f"{', '.join(map(str, unknown))}"
+            )
+        found[host] = tuple(sorted({*found.get(host, ()), *slots}))
+    return found
+
+
+def _included(hosts: Hosts, wanted: Hosts) -> Hosts:
+    return {host: wanted[host] for host in hosts if host in wanted}
+
+
+def _without(hosts: Hosts, unwanted: Hosts, text: str) -> Hosts:
+    left = {
+        host: tuple(slot for slot in slots if slot not in unwanted.get(host, ()))
+        for host, slots in hosts.items()
+    }
+    if not any(left.values()):
+        raise SpecError(f"--exclude={text}: nothing is left; leave one host in")
+    return {host: slots for host, slots in left.items() if slots}
+
+
+def _first(hosts: Hosts, num_nodes: int | None, num_slots: int | None) -> Hosts:
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        raise SpecError(f"--num-nodes={num_nodes}: the hostfile has {len(hosts)}; write 1 to that")
+    chosen = dict(list(hosts.items())[:num_nodes])
+    if num_slots is None:
+        return chosen
+    for host, slots in chosen.items():
+        if not 1 <= num_slots <= len(slots):
+            raise SpecError(f"--num-gpus={num_slots}: host {host} has {len(slots)} slots")
+    return {host: slots[:num_slots] for host, slots in chosen.items()}

@@ -1,0 +1,82 @@
+"""What is to run where: one record, from which every runner makes its commands.
+
+Who calls it: `__main__` makes it, `runners` read it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_agent.launch.hosts import Hosts
+from zero_orchestrator.errors import SpecError
+
+GATHER_S = 3
+"""Hosts do not start at one instant: the first round waits so long after the last that came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One job on several hosts."""
+
+    hosts: Hosts
+    job: str
+    endpoint: str
+    """Of the etcd where the agents meet."""
+    program: tuple[str, ...]
+    """The agent's last arguments: the script and its own."""
+    min_nodes: int = 1
+    max_restarts: int = 3
+    agent_flags: tuple[str, ...] = ()
+    """More flags for every agent."""
+    env: dict[str, str]
+    python: str
+    """The interpreter, at the same place on all hosts."""
+    directory: Path
+    """Where the agents run, on all hosts."""
+
+    def agent(self, host: str | None = None) -> list[str]:
+        """The command of a host's agent; None: one that fits every host.
+
+        Raises:
+            SpecError: There is none that fits every host.
+        """
+        slots = len(self.hosts[host]) if host else self._slots_everywhere()
+        return [
+            *(self.python, "-m", "zero_agent"),
+            f"--nnodes={self.min_nodes}:{len(self.hosts)}",
+            f"--nproc-per-node={slots}",
+            f"--max-restarts={self.max_restarts}",
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={self.job}",
+            f"--rdzv-conf=last_call_timeout={GATHER_S}",
+            *((f"--node-id={host}",) if host else ()),
+            *self.agent_flags,
+            *self.program,
+        ]
+
+    def environment(self, host: str | None = None) -> dict[str, str]:
+        """The variables of a host's agent; None: those that fit every host."""
+        slots = self.hosts[host] if host else self._same_slots()
+        devices = ",".join(map(str, slots))
+        return {**self.env, "CUDA_VISIBLE_DEVICES": devices}
+
+    def in_shell(self, host: str | None = None) -> str:
+        """The agent as one line for a shell of the host."""
+        variables = [f"{name}={value}" for name, value in sorted(self.environment(host).items())]
+        command = shlex.join(["env", *variables, *self.agent(host)])
+        return f"cd {shlex.quote(str(self.directory))} && exec {command}"
+
+    def _slots_everywhere(self) -> int:
+        return len(self._same_slots())
+
+    def _same_slots(self) -> tuple[int, ...]:
+        different = set(self.hosts.values())
+        if len(different) > 1:
+            raise SpecError(
+                "this launcher runs the same command on every host, and their slots differ: "
+                + ", ".join(f"{host}:{','.join(map(str, s))}" for host, s in self.hosts.items())
+                + "; use --launcher=ssh, or --include the same slots of each"
+            )
+        return next(iter(different))

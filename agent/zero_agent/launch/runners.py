@@ -1,0 +1,124 @@
+"""Ways to run a command on other hosts; each is a pure function from a plan to local commands.
+
+`ssh` runs one command for each host, the others one for all. A host's agent ends with its
+connection: ssh is told to give it a terminal (`-tt`), so that the loss of the connection is a
+SIGHUP to it.
+
+Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
+Who calls it: `__main__`; `session` runs the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zero_agent.launch.plan import Plan
+
+CONNECT_TIMEOUT_S = 10
+ALIVE_S = 5
+"""A silent connection is given up after three times so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One process on this machine that runs agents elsewhere."""
+
+    where: str
+    """The host, or all of them."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """How to reach hosts."""
+
+    port: int | None = None
+    arguments: tuple[str, ...] = ()
+    """The user's own, for the program that reaches them."""
+    pdsh_ssh_arguments: str = ""
+    """The user's own for the ssh that pdsh runs: its variable PDSH_SSH_ARGS_APPEND."""
+
+
+Runner = Callable[[Plan, Remote], Sequence[Command]]
+
+
+def _ssh(plan: Plan, remote: Remote) -> list[Command]:
+    options = ("-tt", *_ssh_options(), *(("-p", str(remote.port)) if remote.port else ()))
+    return [
+        Command(where=host, argv=("ssh", *options, *remote.arguments, host, plan.in_shell(host)))
+        for host in plan.hosts
+    ]
+
+
+def _ssh_options() -> tuple[str, ...]:
+    options = {
+        "BatchMode": "yes",  # a question nobody can answer is a failure, at once
+        "ConnectTimeout": CONNECT_TIMEOUT_S,
+        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": 3,
+        "LogLevel": "ERROR",
+    }
+    return tuple(f"-o{name}={value}" for name, value in options.items())
+
+
+def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
+    port = f"-p {remote.port}" if remote.port else ""
+    ssh = " ".join(filter(None, (*_ssh_options(), port, remote.pdsh_ssh_arguments)))
+    argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
+    env = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
+    return [Command(where=_all(plan), argv=(*argv, plan.in_shell()), env=env)]
+
+
+def _openmpi(plan: Plan, remote: Remote) -> list[Command]:
+    hosts = ",".join(f"{host}:1" for host in plan.hosts)
+    argv = (
+        *("mpirun", "-n", str(len(plan.hosts)), "--host", hosts, "--map-by", "ppr:1:node"),
+        *("--wdir", str(plan.directory)),
+        *(word for name in sorted(plan.environment()) for word in ("-x", name)),
+        *remote.arguments,
+        *plan.agent(),
+    )
+    return [Command(where=_all(plan), argv=argv, env=plan.environment())]
+
+
+def _hydra(plan: Plan, remote: Remote) -> list[Command]:
+    """MPICH and Intel MPI, which share their process manager."""
+    argv = (
+        *("mpirun", "-n", str(len(plan.hosts)), "-ppn", "1", "-hosts", ",".join(plan.hosts)),
+        *("-wdir", str(plan.directory), "-genvlist", ",".join(sorted(plan.environment()))),
+        *remote.arguments,
+        *plan.agent(),
+    )
+    return [Command(where=_all(plan), argv=argv, env=plan.environment())]
+
+
+def _slurm(plan: Plan, remote: Remote) -> list[Command]:
+    count = len(plan.hosts)
+    argv = (
+        *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
+        f"--nodelist={','.join(plan.hosts)}",
+        "--kill-on-bad-exit=0",  # not all tasks with the first that fails: the job is elastic
+        *("--label", f"--chdir={plan.directory}", "--export=ALL"),
+        *remote.arguments,
+        *plan.agent(),
+    )
+    return [Command(where=_all(plan), argv=argv, env=plan.environment())]
+
+
+def _all(plan: Plan) -> str:
+    return ",".join(plan.hosts)
+
+
+RUNNERS: Mapping[str, Runner] = {
+    "ssh": _ssh,
+    "pdsh": _pdsh,
+    "openmpi": _openmpi,
+    "mpich": _hydra,
+    "impi": _hydra,
+    "slurm": _slurm,
+}
+PROGRAMS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
+"""What has to be installed here, where it is not the runner's own name."""

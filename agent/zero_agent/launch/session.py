@@ -1,0 +1,190 @@
+"""Runs the commands that run the agents, until the job has ended.
+
+One thread decides; another for each process hands on what it prints. Must always hold: no process
+started here outlives the session, however it ends; every wait has a deadline; a host that is lost
+is said at once, and is tried again while others go on.
+
+Who calls it: `__main__`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zero_agent.config import AgentExit
+from zero_agent.launch.runners import Command
+from zero_agent.tether import tethered
+
+log = logging.getLogger("zero")
+
+LOST = 255
+"""ssh's exit code when there was no connection, or it broke, or a signal ended the command."""
+RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""How long to wait before a lost host is tried again; the last value stays."""
+PARTING_S = 60.0
+"""Hosts that have not heard of the job's end by so long after it are left."""
+_TICK_S = 0.2
+
+_ENDS_THE_JOB = frozenset({AgentExit.OK, AgentExit.JOB_FAILED, AgentExit.STOPPED})
+"""Exit codes of an agent that has seen the job's end."""
+
+
+def verdict(codes: Sequence[int]) -> int:
+    """The session's exit code from those of all hosts: of one that saw the end, if any did.
+
+    Args:
+        codes: The last exit code of every command; at least one.
+    """
+    ends = [code for code in codes if code in _ENDS_THE_JOB]
+    others = [code for code in codes if code != LOST]
+    return min(ends) if ends else max(others, default=LOST)
+
+
+@dataclass
+class _Host:
+    """One command, and how it is getting on."""
+
+    command: Command
+    process: subprocess.Popen[bytes] | None = None
+    code: int | None = None
+    losses: int = 0
+    retry_at_s: float = 0.0
+
+    @property
+    def again(self) -> bool:
+        """It was lost, and will be tried again."""
+        return self.process is None and self.code == LOST
+
+
+@dataclass
+class Session:
+    """The commands of one job, while they run.
+
+    Args:
+        commands: One for each host, or one for all.
+        ask_to_stop: Lets the job end with a checkpoint.
+    """
+
+    commands: Sequence[Command]
+    ask_to_stop: Callable[[], None]
+    _hosts: list[_Host] = field(init=False)
+    _signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    _parting_s: float | None = None
+    _stopping: int = 0
+
+    def __post_init__(self) -> None:
+        self._hosts = [_Host(command) for command in self.commands]
+
+    def run(self) -> int:
+        """Until the job's end; the exit code."""
+        with self._handling_signals():
+            try:
+                for host in self._hosts:
+                    self._start(host)
+                while self._goes_on():
+                    self._turn()
+            finally:
+                self._end_all()
+        code = verdict([LOST if host.code is None else host.code for host in self._hosts])
+        return 128 + self._stopping if self._stopping and code else code
+
+    # ---- one turn ----
+
+    def _goes_on(self) -> bool:
+        if self._parting_s is not None and time.monotonic() > self._parting_s:
+            return False
+        if any(host.process is not None for host in self._hosts):
+            return True
+        over = self._stopping or self._parting_s is not None
+        return not over and any(host.again for host in self._hosts) and self._some_ran()
+
+    def _some_ran(self) -> bool:
+        """Whether any host was ever reached: if none was, trying again would help nobody."""
+        return any(host.losses == 0 or host.code != LOST for host in self._hosts)
+
+    def _turn(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._signalled(self._signals.get(timeout=_TICK_S))
+        now_s = time.monotonic()
+        for host in self._hosts:
+            if host.process is not None and host.process.poll() is not None:
+                self._ended(host, host.process.wait())
+            elif host.again and self._parting_s is None and now_s > host.retry_at_s:
+                self._start(host)
+
+    def _start(self, host: _Host) -> None:
+        program, *words = host.command.argv
+        host.process = subprocess.Popen(
+            tethered([shutil.which(program) or program, *words]),
+            env={**os.environ, **host.command.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+        threading.Thread(target=self._hand_on, args=(host.process, host.command.where)).start()
+
+    def _hand_on(self, process: subprocess.Popen[bytes], where: str) -> None:
+        assert process.stdout is not None
+        prefix = f"{where}: " if len(self._hosts) > 1 else ""
+        for line in process.stdout:
+            print(prefix + line.decode(errors="replace").rstrip("\r\n"), flush=True)
+
+    def _ended(self, host: _Host, code: int) -> None:
+        host.process, host.code = None, code
+        if code in _ENDS_THE_JOB and self._parting_s is None:
+            self._parting_s = time.monotonic() + PARTING_S
+        elif code == LOST and not self._stopping and len(self._hosts) > 1:
+            wait_s = RETRY_S[min(host.losses, len(RETRY_S) - 1)]
+            host.losses, host.retry_at_s = host.losses + 1, time.monotonic() + wait_s
+            log.warning(
+                "host %s is lost (its own message is above); the job goes on without it, and it "
+                "is tried again in %g s",
+                host.command.where,
+                wait_s,
+            )
+
+    # ---- the end ----
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stopping:
+            log.warning("%s again: all connections are closed", name)
+            self._parting_s = 0.0
+            return
+        self._stopping = number
+        log.info("%s: the job stops at its next step boundary; once more to end at once", name)
+        # Not on this thread: etcd may be out of reach, and the second signal must be heard.
+        threading.Thread(target=self.ask_to_stop, daemon=True).start()
+
+    def _end_all(self) -> None:
+        """Close the connections that are left; their agents get a SIGHUP."""
+        left = [host.process for host in self._hosts if host.process is not None]
+        for process in left:
+            process.terminate()
+        for process in left:
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(n, lambda got, frame: self._signals.put(got)) for n in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)

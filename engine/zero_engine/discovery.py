@@ -1,0 +1,127 @@
+"""A worker's place in the world, for workers that mpirun or srun have started themselves.
+
+Owns what these launchers put into a worker's environment, as a table. Must always hold: what
+torchrun or zero-agent say wins; a place is complete or an error, never guessed.
+
+Source: the manuals of Open MPI (OMPI_*), MPICH and Intel MPI (PMI_*, MPI_*), MVAPICH2 (MV2_*) and
+Slurm (SLURM_*); DeepSpeed's `mpi_discovery` asks MPI itself, through mpi4py, which is tried here
+only for the address of the first rank. Who calls it: `distributed`.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_engine.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The variables of one launcher."""
+
+    name: str
+    rank: str
+    world: tuple[str, ...]
+    """The first of these that is set."""
+    local_rank: str
+    local_world: str = ""
+    nodelist: tuple[str, ...] = ()
+    """The hosts, the first of which runs rank 0."""
+    only_with: str = ""
+    """The others mean this only beside that one."""
+
+
+LAUNCHERS = (
+    Launcher(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        name="MVAPICH2",
+        rank="MV2_COMM_WORLD_RANK",
+        world=("MV2_COMM_WORLD_SIZE",),
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        name="MPICH or Intel MPI",
+        rank="PMI_RANK",
+        world=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_world="MPI_LOCALNRANKS",
+    ),
+    Launcher(
+        name="Slurm",
+        rank="SLURM_PROCID",
+        world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        nodelist=("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"),
+        only_with="SLURM_STEP_ID",  # a batch script has the others too, and is one process
+    ),
+)
+
+
+def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
+    """The variables that torchrun would have set; {} if no such launcher is around.
+
+    Args:
+        environ: The worker's environment.
+        port: Of rank 0's store, unless MASTER_PORT says another.
+
+    Raises:
+        ConfigError: Which host runs rank 0 cannot be known.
+    """
+    for launcher in LAUNCHERS:
+        if launcher.rank in environ and (launcher.only_with or launcher.rank) in environ:
+            return _place(launcher, environ, port)
+    return {}
+
+
+def _place(launcher: Launcher, environ: Mapping[str, str], port: int) -> dict[str, str]:
+    world = next((environ[name] for name in launcher.world if name in environ), "1")
+    local_world = environ.get(launcher.local_world, world if world == "1" else "")
+    return {
+        "RANK": environ[launcher.rank],
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR")
+        or _first_host(launcher, environ, on_one_host=local_world == world),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
+
+
+def _first_host(launcher: Launcher, environ: Mapping[str, str], *, on_one_host: bool) -> str:
+    for name in launcher.nodelist:
+        if name in environ:
+            return first_of(environ[name])
+    return LOOPBACK if on_one_host else _told_by_mpi(launcher)
+
+
+def first_of(nodelist: str) -> str:
+    """The first host of a Slurm list: `gpu[07-12,15],cpu1` -> `gpu07`.
+
+    Source: the hostlist expressions of `scontrol show hostnames`.
+    """
+    first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodelist)
+    return first.partition(",")[0].strip()
+
+
+def _told_by_mpi(launcher: Launcher) -> str:
+    """The address of rank 0, if mpi4py is there to ask it."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise ConfigError(
+            f"{launcher.name} runs this worker on one of several hosts and does not say which has "
+            "rank 0: set MASTER_ADDR (mpirun -x MASTER_ADDR=HOST), or install mpi4py"
+        ) from None
+    mine = socket.gethostbyname(socket.gethostname())
+    return str(MPI.COMM_WORLD.bcast(mine, root=0))

@@ -1,0 +1,192 @@
+"""`zero-ctl launch`: what a hostfile, filters, files of variables and exit codes come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_agent.launch.environment import exported, parse_assignments
+from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
+from zero_agent.launch.plan import Plan
+from zero_agent.launch.runners import RUNNERS, Remote
+from zero_agent.launch.session import LOST, verdict
+from zero_orchestrator.errors import SpecError
+
+HOSTS = {"w1": (0, 1, 2, 3), "w2": (0, 1), "w3": (0, 1)}
+
+
+def test_a_hostfile_may_have_comments_and_blank_lines_and_keeps_its_order():
+    lines = ["# all", "w2 slots=2", "", "  w1   slots=1 # the small one"]
+    found = parse_hostfile(lines, "hosts")
+    assert list(found.items()) == [("w2", (0, 1)), ("w1", (0,))]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["w1 slots=2", "w1 slots=4"], "hosts:2: host w1 is there twice; leave one out"),
+        (["w1 slot=2"], "hosts:1: 'w1 slot=2': write HOST slots=N, with N from 1"),
+        (["w1 slots=0"], "hosts:1: 'w1 slots=0': write HOST slots=N, with N from 1"),
+        (["", "# nobody"], "hosts: names no host; write one a line, as HOST slots=N"),
+    ],
+)
+def test_a_bad_hostfile_is_refused_by_its_line(lines, message):
+    with pytest.raises(SpecError) as error:
+        parse_hostfile(lines, "hosts")
+    assert str(error.value) == message
+
+
+def test_a_hostfile_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"--hostfile=.*/none: cannot be read"):
+        read_hostfile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ({}, HOSTS),
+        ({"include": "w3@w1:1,0"}, {"w1": (0, 1), "w3": (0, 1)}),
+        ({"exclude": "w2@w1:3"}, {"w1": (0, 1, 2), "w3": (0, 1)}),
+        ({"exclude": "w2:0,1"}, {"w1": (0, 1, 2, 3), "w3": (0, 1)}),
+        ({"num_nodes": 2, "num_slots": 1}, {"w1": (0,), "w2": (0,)}),
+    ],
+)
+def test_filters_choose_hosts_and_slots_in_the_order_of_the_hostfile(wanted, chosen):
+    assert list(select(HOSTS, **wanted).items()) == list(chosen.items())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"include": "w1", "exclude": "w2"}, "--include and --exclude: give one of them"),
+        ({"include": "w1", "num_nodes": 1}, "--num-nodes beside --include or --exclude"),
+        ({"exclude": "w1", "num_slots": 1}, "--num-gpus beside --include or --exclude"),
+        ({"include": "w9"}, "--include=w9: 'w9' is not in the hostfile, which has w1, w2, w3"),
+        ({"include": "w2:0,5"}, "--include=w2:0,5: host w2 has slots 0 to 1, not 5"),
+        ({"include": "w1:"}, "--include=w1:: 'w1:': write HOST or HOST:0,1"),
+        ({"exclude": "w1@w2@w3"}, "--exclude=w1@w2@w3: nothing is left"),
+        ({"num_nodes": 4}, "--num-nodes=4: the hostfile has 3; write 1 to that"),
+        ({"num_slots": 3}, "--num-gpus=3: host w2 has 2 slots"),
+    ],
+)
+def test_a_filter_that_asks_for_what_is_not_there_is_refused(wanted, message):
+    with pytest.raises(SpecError) as error:
+        select(HOSTS, **wanted)
+    assert message in str(error.value)
+
+
+def test_variables_come_by_prefix_and_from_files_of_home_and_working_directory(tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    (home / ".deepspeed_env").write_text("A=home\nB=home\n")
+    (here / ".zero_env").write_text("\n# why\nexport A='with = and spaces'\n")
+    environ = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "SECRET": "mine"}
+    assert exported(environ, (home, here)) == {
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": "/x",
+        "A": "with = and spaces",
+        "B": "home",
+    }
+
+
+def test_a_line_that_is_no_assignment_is_named():
+    with pytest.raises(SpecError) as error:
+        parse_assignments(["A=1", "just words"], ".zero_env")
+    assert str(error.value) == ".zero_env:2: 'just words': write NAME=VALUE"
+
+
+def a_plan(**changes):
+    return Plan(
+        **{
+            "hosts": {"w1": (0, 1), "w2": (0, 1)},
+            "job": "gpt",
+            "endpoint": "10.0.0.1:2379",
+            "program": ("train.py", "--text=it's one"),
+            "env": {"NCCL_DEBUG": "INFO"},
+            "python": "/opt/python",
+            "directory": Path("/work"),
+            **changes,
+        }
+    )
+
+
+AGENT = [
+    *("/opt/python", "-m", "zero_agent", "--nnodes=1:2", "--nproc-per-node=2"),
+    *("--max-restarts=3", "--rdzv-endpoint=10.0.0.1:2379", "--rdzv-id=gpt"),
+    "--rdzv-conf=last_call_timeout=3",
+]
+PROGRAM = ["train.py", "--text=it's one"]
+SSH = (
+    "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3 "
+    "-oLogLevel=ERROR"
+)
+
+
+def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
+    plan = a_plan(hosts={"w1": (0, 1), "me@w2": (3,)})
+    first, second = RUNNERS["ssh"](plan, Remote(port=2222, arguments=("-v",)))
+    assert first.argv == (
+        *("ssh", "-tt", *SSH.split(), "-p", "2222", "-v", "w1"),
+        "cd /work && exec env CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO "
+        + " ".join([*AGENT, "--node-id=w1", "train.py"])
+        + " '--text=it'\"'\"'s one'",
+    )
+    assert (second.where, second.argv[-2]) == ("me@w2", "me@w2")
+    assert "CUDA_VISIBLE_DEVICES=3 " in second.argv[-1]
+    assert "--nproc-per-node=1 " in second.argv[-1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        (
+            "openmpi",
+            "mpirun -n 2 --host w1:1,w2:1 --map-by ppr:1:node --wdir /work "
+            "-x CUDA_VISIBLE_DEVICES -x NCCL_DEBUG -v",
+        ),
+        (
+            "mpich",
+            "mpirun -n 2 -ppn 1 -hosts w1,w2 -wdir /work "
+            "-genvlist CUDA_VISIBLE_DEVICES,NCCL_DEBUG -v",
+        ),
+        (
+            "slurm",
+            "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=w1,w2 "
+            "--kill-on-bad-exit=0 --label --chdir=/work --export=ALL -v",
+        ),
+    ],
+)
+def test_the_others_run_one_command_for_all_hosts(launcher, words):
+    (command,) = RUNNERS[launcher](a_plan(), Remote(arguments=("-v",)))
+    assert command.argv == (*words.split(), *AGENT, *PROGRAM)
+    assert command.env == {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_pdsh_gets_one_line_for_the_shell_of_every_host():
+    (command,) = RUNNERS["pdsh"](a_plan(), Remote(port=2222))
+    assert command.argv[:-1] == ("pdsh", "-S", "-f", "1024", "-w", "w1,w2")
+    assert command.argv[-1] == a_plan().in_shell()
+    assert command.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"{SSH} -p 2222"}
+
+
+def test_different_slots_need_a_launcher_that_can_tell_hosts_apart():
+    with pytest.raises(SpecError, match=r"slots differ: w1:0,1, w2:0; use --launcher=ssh"):
+        RUNNERS["slurm"](a_plan(hosts={"w1": (0, 1), "w2": (0,)}), Remote())
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], 0),
+        ([0, LOST], 0),
+        ([1, 0, LOST], 0),
+        ([1, 1], 1),
+        ([143, LOST], 143),
+        ([4, 4], 4),
+        ([LOST, LOST], LOST),
+    ],
+)
+def test_the_exit_code_is_that_of_an_agent_that_saw_the_jobs_end(codes, code):
+    assert verdict(codes) == code
