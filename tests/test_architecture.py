@@ -18,6 +18,7 @@ PACKAGES = {
     "engine/zero_engine/runtime",
     "engine/zero_engine/utils",
     "engine/zero_engine/config",
+    "engine/zero_engine/tiers",
     "engine/zero_engine/checkpoint/tools",
 }
 

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 
 from zero_engine.collectives import Collectives
 from zero_engine.config import Config, SchedulerConfig, load_config
+from zero_engine.config.offload import NONE
 from zero_engine.data import ElasticLoader
 from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
@@ -33,6 +34,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import Cursor, resolve_batch
 from zero_engine.grad_reducer import GradReducer
+from zero_engine.lamb import Lamb
 from zero_engine.leaf_modules import mark_configured, mark_divided
 from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
@@ -45,6 +47,7 @@ from zero_engine.partition import aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES
 from zero_engine.stages import STAGES
+from zero_engine.tiers.choose import Tiers, pace_of, unit_sizes
 from zero_engine.zero_optimizer import ZeroOptimizer
 
 _log = logging.getLogger(__name__)
@@ -141,7 +144,7 @@ def _make_core(
 ) -> Core:
     collectives, stage = Collectives(), STAGES[config.zero_optimization.stage]
     device = local_device()
-    _check_offload(config, device)
+    _check_offload(config, optimizer)
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)
     _check_dtypes(model, groups, dtype)
@@ -150,13 +153,18 @@ def _make_core(
     mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
     specs = partition(model, groups, dtype)
-    units = tuple(FlatUnit(spec, stage, collectives, device) for spec in specs)
+    tiers = Tiers(config.zero_optimization, device).choose(unit_sizes(specs, collectives.world))
+    units = tuple(
+        FlatUnit(spec, stage, collectives, device, resting)
+        for spec, resting in zip(specs, tiers, strict=True)
+    )
     coordinator = ParamCoordinator(model, units if stage.shards_parameters else (), guard)
     trained = [unit for unit in units if unit.trained]
     zero = reducer = None
     if optimizer is not None and trained:
         clip, scaling = config.gradient_clipping, LossScaling.of(config.fp16)
-        zero = ZeroOptimizer(optimizer, trained, stage, collectives, clip, scaling)
+        pace = pace_of(config.zero_optimization)
+        zero = ZeroOptimizer(optimizer, trained, stage, collectives, clip, scaling, pace)
         on_ready = coordinator.release_trained if stage.shards_parameters else None
         reducer = GradReducer(trained, zero.totals, collectives, stage, on_ready, guard)
     core = Core(
@@ -177,16 +185,13 @@ def _make_core(
     return core
 
 
-def _check_offload(config: Config, device: torch.device) -> None:
-    """State that rests on the CPU already needs no offloading there; anything else is missing."""
-    zero = config.zero_optimization
-    for name in ("offload_optimizer", "offload_param"):
-        wanted = getattr(zero, name).device
-        if wanted not in ("none", device.type):
-            raise ConfigError(
-                f"zero_optimization.{name}.device: {wanted!r} is not supported yet on "
-                f"{device.type}; remove the section"
-            )
+def _check_offload(config: Config, optimizer: torch.optim.Optimizer | None) -> None:
+    """A sub-group is stepped without the others, and LAMB needs the norms of whole parameters."""
+    if isinstance(optimizer, Lamb) and config.zero_optimization.offload_optimizer.device != NONE:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer: LAMB needs whole parameters and cannot step "
+            "sub-groups; use another optimizer, or remove the section"
+        )
 
 
 def _check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:

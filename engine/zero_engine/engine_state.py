@@ -23,7 +23,7 @@ from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId,
 from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.flat_unit import FlatUnit, overlap
-from zero_engine.segments import Segment
+from zero_engine.segments import Segment, elementwise_keys
 from zero_engine.selection import LoadOptions, Selection, select, without_frozen
 from zero_engine.weights import persistent_buffers
 from zero_engine.zero_optimizer import ZeroOptimizer
@@ -216,10 +216,7 @@ class EngineState:
         ):
             present = {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
             for segment in segments if present else ():
-                optimizer.state[segment.param] = {
-                    key: torch.zeros_like(segment.param, dtype=dtype, requires_grad=False)
-                    for key, dtype in present.items()
-                }
+                optimizer.state[segment.param] = self.zero.steps.make_state(segment, present)
 
     def _gather_replicated_state(self, zero: ZeroOptimizer) -> None:
         """Where every rank steps all of a unit, bring in what the others have loaded."""
@@ -248,15 +245,6 @@ class EngineState:
                 state = zero.optimizer.state[segment.param]
                 for key, value in record["state"].items():
                     state[key] = _unpack(value, group, segment)
-
-
-def elementwise_keys(segment: Segment, state: Mapping[str, Any]) -> list[str]:
-    """The optimizer keys that hold one value per element of a segment."""
-    return sorted(
-        key
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == segment.param.shape
-    )
 
 
 def _cut(

@@ -29,3 +29,7 @@ class ModelMismatch(CheckpointError):
 
 class CommitRefused(CheckpointError):
     """The round of this worker is over, or its agent is cut off: nothing was published."""
+
+
+class TierError(EngineError):
+    """State could not be moved to or from the place where it rests between uses."""

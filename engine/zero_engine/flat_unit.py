@@ -9,6 +9,8 @@ Owns the layout and the buffers. Must always hold:
   dropping it, so that views saved by autograd come alive again with it.
 - Where a copy can be an alias it is: in fp32 training at stages 0-2 the master weights are the
   buffer itself.
+- The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
+  rank's interval in the compute dtype, which `accept` keeps up to date.
 
 Built by `assembly`; used by reducer, coordinator and optimizer.
 
@@ -26,6 +28,7 @@ from torch import Tensor
 from zero_engine.collectives import Collectives, Pending, wait
 from zero_engine.partition import UnitSpec
 from zero_engine.stages import Stage
+from zero_engine.tiers.places import Memory, Tier
 
 ALIGN = 64
 """Elements; one parameter's start. 256 bytes in fp32, 128 in bf16: whole cache lines."""
@@ -94,6 +97,18 @@ def overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitTiers:
+    """Where the shard of a unit rests."""
+
+    state: Tier
+    """The master weights; of a unit that is not trained, its weights."""
+    weights: Tier
+    """At stage 3, a copy in the compute dtype, if the master weights are far."""
+    offloaded: bool = False
+    """The optimizer steps this unit where its state rests, by sub-groups."""
+
+
 class FlatUnit:
     """One unit on one rank.
 
@@ -103,10 +118,17 @@ class FlatUnit:
         shard: [padded / world], this rank's interval in the highest precision there is: fp32
             for trained units, the compute dtype for others. A view wherever it can be one.
         master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
+        local: [padded / world], what the full parameters are gathered from: `shard` where it is
+            near, else its copy in the compute dtype.
     """
 
     def __init__(
-        self, spec: UnitSpec, stage: Stage, collectives: Collectives, device: torch.device
+        self,
+        spec: UnitSpec,
+        stage: Stage,
+        collectives: Collectives,
+        device: torch.device,
+        tiers: UnitTiers | None = None,
     ) -> None:
         self.name = spec.name
         self.module = spec.module
@@ -121,6 +143,8 @@ class FlatUnit:
         )
         self._stage = stage
         self._collectives = collectives
+        near = Memory(device, used_on=device)
+        self.tiers = tiers or UnitTiers(near, near)
         self._build(spec, device)
         self._install_views()
         self.gathered = True
@@ -134,12 +158,27 @@ class FlatUnit:
             source[slot.start : slot.stop].copy_(param.data.flatten())
         self._collectives.broadcast(source, f"initial weights of {self.name}")
         self.full = source.to(spec.dtype)
-        # `source` stays if it is the buffer itself or if every rank keeps all master weights.
-        aliased = self.full is source and not self._stage.shards_parameters
+        # `source` stays if it is the buffer itself or if every rank keeps all master weights. The
+        # buffer serves as master weights only where the optimizer steps.
+        steps_here = not self.tiers.state.far or device.type == "cpu"
+        aliased = self.full is source and not self._stage.shards_parameters and steps_here
         self._replica = source if aliased or not self._stage.shards_optimizer else None
         own = self._collectives.own(source)
-        self.shard = own if self._replica is not None else own.clone()
+        self.shard = own if self._replica is not None else self.tiers.state.hold(own)
         self.master = self.shard if self._stage.shards_optimizer else source
+        self.local, self._rests = self._make_local(own)
+
+    def _make_local(self, own: Tensor) -> tuple[Tensor, Tier]:
+        """What to gather from, and where that rests."""
+        state, weights = self.tiers.state, self.tiers.weights
+        near = Memory(self.full.device, used_on=self.full.device)
+        if self._replica is not None:
+            return self.shard, near
+        if not state.far or (state is weights and self.full.dtype == self.shard.dtype):
+            return self.shard, state
+        if not self._stage.shards_parameters:
+            return self._collectives.own(self.full), near
+        return weights.hold(own.to(self.full.dtype)), weights
 
     def _install_views(self) -> None:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -174,7 +213,19 @@ class FlatUnit:
             if self.full is not self._replica:
                 self.full.copy_(self._replica)
         else:
+            self._rests.changed()
+            self.accept(0, self.shard)
+            self.settle()
             wait(self.refresh())
+
+    def accept(self, start: int, values: Tensor) -> None:
+        """Take in new values of `shard`, from element `start` of it on; `settle` ends it."""
+        if self.local is not self.shard:
+            self._rests.put(self.local[start : start + values.numel()], values)
+
+    def settle(self) -> None:
+        """Let what was accepted be what is gathered; raises TierError if it cannot be."""
+        self._rests.settle()
 
     def adopt_full(self, source: int) -> None:
         """Take in what rank `source` has written into its full parameters. Collective.
@@ -184,21 +235,20 @@ class FlatUnit:
         """
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)
-        changed = own != self.shard.to(own.dtype)
-        self.shard.copy_(torch.where(changed, own.to(self.shard.dtype), self.shard))
+        shard = self.shard.to(own.device)
+        changed = own != shard.to(own.dtype)
+        self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         self.restore()
 
     def gather_highest(self) -> Tensor:
         """All weights [padded] in the highest precision; do not write to them. Collective."""
         if self._replica is not None:
             return self._replica
-        whole = self.shard.new_empty(self.padded)
+        whole = self.full.new_empty(self.padded, dtype=self.shard.dtype)
         self._collectives.own(whole).copy_(self.shard)
         wait(self._collectives.all_gather(whole, f"weights of {self.name}"))
         return whole
 
     def _publish(self) -> Pending:
-        own = self._collectives.own(self.full)
-        if own.data_ptr() != self.shard.data_ptr():
-            own.copy_(self.shard)
+        self._rests.fetch(self.local, self._collectives.own(self.full))
         return self._collectives.all_gather(self.full, f"parameters of {self.name}")

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_engine.collectives import wait
-from zero_engine.engine_state import elementwise_keys
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.parts import Core
-from zero_engine.segments import Segment
+from zero_engine.segments import Segment, elementwise_keys
 
 _OWNER = "zero_owner"
 """The attribute by which a parameter knows where it lies."""
@@ -233,7 +232,7 @@ class OwnedParam:
 
     def _gathered(self, own: Tensor, start: int, what: str) -> Tensor:
         """The parameter's part of a tensor of which this rank has elements from `start` on."""
-        whole = own.new_zeros(self.unit.padded)
+        whole = own.new_zeros(self.unit.padded, device=self.unit.full.device)
         whole[start : start + own.numel()] = own
         with self.core.guard():
             wait(self.core.collectives.all_gather(whole, f"{what} of {self.slot.fqn}"))

@@ -30,6 +30,8 @@ from zero_engine.loss_scaler import LossScaling
 from zero_engine.parameter_norms import ParameterNorms
 from zero_engine.segments import Segment
 from zero_engine.stages import Stage
+from zero_engine.tiers.steps import StepAtOnce, Steps
+from zero_engine.tiers.sub_groups import Pace, StepBySubGroups
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
 
@@ -61,6 +63,7 @@ class ZeroOptimizer:
         collectives: Collectives,
         clip: float,
         scaling: LossScaling | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.units = tuple(units)
@@ -78,6 +81,7 @@ class ZeroOptimizer:
         self._gradients = self._full_gradients() if not stage.shards_optimizer else self.totals
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
+        self.steps = self._make_steps(pace)
         if isinstance(optimizer, Lamb):
             optimizer.whole = ParameterNorms(units, self.segments, collectives)
         self._tell_scale(overflow=False)
@@ -135,6 +139,14 @@ class ZeroOptimizer:
         part = slice(start - low, stop - low) if stop > start else slice(0, 0)
         param = nn.Parameter(unit.master[part])
         return Segment(unit, group, start, stop, param, gradients[part])
+
+    def _make_steps(self, pace: Pace | None) -> Steps:
+        tiers = {unit: unit.tiers.state for unit in self.units if unit.tiers.offloaded}
+        if not tiers:
+            return StepAtOnce(self.optimizer, self.segments)
+        assert pace is not None
+        totals = dict(zip(self.units, self.totals, strict=True))
+        return StepBySubGroups(self.optimizer, self.segments, totals, tiers, pace)
 
     def segments_by_group(self) -> Iterator[tuple[dict[str, Any], list[Segment]]]:
         """Each param group with its segments on this rank."""
@@ -204,9 +216,7 @@ class ZeroOptimizer:
             self._accumulated.mul_(factor)
         if not self._stage.shards_optimizer:
             self._gather_gradients()
-        for segment in self.segments:
-            segment.param.grad = segment.gradient  # the user may have called zero_grad()
-        self.optimizer.step()
+        self.steps.step()
         for pending in [unit.refresh() for unit in self.units]:
             wait(pending)
 

@@ -13,13 +13,14 @@ from typing import Any
 
 _FIXED_ORDER = "gradients are exchanged unit by unit in one fixed order, overlapping backward"
 _UNIT = "stage 3 gathers the parameters of one module at a time"
-_OFFLOAD = "tunes offloading, which has nothing to do here"
+_WHOLE = "disks are read and written a sub-group at a time, past the page cache"
+_TORCH = "torch's optimizers step on every device"
 _CHECKED = "the result is checked by other means"
 _ALWAYS = "always so here"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "activation_checkpointing": "call torch.utils.checkpoint in the model; it passes through",
-    "aio": _OFFLOAD,
+    "aio": _WHOLE,
     "amp": "removed from DeepSpeed; use bf16 or torch_autocast",
     "bf16.check_grad_overflow": "a norm that is not finite always skips the step",
     "bf16.immediate_grad_update": _ALWAYS,
@@ -45,11 +46,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "wall_clock_breakdown": "torch.profiler works on an engine",
     "wandb": "read engine.mean_loss, get_lr() and the agent's journal",
     "zero_allow_untested_optimizer": "any elementwise optimizer works; others are refused by name",
-    "zero_force_ds_cpu_optimizer": "torch's optimizers step on every device",
+    "zero_force_ds_cpu_optimizer": _TORCH,
     "zero_optimization.allgather_bucket_size": _UNIT,
     "zero_optimization.allgather_partitions": _ALWAYS,
     "zero_optimization.contiguous_gradients": _ALWAYS,
-    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
+    "zero_optimization.cpu_offload_use_pin_memory": "see offload_optimizer.pin_memory",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at every world size",
     "zero_optimization.enable_sanity_checks": _CHECKED,
     "zero_optimization.grad_hooks": _ALWAYS,
@@ -58,6 +59,10 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights, which are loaded",
     "zero_optimization.log_trace_cache_warnings": "there is no trace",
     "zero_optimization.memory_efficient_linear": "torch's own linear is used",
+    "zero_optimization.offload_optimizer.buffer_count": "see pipeline_read and pipeline_write",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _TORCH,
+    "zero_optimization.offload_optimizer.fast_init": _ALWAYS,
+    "zero_optimization.offload_optimizer.pipeline": "see pipeline_read and pipeline_write",
     "zero_optimization.overlap_comm": _FIXED_ORDER,
     "zero_optimization.override_module_apply": _UNIT,
     "zero_optimization.reduce_bucket_size": _FIXED_ORDER,
@@ -72,20 +77,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.stage3_param_persistence_threshold": _UNIT,
     "zero_optimization.stage3_prefetch_bucket_size": _UNIT,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNIT,
-    "zero_optimization.sub_group_size": "the optimizer steps one unit's shard at a time",
     "zero_optimization.use_all_reduce_for_fetch_params": _UNIT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FIXED_ORDER,
-    **{
-        f"zero_optimization.{section}.{key}": _OFFLOAD
-        for section, keys in {
-            "offload_optimizer": (
-                "buffer_count fast_init nvme_path pin_memory pipeline pipeline_read "
-                "pipeline_write ratio"
-            ),
-            "offload_param": "buffer_count buffer_size max_in_cpu nvme_path pin_memory",
-        }.items()
-        for key in keys.split()
-    },
 }
 """Path of the key -> why it has no effect."""
 
@@ -109,8 +102,7 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
     "managed_gradient_accumulation": lambda value: not value,
     "progressive_layer_drop": _enabled,
-    "zero_optimization.cpu_offload": bool,
-    "zero_optimization.cpu_offload_params": bool,
+    "zero_optimization.offload_optimizer.super_offload": bool,
     "zero_optimization.mics_shard_size": lambda value: value != -1,
     "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
     "zero_optimization.zero_quantized_gradients": bool,
@@ -129,6 +121,9 @@ REMEDIES: dict[str, str] = {
 ALIASES = {
     "bfloat16": "bf16",
     "checkpoint.async": "asynchronous",
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_param",
+    "zero_optimization.cpu_offload_params": "offload_param",
     "zero_optimization.zero_stage": "stage",
 }
 """Path of another spelling -> the key."""

@@ -221,6 +221,9 @@ _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+_OFFLOAD = ("OffloadOptimizer", "OffloadParam")
+
+
 def _coerce(annotation: str, value: Any, where: str) -> Any:
     """`value` as the type that a field's annotation names."""
     wanted = annotation.removesuffix(" | None")
@@ -228,6 +231,8 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
         return None
     if wanted == "ZeroOptimization" and isinstance(value, bool):
         value = {"stage": int(value)}  # DeepSpeed: true means stage 1
+    if wanted in _OFFLOAD and isinstance(value, bool):
+        value = {"device": "cpu" if value else "none"}  # DeepSpeed's older "cpu_offload"
     if wanted in SECTIONS:
         return _parse(SECTIONS[wanted], _as_section(value, where), where)
     name, convert = _COERCE[wanted]

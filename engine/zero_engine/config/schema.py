@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.config.saving import Checkpoint
 from zero_engine.errors import ConfigError
 from zero_engine.stages import STAGES
@@ -81,13 +82,6 @@ class TorchAutocast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Where a part of the state rests between uses."""
-
-    device: str = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
 class LeafModule:
     """Modules whose parameters are gathered together, see `leaf_modules`."""
 
@@ -102,18 +96,19 @@ class ZeroOptimization:
 
     stage: int = 0
     leaf_module: LeafModule = LeafModule()
-    offload_optimizer: Offload = Offload()
-    offload_param: Offload = Offload()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
+    offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
+    sub_group_size: int = 1_000_000_000
+    """Elements of offloaded state that are stepped at a time."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise ConfigError(f"zero_optimization.stage: {self.stage} is not one of 0, 1, 2, 3")
-        for name in ("offload_optimizer", "offload_param"):
-            device = getattr(self, name).device
-            if device not in ("none", "cpu", "nvme"):
-                raise ConfigError(
-                    f'zero_optimization.{name}.device: {device!r} is not "none", "cpu" or "nvme"'
-                )
+        if self.sub_group_size < 1:
+            raise ConfigError(
+                f"zero_optimization.sub_group_size: {self.sub_group_size} is less than 1"
+            )
+        check_stage(self.stage, self.offload_optimizer, self.offload_param)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +211,9 @@ SECTIONS: dict[str, type[Any]] = {
         Bf16,
         Fp16,
         TorchAutocast,
-        Offload,
         LeafModule,
+        OffloadOptimizer,
+        OffloadParam,
         ZeroOptimization,
         OptimizerConfig,
         SchedulerConfig,

@@ -1,0 +1,92 @@
+"""The sections "offload_optimizer" and "offload_param": where state rests between uses.
+
+Called by `schema`; `tiers.choose` reads them. Source: DeepSpeed 0.19.8, for names and defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_engine.errors import ConfigError
+
+NONE, CPU, NVME = "none", "cpu", "nvme"
+DEVICES = (NONE, CPU, NVME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer:
+    """Master weights and optimizer state; the optimizer then steps on the CPU."""
+
+    device: str = NONE
+    nvme_path: str | None = None
+    """A directory on a local disk, the same on every node."""
+    pin_memory: bool = True
+    """Page-locked memory, for a GPU's copies."""
+    pipeline_read: bool = True
+    """Read a sub-group while the one before it is stepped."""
+    pipeline_write: bool = True
+    """Write a sub-group while the one after it is stepped."""
+    ratio: float = 1.0
+    """The part of the state that is offloaded, at stage 3; the rest stays on the device."""
+
+    def __post_init__(self) -> None:
+        _check_device("offload_optimizer", self.device, self.nvme_path)
+        if not 0 <= self.ratio <= 1:
+            raise ConfigError(
+                f"zero_optimization.offload_optimizer.ratio: {self.ratio} is not in [0, 1]"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam:
+    """The weights that modules are gathered from, at stage 3."""
+
+    device: str = NONE
+    nvme_path: str | None = None
+    """A directory on a local disk, the same on every node."""
+    pin_memory: bool = True
+    """Page-locked memory, for a GPU's copies."""
+    buffer_count: int = 5
+    """At most so many buffers ..."""
+    buffer_size: int = 100_000_000
+    """... of so many elements are read ahead from the disk."""
+    max_in_cpu: int = 1_000_000_000
+    """With device "nvme", so many elements of this rank stay in the host's memory."""
+
+    def __post_init__(self) -> None:
+        _check_device("offload_param", self.device, self.nvme_path)
+        for name in ("buffer_count", "buffer_size", "max_in_cpu"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"zero_optimization.offload_param.{name}: {getattr(self, name)} is negative"
+                )
+
+
+def _check_device(section: str, device: str, nvme_path: str | None) -> None:
+    where = f"zero_optimization.{section}"
+    if device not in DEVICES:
+        raise ConfigError(f'{where}.device: {device!r} is not "none", "cpu" or "nvme"')
+    if device == NVME and nvme_path is None:
+        raise ConfigError(f'{where}.device "nvme" needs {where}.nvme_path, a directory on a disk')
+    if device == NVME and nvme_path is not None and not Path(nvme_path).is_absolute():
+        raise ConfigError(f"{where}.nvme_path: {nvme_path!r} is not an absolute path")
+
+
+def check_stage(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> None:
+    """Raises ConfigError if a stage does not go with what is to be offloaded."""
+    if optimizer.device != NONE and stage == 0:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer: at stage 0 every rank holds all of the "
+            "optimizer's state; set stage to 1, 2 or 3"
+        )
+    if optimizer.device != NONE and optimizer.ratio < 1 and stage != 3:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio: {optimizer.ratio} needs stage 3; "
+            "set stage to 3, or ratio to 1"
+        )
+    if param.device != NONE and stage != 3:
+        raise ConfigError(
+            "zero_optimization.offload_param: only stage 3 divides the parameters; set stage to "
+            "3, or remove the section"
+        )

@@ -1,0 +1,210 @@
+"""A file without a name that holds tensors: the bytes of the NVMe tier.
+
+Owns the descriptor, the room, and every read and write. Must always hold:
+
+- The file has no name from the moment it is there, so the kernel takes its room back with the
+  process, whatever ends it: nothing is ever left to sweep.
+- Room is reserved before it is used: a full disk is an error by name when the engine is made,
+  not a signal in the middle of a step.
+- There are two ways to the same bytes. `read` and `write` go past the page cache, in pages, from
+  aligned buffers: that is how a step streams through its state, and it leaves no memory behind.
+  The tensors that `reserve` returns are views of the mapped file, for whoever looks in now and
+  then (a checkpoint, a hash, a script). The kernel keeps both the same: a direct read first
+  writes dirty pages back, a direct write drops the pages that it makes stale. `_probe` tries that
+  on the file system at hand, and where it does not hold, or direct access is refused,
+  everything goes through the page cache.
+
+Called by `nvme`. Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from bisect import bisect_right
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_engine.checkpoint.dtypes import host_bytes
+from zero_engine.errors import TierError
+
+_log = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+_MIB = 1 << 20
+
+
+class ScratchFile:
+    """Reserves, reads and writes; one process, any number of threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Make the file.
+
+        Raises:
+            TierError: There can be no file in this directory.
+        """
+        self.directory = directory
+        self.size_bytes = 0
+        self._starts: list[int] = []
+        self._maps: list[tuple[int, int, mmap.mmap]] = []
+        try:
+            self._cached = _nameless(directory)
+            weakref.finalize(self, os.close, self._cached)
+            self._direct = self._open_direct()
+        except OSError as error:
+            raise self._failure("no scratch file", error) from error
+
+    # ---- room ----
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [numel] of zeros that lies in the file, from the beginning of a page.
+
+        Raises:
+            TierError: There is no room.
+        """
+        size = max(-(-numel * dtype.itemsize // PAGE_BYTES), 1) * PAGE_BYTES
+        offset = self.size_bytes
+        try:
+            os.posix_fallocate(self._cached, offset, size)
+            mapped = mmap.mmap(self._cached, size, offset=offset)
+        except OSError as error:
+            raise self._failure(f"no room for {size / _MIB:.1f} MiB of state", error) from error
+        self.size_bytes += size
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._note(whole.data_ptr(), offset, mapped)
+        return whole.view(dtype)[:numel]
+
+    def _note(self, address: int, offset: int, mapped: mmap.mmap) -> None:
+        at = bisect_right(self._starts, address)
+        self._starts.insert(at, address)
+        self._maps.insert(at, (address, offset, mapped))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in this file."""
+        return self._find(tensor) is not None
+
+    def _find(self, tensor: Tensor) -> int | None:
+        """The position in the file of a tensor's first byte."""
+        address = tensor.data_ptr()
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return None
+        start, offset, mapped = self._maps[at]
+        return offset + address - start if address < start + len(mapped) else None
+
+    def forget_pages(self) -> None:
+        """Give back the memory of what has been looked at through the mapping."""
+        for _, _, mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        with suppress(OSError):
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    # ---- streaming ----
+
+    def read(self, held: Tensor, buffer: Tensor) -> None:
+        """Read the bytes of `held`, which begins on a page, and what follows up to whole pages.
+
+        Args:
+            held: A part of a reserved tensor.
+            buffer: uint8, aligned, whole pages: see `aligned`.
+
+        Raises:
+            TierError: The disk failed.
+        """
+        self._transfer("reading", held, buffer)
+
+    def write(self, held: Tensor, buffer: Tensor) -> None:
+        """Write a buffer to where `held` lies; see `read`."""
+        self._transfer("writing", held, buffer)
+
+    def _transfer(self, verb: str, held: Tensor, buffer: Tensor) -> None:
+        position = self._find(held)
+        assert position is not None
+        assert position % PAGE_BYTES == buffer.data_ptr() % PAGE_BYTES == 0
+        move = self._read_at if verb == "reading" else self._write_at
+        data, done = host_bytes(buffer), 0
+        try:
+            while done < len(data):
+                moved = move(data[done:], position + done)
+                if not moved:
+                    raise OSError(errno.EIO, "the file is shorter than it was")
+                done += moved
+        except OSError as error:
+            raise self._failure(f"{verb} {len(data) / _MIB:.1f} MiB of state", error) from error
+
+    def _read_at(self, data: memoryview, position: int) -> int:
+        return os.preadv(self._direct, [data], position)
+
+    def _write_at(self, data: memoryview, position: int) -> int:
+        return os.pwritev(self._direct, [data], position)
+
+    # ---- direct access ----
+
+    def _open_direct(self) -> int:
+        """A second descriptor, past the page cache; the same one where that does not work."""
+        direct = self._cached
+        try:
+            direct = os.open(
+                f"/proc/self/fd/{self._cached}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+            )
+            weakref.finalize(self, os.close, direct)
+            why = self._probe(direct)
+        except OSError as error:
+            why = error.strerror or "refused"
+        if why:
+            _log.warning("%s: state goes through the page cache: %s", self.directory, why)
+        return self._cached if why else direct
+
+    def _probe(self, direct: int) -> str:
+        """Try both ways on the first page; why they do not go together, if they do not."""
+        self._direct = direct
+        mapped = self.reserve(PAGE_BYTES, torch.uint8)
+        buffer = aligned(PAGE_BYTES)
+        mapped.fill_(1)
+        self._read_at(host_bytes(buffer), 0)
+        seen = bool((buffer == 1).all())
+        self._write_at(host_bytes(buffer.fill_(2)), 0)
+        return "" if seen and bool((mapped == 2).all()) else "direct and mapped access disagree"
+
+    def _failure(self, what: str, error: OSError) -> TierError:
+        try:
+            free = f"{shutil.disk_usage(self.directory).free / _MIB:.0f} MiB free"
+        except OSError:
+            free = "not accessible"
+        remedy = _REMEDIES.get(error.errno or 0, "name another directory as nvme_path")
+        return TierError(f"{self.directory} ({free}): {what}: {error.strerror}; {remedy}")
+
+
+_REMEDIES = {
+    errno.EIO: "the disk is failing: name another one as nvme_path and go on from the newest "
+    "checkpoint",
+    errno.ENOSPC: "free room there, or name another directory as nvme_path",
+    errno.ENOENT: "create the directory on every node, or name another one as nvme_path",
+}
+
+
+def _nameless(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    descriptor, name = tempfile.mkstemp(prefix=".zero-scratch.", dir=directory)
+    os.unlink(name)
+    return descriptor
+
+
+def aligned(size_bytes: int, *, pin: bool = False) -> Tensor:
+    """Undefined bytes [size rounded up to pages] that begin on a page."""
+    size = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=pin)
+    begin = -raw.data_ptr() % PAGE_BYTES
+    return raw[begin : begin + size]

@@ -1,0 +1,62 @@
+"""How the torch optimizer steps the segments when all state is in the memory of the device.
+
+Owns the protocol of stepping. Between steps `optimizer.state` shows whole tensors, wherever they
+rest. Called by `zero_optimizer`; `engine_state` fills the state that `make_state` makes. The
+other way to step is `sub_groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_engine.segments import Segment
+
+
+class Steps(Protocol):
+    """A way to step all segments."""
+
+    def step(self) -> None:
+        """Step every segment with its gradient. Raises TierError."""
+
+    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Zeros for a segment's optimizer keys, to be filled, where they will rest."""
+
+
+class StepAtOnce:
+    """State in the memory of the device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, segments: Sequence[Segment]) -> None:
+        self._optimizer = optimizer
+        self._segments = tuple(segments)
+
+    def step(self) -> None:
+        """One call of the optimizer."""
+        for segment in self._segments:
+            segment.param.grad = segment.gradient  # the user may have called zero_grad()
+        with only(self._optimizer, self._segments):
+            self._optimizer.step()
+
+    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Zeros beside the weights."""
+        return {
+            key: torch.zeros_like(segment.param, dtype=dtype, requires_grad=False)
+            for key, dtype in dtypes.items()
+        }
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, chosen: Sequence[Segment]) -> Iterator[None]:
+    """Let the optimizer have no parameters but those of some segments."""
+    everything = [group["params"] for group in optimizer.param_groups]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [segment.param for segment in chosen if segment.group == index]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, everything, strict=True):
+            group["params"] = params

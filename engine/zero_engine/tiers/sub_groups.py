@@ -1,0 +1,273 @@
+"""Steps segments whose state rests elsewhere, one sub-group after the other.
+
+A *sub-group* is a part of one unit's shard, of at most `sub_group_size` elements. It is brought
+into memory, stepped, and brought back, while the next one is read and the one before is written.
+Its *rows* are the master weights and the optimizer's keys, each a tensor as long as the shard,
+wherever it rests. Must always hold:
+
+- The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
+  scalars (the step count) are in every sub-group those of before the step. So an elementwise
+  optimizer computes the same bits as in one call.
+- Between steps `optimizer.state` shows whole tensors: parts of the rows.
+- In memory are the sub-groups under way, never the state of a whole unit that is larger.
+
+Called by `zero_optimizer`. Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
+(arXiv 2104.07857), whose sub-groups are parameters of one buffer in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
+from zero_engine.segments import Segment, elementwise_keys
+from zero_engine.tiers.places import Lease, Tier, wait
+from zero_engine.tiers.steps import StepAtOnce, only
+
+GRAIN = 4 * BLOCK
+"""Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
+_WEIGHTS = ".weights"
+"""The row of master weights; optimizers have no key with a dot."""
+_GRADIENT = ".gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How much of the state is in memory during a step."""
+
+    sub_group_size: int
+    """Elements."""
+    reads_ahead: bool
+    writes_behind: bool
+
+    def cuts(self, numel: int) -> Iterator[tuple[int, int]]:
+        """The sub-groups [start, stop) of a shard."""
+        size = max(self.sub_group_size // GRAIN, 1) * GRAIN
+        return ((start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a sub-group has of a segment: elements [start, stop) of the sub-group."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+    def of(self, row: Tensor) -> Tensor:
+        """This part of a row of the sub-group."""
+        return row[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A segment's optimizer state before a step."""
+
+    scalars: dict[str, Any]
+    keys: list[str]
+    """Those that have rows; none before the first step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubGroup:
+    """Elements [start, stop) of the shard of a unit."""
+
+    unit: FlatUnit
+    tier: Tier
+    total: Tensor
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+    def of(self, row: Tensor) -> Tensor:
+        """This sub-group's part of a row of the unit."""
+        return row[self.start : self.stop]
+
+
+class StepBySubGroups:
+    """State that rests in tiers; the device's own is stepped at once, as without them."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        segments: Sequence[Segment],
+        totals: Mapping[FlatUnit, Tensor],
+        tiers: Mapping[FlatUnit, Tier],
+        pace: Pace,
+    ) -> None:
+        """Cut the shards into sub-groups.
+
+        Args:
+            optimizer: Elementwise.
+            segments: All of this rank.
+            totals: For each unit the gradient of its shard.
+            tiers: Where the state of a unit rests; units that are not here are on the device.
+            pace: The size of sub-groups, and how many are in memory.
+        """
+        self._optimizer = optimizer
+        self._pace = pace
+        self._tiers = dict(tiers)
+        self._rows = {unit: {_WEIGHTS: unit.shard} for unit in tiers}
+        streamed = [s for s in segments if s.unit in tiers and s.stop > s.start]
+        others = [s for s in segments if s not in streamed]
+        self._segments = streamed
+        self._others = StepAtOnce(optimizer, others) if others else None
+        sub_groups = [
+            SubGroup(unit, tier, totals[unit], start, stop, _parts(unit, streamed, start, stop))
+            for unit, tier in tiers.items()
+            for start, stop in pace.cuts(unit.shard.numel())
+        ]
+        self._sub_groups = [sub_group for sub_group in sub_groups if sub_group.parts]
+        for segment in streamed:
+            self._adopt(segment)
+
+    # ---- where state lies ----
+
+    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Parts of rows, to be filled."""
+        if segment not in self._segments:
+            return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes)
+        return {key: self._place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
+
+    def _place(self, segment: Segment, key: str, dtype: torch.dtype) -> Tensor:
+        """A segment's part of a row, which is made if need be."""
+        return _whole(segment, self._row(segment.unit, key, dtype))
+
+    def _row(self, unit: FlatUnit, key: str, dtype: torch.dtype) -> Tensor:
+        rows = self._rows[unit]
+        if key not in rows or rows[key].dtype != dtype:
+            rows[key] = self._tiers[unit].zeros(unit.shard.numel(), dtype)
+        return rows[key]
+
+    def _adopt(self, segment: Segment) -> None:
+        """Bring state that is elsewhere (made with the optimizer, or loaded into it) to its row."""
+        state = self._optimizer.state.get(segment.param, {})
+        for key in elementwise_keys(segment, state):
+            place = self._place(segment, key, state[key].dtype)
+            if place.data_ptr() != state[key].data_ptr():
+                state[key] = place.copy_(state[key])
+
+    # ---- a step ----
+
+    def step(self) -> None:
+        """Step all segments. Raises TierError; state is then neither old nor new."""
+        if self._others is not None:
+            self._others.step()
+        for segment in self._segments:
+            self._adopt(segment)
+        before = {segment: self._before(segment) for segment in self._segments}
+        try:
+            for sub_group, lease in self._leases():
+                self._step(sub_group, lease, before)
+        finally:
+            self._show_whole()
+        for tier in {id(tier): tier for tier in self._tiers.values()}.values():
+            tier.settle()
+        for unit in self._tiers:
+            unit.settle()
+
+    def _before(self, segment: Segment) -> Before:
+        state = self._optimizer.state.get(segment.param, {})
+        keys = elementwise_keys(segment, state)
+        return Before({key: state[key] for key in state.keys() - set(keys)}, keys)
+
+    def _leases(self) -> Iterator[tuple[SubGroup, Lease]]:
+        """Each sub-group while it is in memory."""
+        coming = iter(self._sub_groups)
+        opened: deque[tuple[Future[Lease], Callable[[], Tensor]]] = deque()
+        closing: deque[Future[None]] = deque()
+        for sub_group in self._sub_groups:
+            room = 1 + self._pace.reads_ahead - len(opened)
+            opened.extend(self._open(each) for each in islice(coming, room))
+            future, gradient = opened.popleft()
+            lease = wait(future)
+            lease.rows[_GRADIENT] = gradient()
+            yield sub_group, lease
+            closing.append(sub_group.tier.close(self._rows_of(sub_group), lease))
+            while len(closing) > self._pace.writes_behind:
+                wait(closing.popleft())
+        while closing:
+            wait(closing.popleft())
+
+    def _open(self, sub_group: SubGroup) -> tuple[Future[Lease], Callable[[], Tensor]]:
+        gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
+        return sub_group.tier.open(self._rows_of(sub_group)), gradient
+
+    def _rows_of(self, sub_group: SubGroup) -> dict[str, Tensor]:
+        return {name: sub_group.of(row) for name, row in self._rows[sub_group.unit].items()}
+
+    def _step(self, sub_group: SubGroup, lease: Lease, before: Mapping[Segment, Before]) -> None:
+        state = self._optimizer.state
+        for part in sub_group.parts:
+            param, there = part.segment.param, before[part.segment]
+            param.data = part.of(lease.rows[_WEIGHTS])
+            param.grad = part.of(lease.rows[_GRADIENT])
+            rows = {key: part.of(lease.rows[key]) for key in there.keys}
+            state[param] = copy.deepcopy(there.scalars) | rows
+        with only(self._optimizer, [part.segment for part in sub_group.parts]):
+            self._optimizer.step()
+        for part in sub_group.parts:
+            self._collect(sub_group, part, lease)
+        sub_group.unit.accept(sub_group.start, lease.rows[_WEIGHTS])
+
+    def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
+        """Bring what the optimizer has made anew (all of it, in the first step) into the lease."""
+        state = self._optimizer.state[part.segment.param]
+        for key in elementwise_keys(part.segment, state):
+            self._row(sub_group.unit, key, state[key].dtype)
+            if key not in lease.rows:
+                lease.rows[key] = state[key].new_zeros(sub_group.stop - sub_group.start)
+            place = part.of(lease.rows[key])
+            if place.data_ptr() != state[key].data_ptr():
+                place.copy_(state[key])
+
+    def _show_whole(self) -> None:
+        """Let parameters and state be the parts of the rows again."""
+        for segment in self._segments:
+            state = self._optimizer.state.get(segment.param, {})
+            keys, rows = elementwise_keys(segment, state), self._rows[segment.unit]
+            segment.param.grad = None
+            segment.param.data = _whole(segment, rows[_WEIGHTS])
+            state.update((key, _whole(segment, rows[key])) for key in keys)
+
+
+def _whole(segment: Segment, row: Tensor) -> Tensor:
+    """A segment's part of a row of its unit."""
+    low = segment.unit.interval[0]
+    return row[segment.start - low : segment.stop - low]
+
+
+def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:
+    """What elements [start, stop) of a shard have of each segment."""
+    low, parts = unit.interval[0], []
+    for segment in segments:
+        if segment.unit is unit:
+            first, last = overlap(segment.start - low, segment.stop - low, start, stop)
+            if last > first:
+                parts.append(Part(segment, first - start, last - start))
+    return tuple(parts)
+
+
+def _to_host(source: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Begin to copy a gradient to where the optimizer runs; the result waits for it."""
+    if source.device.type == device.type:
+        return lambda: source
+    copied = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
+    copied.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def arrived() -> Tensor:
+        event.synchronize()
+        return copied
+
+    return arrived

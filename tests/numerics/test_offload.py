@@ -1,0 +1,213 @@
+"""Offloading moves bytes and changes none: one result with and without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+STEPS = 4
+SUB_GROUP = 4096
+"""Elements: the shards of the tiny model are 3 to 20 thousand, so they are cut into several."""
+
+
+def offloading(stage: int, where: str, path: str, **more: Any) -> dict[str, Any]:
+    """A config by the name of a tier."""
+    zero: dict[str, Any] = {"stage": stage, "sub_group_size": SUB_GROUP}
+    optimizer, _, param = where.partition("+")
+    if optimizer != "none":
+        zero["offload_optimizer"] = {"device": optimizer, "nvme_path": path}
+    if param:
+        zero["offload_param"] = {"device": param, "nvme_path": path, "max_in_cpu": 0}
+    return config(stage, **more) | {"zero_optimization": zero}
+
+
+TIERS = [
+    (1, "cpu"),
+    (2, "cpu"),
+    (3, "cpu"),
+    (1, "nvme"),
+    (2, "nvme"),
+    (3, "nvme"),
+    (3, "nvme+cpu"),
+    (3, "nvme+nvme"),
+    (3, "cpu+nvme"),
+    (3, "none+nvme"),
+]
+
+
+def train_in_every_tier(bf16: bool, path: str) -> list[tuple[Any, ...]]:
+    fingerprints = []
+    for stage, where in [(0, "none"), *TIERS]:
+        engine = make_engine(offloading(stage, where, path, bf16=bf16))
+        losses = train(engine, STEPS)
+        fingerprints.append((*fingerprint(engine), tuple(losses)))
+    return fingerprints
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_every_tier_gives_the_bits_of_no_tier(
+    worlds: WorldPool, tmp_path: Path, world: int, bf16: bool
+) -> None:
+    for rank in worlds.run(world, train_in_every_tier, bf16, str(tmp_path)):
+        for tier, result in zip(TIERS, rank[1:], strict=True):
+            assert result == rank[0], tier
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- every optimizer, accumulation, part of the state ----
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"type": "SGD", "params": {"lr": 0.1}},
+    {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    {"type": "Adagrad", "params": {"lr": 0.01, "initial_accumulator_value": 0.1}},
+    {"type": "Lion", "params": {"lr": 1e-3}},
+    {"type": "NAdam", "params": {"lr": 1e-3}},
+    {"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}},
+]
+"""No state; made late; made with the optimizer; one key; scalars that multiply; three keys."""
+
+
+def train_optimizers(path: str) -> list[tuple[str, str]]:
+    hashes = []
+    for optimizer in OPTIMIZERS:
+        pair = []
+        for where in ("none", "nvme+nvme"):
+            engine = make_engine(offloading(3, where, path, optimizer=optimizer, bf16=True))
+            train(engine, 3)
+            pair.append(engine.weight_hash())
+        hashes.append((pair[0], pair[1]))
+    return hashes
+
+
+def test_every_elementwise_optimizer_steps_sub_groups_to_the_same_bits(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    hashes = worlds.run(2, train_optimizers, str(tmp_path))[0]
+    assert [offloaded for _, offloaded in hashes] == [kept for kept, _ in hashes]
+    assert len(set(hashes)) == len(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_part_of_the_state_can_stay(worlds: WorldPool, tmp_path: Path, ratio: float) -> None:
+    kept, (split, offloaded) = worlds.run(1, train_split, str(tmp_path), ratio)[0]
+    assert split == kept
+    assert offloaded == (0 if ratio == 0 else 2)
+
+
+def train_split(path: str, ratio: float) -> tuple[str, tuple[str, int]]:
+    hashes = []
+    for where in ("none", "nvme"):
+        settings = offloading(3, where, path)
+        if where != "none":
+            settings["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        engine = make_engine(settings)
+        train(engine, 3)
+        hashes.append(engine.weight_hash())
+    trained = [unit for unit in engine._core.units if unit.trained]
+    assert len(trained) == 3
+    return hashes[0], (hashes[1], sum(unit.tiers.offloaded for unit in trained))
+
+
+def test_lamb_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
+    lamb = {"type": "Lamb", "params": {"lr": 1e-2}}
+    settings = offloading(1, "cpu", str(tmp_path), optimizer=lamb)
+    with pytest.raises(WorldError, match="LAMB needs whole parameters and cannot step sub-groups"):
+        worlds.run(1, make_engine, settings)
+
+
+# ---- checkpoints and single parameters ----
+
+
+def save_and_go_on(root: str, path: str, saves: str, loads: str) -> tuple[str, str, str]:
+    """Train, save in one tier; load in another and train; the hashes."""
+    engine = make_engine(offloading(3, saves, path, bf16=True))
+    train(engine, 2)
+    engine.save_checkpoint(root)
+    saved = engine.weight_hash()
+    train(engine, STEPS)
+    other = make_engine(offloading(3, loads, path, bf16=True), seed=8)
+    other.load_checkpoint(root)
+    loaded = other.weight_hash()
+    assert loaded == saved
+    train(other, STEPS)
+    return saved, engine.weight_hash(), other.weight_hash()
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"), [("none", "nvme+nvme"), ("nvme", "none"), ("nvme+nvme", "cpu")]
+)
+def test_a_checkpoint_loads_in_another_tier_and_training_goes_on_as_if_nothing_had_been(
+    worlds: WorldPool, tmp_path: Path, saves: str, loads: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    results = worlds.run(2, save_and_go_on, str(tmp_path / "root"), str(scratch), saves, loads)
+    saved, uninterrupted, resumed = results[0]
+    assert resumed == uninterrupted != saved
+
+
+def save_everywhere(root: str, path: str) -> None:
+    for where in ("none", "cpu", "nvme", "nvme+nvme"):
+        engine = make_engine(offloading(3, where, path))
+        train(engine, 2)
+        engine.save_checkpoint(f"{root}/{where}")
+
+
+def test_a_checkpoint_is_the_same_bytes_in_every_tier(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(2, save_everywhere, str(tmp_path / "root"), str(tmp_path))
+    found = {where: contents(tmp_path / "root" / where) for where in ("none", "cpu", "nvme")}
+    found["both"] = contents(tmp_path / "root" / "nvme+nvme")
+    assert [where for where, bytes_ in found.items() if bytes_ != found["none"]] == []
+    assert len(found["none"]) == 3
+
+
+def contents(root: Path) -> dict[str, Any]:
+    """The files of the one checkpoint there, without what is different in every save."""
+    (directory,) = [path for path in root.iterdir() if path.is_dir()]
+    files: dict[str, Any] = {p.name: p.read_bytes() for p in directory.glob("*.safetensors")}
+    manifest = json.loads((directory / "MANIFEST.json").read_bytes())
+    for changing in ("nonce", "digest", "self_digest", "created", "time"):
+        manifest.pop(changing, None)
+    manifest["meta"]["engine"].pop("elapsed_s")
+    return files | {"MANIFEST.json": manifest}
+
+
+def look_and_change(where: str, path: str) -> list[Any]:
+    engine = make_engine(offloading(3, where, path, bf16=True))
+    train(engine, 1)
+    seen: list[Any] = []
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            continue
+        weights = safe_get_full_fp32_param(param)
+        moment = safe_get_full_optimizer_state(param, "exp_avg")
+        seen.append((name, weights.tolist(), moment.tolist()))
+        safe_set_full_fp32_param(param, weights * 1.25)
+        safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg")
+        seen.append(safe_get_local_fp32_param(param).tolist())
+    state = {name: value.tolist() for name, value in engine.module_state_dict().items()}
+    train(engine, 3)
+    return [seen, state, engine.weight_hash()]
+
+
+def test_single_parameters_are_seen_and_changed_alike_in_every_tier(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    plain = worlds.run(2, look_and_change, "none", str(tmp_path))
+    for where in ("cpu", "nvme", "nvme+nvme"):
+        assert worlds.run(2, look_and_change, where, str(tmp_path)) == plain, where
