@@ -86,6 +86,7 @@ class Agent:
                 slots=config.slots,
                 ring=self._ring.address,
                 role=config.role,
+                host=config.host,
             ),
             clock=clock,
             journal=self._journal,

@@ -34,6 +34,8 @@ from zero_orchestrator.runs import command_name, current_run
 
 log = logging.getLogger("zero")
 
+_FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
@@ -147,7 +149,7 @@ def _take_part(
             continue  # that run ended between the look at it and the joining: start the next
         if world is not None and world.rank == 0:
             meeting.see_off(store, job)
-        if code == AgentExit.JOB_FAILED and (cause := agent.root_cause):
+        if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)
         return code
 

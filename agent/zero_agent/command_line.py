@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "the job goes on.",
         epilog="A flag may be written with - or _, shortened, or set as PET_<FLAG> in the "
         "environment. Exit codes: 0 done, 1 job failed, 2 wrong usage, 3 etcd out of reach, "
-        "4 too few nodes, 5 job stopped, 6 node drained, 128+N ended by signal N.",
+        "4 too few nodes, 5 job stopped, 6 node drained, 7 no progress, 128+N ended by signal N.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )

@@ -32,6 +32,8 @@ class AgentExit(IntEnum):
     """The job was stopped by `zero-ctl stop` (also for an agent that comes late)."""
     DRAINED = 6
     """This node left because of `zero-ctl drain`; the job goes on without it."""
+    NO_PROGRESS = 7
+    """The job failed early: it restarted again and again and finished no new step."""
 
 
 class AgentFailed(ZeroError):
@@ -55,6 +57,8 @@ class AgentConfig:
     node_id: str
     address: str
     """Under which the other nodes reach this one."""
+    host: str = ""
+    """What an exclusion of this node is about; empty: the node's name."""
     timing: Timing
     role: str = "default"
     """What this node's workers are called, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""

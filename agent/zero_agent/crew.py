@@ -101,6 +101,8 @@ class Crew:
         """TCPStores hosted here: id of the process -> its round."""
         self.progress: Progress | None = None
         """The last step that any worker of this node has reported."""
+        self._reporting = False
+        """A worker has said that it will report its steps."""
 
     # ---- how it stands ----
 
@@ -133,6 +135,13 @@ class Crew:
     def overdue(self) -> bool:
         """They were asked too long ago."""
         return self._past(self._asked_s, self._config.boundary_timeout_s)
+
+    @property
+    def finished_step(self) -> int | None:
+        """The last step that workers have finished, 0 before the first; None: they do not say."""
+        if self.progress is not None:
+            return self.progress.step
+        return 0 if self._reporting else None
 
     @property
     def hung(self) -> bool:
@@ -315,6 +324,7 @@ class Crew:
         match message:
             case Hello() if Ability.BOUNDARY in message.can:
                 self._can_leave.add(rank)
+                self._reporting = True
             case CommitRequest():
                 granted, reason = self._on_commit(message)
                 reply = CommitReply(request=message.request, granted=granted, reason=reason)

@@ -12,6 +12,7 @@ from zero_agent.crew import Crew
 from zero_agent.supervise import Workers
 from zero_orchestrator.job_state import Failure, Snapshot, State
 from zero_orchestrator.journal import Journal
+from zero_orchestrator.moves import Move
 
 log = logging.getLogger("zero")
 
@@ -31,6 +32,7 @@ def failure_of(crew: Crew, node: str) -> Failure:
         rank=end.rank,
         traceback=end.traceback,
         hang=crew.hung,
+        step=crew.finished_step,
     )
 
 
@@ -38,7 +40,7 @@ def tell_end(name: str, job: Snapshot, journal: Journal) -> int | None:
     """Say how the job `name` ended; the agent's exit code, None if the job goes on."""
     if job.state is State.FAILED:
         _tell_failure(name, job, journal)
-        return AgentExit.JOB_FAILED
+        return AgentExit.NO_PROGRESS if job.by == Move.GIVE_UP else AgentExit.JOB_FAILED
     if job.state is State.DONE:
         journal.tell("done", f"job {name} is done")
         return AgentExit.OK

@@ -58,6 +58,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         slots=slots,
         job=check_job_name(args.rdzv_id) if args.rdzv_id else None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
+        host="" if args.node_id else socket.gethostname(),
         address=args.local_addr,
         timing=Timing(settle_s=settle_s),
         role=args.role,
@@ -131,7 +132,12 @@ def _job_spec(args: argparse.Namespace) -> JobSpec:
     return JobSpec(
         min_nodes=low,
         max_nodes=high,
+        node_unit=args.node_unit,
         max_restarts=args.max_restarts,
+        refill_after_steps=args.refill_after_steps,
+        max_restarts_without_progress=args.max_restarts_without_progress,
+        exclude_after=args.exclude_after,
+        exclude_for_s=int(args.exclude_for),
         command=(where, *args.arguments),
     )
 

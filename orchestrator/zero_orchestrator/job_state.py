@@ -13,6 +13,7 @@ Keys, under `/zero/v1/<job>/` (all values JSON):
     rounds/<n>/done/<id>    the node's workers of round n have all exited with 0
     rounds/<n>/fail/<id>    the node's workers of round n failed, and how
     charged/<n>             round n ended in a failure: one charge to the restart budget
+    excluded/<host>         no round begins with this host; mostly under a lease that runs out
     ckpt/latest             the newest published checkpoint
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from zero_orchestrator.budget import Charge, in_force
+from zero_orchestrator.exclusion import Exclusion
 from zero_orchestrator.kv import KeyValue, Range
 from zero_orchestrator.spec import JobSpec
 
@@ -94,6 +97,10 @@ class Keys:
         """The charge for round n."""
         return f"{self.prefix}charged/{n}"
 
+    def excluded(self, host: str) -> str:
+        """The exclusion of a host."""
+        return f"{self.prefix}excluded/{host}"
+
     def of_round(self, n: int, *parts: str) -> str:
         """A key of round n."""
         return "/".join((f"{self.prefix}rounds/{n}", *parts))
@@ -115,6 +122,15 @@ class Node:
     """Where its liveness ring listens, `host:port`."""
     role: str = "default"
     """What its workers are called."""
+    host: str = ""
+    """Where it is, by a name that stays when the agent is started again; empty: the id."""
+    unfit: str = ""
+    """Why it cannot take part in a round now, by its own judgement."""
+
+    @property
+    def machine(self) -> str:
+        """What an exclusion of it is about."""
+        return self.host or self.id
 
     def to_json(self) -> str:
         """The value of its key."""
@@ -164,6 +180,8 @@ class Failure:
     traceback: str = ""
     hang: bool = False
     """They ran and took no step: the others write down where they are before they are killed."""
+    step: int | None = None
+    """The last step that they have finished, 0 before the first; None: they do not say."""
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 
@@ -207,10 +225,36 @@ class Snapshot:
     done: frozenset[str] = frozenset()
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
-    charges: int = 0
+    charged: tuple[Charge, ...] = ()
+    """To the restart budget, in order of rounds."""
+    by: str = ""
+    """The move that led to the state."""
+    committed: int = 0
+    """The step of the newest published checkpoint; 0 without one."""
+    committed_revision: int = 0
+    """mod_revision of its key; 0 when there is none."""
     stop: str | None = None
     """Somebody wants the job to end: who, and why."""
     drains: tuple[DrainOrder, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+
+    @property
+    def charges(self) -> int:
+        """Failures of the job so far."""
+        return len(self.charged)
+
+    @cached_property
+    def spent(self) -> int:
+        """Those of them that count."""
+        return in_force(self.charged, self.committed, self.spec.refill_after_steps)
+
+    @cached_property
+    def reached(self) -> int | None:
+        """The last step that any worker is known to have finished; None if nobody says."""
+        told = [charge.reached for charge in self.charged]
+        told += [failure.step for failure in self.failures]
+        known = [step for step in told if step is not None]
+        return max(*known, self.committed) if known else self.committed or None
 
     @cached_property
     def alive(self) -> frozenset[tuple[str, str]]:
@@ -231,12 +275,19 @@ class Snapshot:
     @cached_property
     def eligible(self) -> tuple[Node, ...]:
         """Live agents that may take part in the next round."""
-        return tuple(node for node in self.nodes if not node.draining)
+        return tuple(node for node in self.nodes if self._may_take_part(node))
 
     @cached_property
     def joiners(self) -> tuple[Node, ...]:
         """Eligible agents that are no members of round n."""
         return tuple(node for node in self.eligible if self.members.index(node) is None)
+
+    def exclusion(self, node: Node) -> Exclusion | None:
+        """Why no round begins with this node, or None."""
+        return next((e for e in self.exclusions if e.host == node.machine), None)
+
+    def _may_take_part(self, node: Node) -> bool:
+        return not node.draining and not node.unfit and self.exclusion(node) is None
 
     def has_member(self, node: Node) -> bool:
         """Whether this agent process is a member of round n."""
@@ -253,8 +304,10 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
     wish = json.loads(stop.value) if stop else None
+    excluded = _exclusions(found, keys.excluded(""))
     if head is None:
-        return Snapshot(spec=spec, nodes=_nodes(keys, found), stop=wish)
+        return Snapshot(spec=spec, nodes=_nodes(keys, found), stop=wish, exclusions=excluded)
+    latest = items.get(keys.latest)
     record = json.loads(head.value)
     n = record["n"]
     members, master, yielded = (
@@ -274,9 +327,13 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         quiet=_names(found, keys.of_round(n, "quiet/")),
         done=_names(found, keys.of_round(n, "done/")),
         failures=_failures(found, keys.of_round(n, "fail/")),
-        charges=len(_names(found, keys.prefix + "charged/")),
+        charged=_charges(found, keys.prefix + "charged/"),
+        by=record.get("by", ""),
+        committed=json.loads(latest.value)["step"] if latest else 0,
+        committed_revision=latest.mod_revision if latest else 0,
         stop=wish,
         drains=_drains(found, keys.drain("")),
+        exclusions=excluded,
     )
 
 
@@ -300,6 +357,17 @@ def _members(item: KeyValue | None) -> Members:
 def _drains(found: Range, prefix: str) -> tuple[DrainOrder, ...]:
     orders = (item for item in found.items if item.key.startswith(prefix))
     return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
+
+
+def _charges(found: Range, prefix: str) -> tuple[Charge, ...]:
+    items = (item for item in found.items if item.key.startswith(prefix))
+    charges = (Charge(**json.loads(item.value)) for item in items)
+    return tuple(sorted(charges, key=lambda charge: charge.n))
+
+
+def _exclusions(found: Range, prefix: str) -> tuple[Exclusion, ...]:
+    items = (item for item in found.items if item.key.startswith(prefix))
+    return tuple(Exclusion(**json.loads(item.value)) for item in items)
 
 
 def _failures(found: Range, prefix: str) -> tuple[Failure, ...]:

@@ -237,10 +237,14 @@ class Rendezvous:
         self._reason = decision.reason
         if decision.transition is None or not self._my_turn(decision):
             return False
-        compares, writes = transaction(self.keys, job, decision.transition)
-        done = self._store.txn(compares, writes)
+        exclusion = decision.transition.exclusion
+        # Nobody keeps this lease alive: what it holds ends by the clock of the store.
+        lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
+        done = self._store.txn(*transaction(self.keys, job, decision.transition, lease))
         if done.succeeded:
             self._tell(job, decision, done.revision)
+        elif lease != NO_LEASE:
+            self._store.revoke(lease)
         return True
 
     def _my_turn(self, decision: Decision) -> bool:
@@ -261,7 +265,7 @@ class Rendezvous:
     def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
         assert decision.transition is not None
         move = decision.transition.move
-        failed = move in {Move.INTERRUPT, Move.FAIL}
+        failed = decision.transition.charge is not None
         self._journal.tell(
             move,
             decision.reason,

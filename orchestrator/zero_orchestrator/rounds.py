@@ -12,9 +12,10 @@ snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence*
 
 Must always hold (tested by exhaustive search in `tests/unit/test_round_model.py`):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
-I3 ranks are a bijection. I4 size bounds hold. I5 at most one charge per round, and the job
-fails iff a failure finds the budget spent. I10 DONE, FAILED and STOPPED are terminal. I11 no
-round begins once somebody wants the job to stop, and only such a job is STOPPED.
+I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
+per round, and the job fails iff a failure finds the budget spent, or the last restarts without
+progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins once somebody wants the
+job to stop, and only such a job is STOPPED.
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
@@ -23,43 +24,15 @@ revision; the leader-free form is ours.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from zero_orchestrator.job_state import NOBODY, Keys, Members, Snapshot, State
-from zero_orchestrator.kv import Compare, Delete, Put, Write, absent, unchanged
+from zero_orchestrator.failures import culprit, interrupt
+from zero_orchestrator.job_state import Members, Snapshot, State
+from zero_orchestrator.moves import LEGAL, Decision, Move, Transition, go, transaction
 from zero_orchestrator.ranks import arrange
 
-
-class Move(StrEnum):
-    """What a transition does."""
-
-    OPEN = "open"
-    ACTIVATE = "activate"
-    YIELD = "yield"
-    FORM = "form"
-    INTERRUPT = "interrupt"
-    FINISH = "finish"
-    FAIL = "fail"
-    HALT = "halt"
-
-
-LEGAL: Mapping[Move, tuple[State | None, State]] = {
-    Move.OPEN: (None, State.FORMING),
-    Move.ACTIVATE: (State.FORMING, State.ACTIVE),
-    Move.YIELD: (State.ACTIVE, State.ACTIVE),
-    Move.FORM: (State.ACTIVE, State.FORMING),
-    Move.INTERRUPT: (State.ACTIVE, State.FORMING),
-    Move.FINISH: (State.ACTIVE, State.DONE),
-    Move.FAIL: (State.ACTIVE, State.FAILED),
-    Move.HALT: (State.FORMING, State.STOPPED),
-}
-"""Every legal move: from which state, to which. FORM is free, INTERRUPT costs one restart."""
-
-
-# ---- deciding ----
+__all__ = ["LEGAL", "Decision", "Move", "Observed", "Timing", "Transition", "decide", "transaction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +61,6 @@ class Observed:
     """Since the store answered it again after a silence; 0 during one."""
 
 
-@dataclass(frozen=True)
-class Transition:
-    """A move to apply to the snapshot it was decided on."""
-
-    move: Move
-    cause: str
-    members: Members = NOBODY
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What should happen now, and the sentence that says why (or what is waited for)."""
-
-    transition: Transition | None
-    reason: str
-
-
 def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     """The next move of a job, the same for every agent that looks at it.
 
@@ -122,7 +78,7 @@ def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
 def _open(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     if not job.nodes:
         return Decision(None, "no node has registered")
-    return _go(Move.OPEN, "the job begins")
+    return go(Move.OPEN, "the job begins")
 
 
 def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
@@ -132,19 +88,31 @@ def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
-    if count < low:
-        return Decision(None, f"{count} of {low}:{high} nodes are here; waiting for {low - count}")
+    if job.spec.usable(count) < low:
+        return Decision(None, f"{_here(job)}; waiting for {job.spec.fewest - count}{_barred(job)}")
     wait_s = timing.settle_s - seen.nodes_s
     if job.joiners and count < high and wait_s > 0:
-        return Decision(None, f"{count} of {low}:{high} nodes are here; more may be coming")
+        return Decision(None, f"{_here(job)}; more may be coming")
     by_id = {node.id: node for node in job.eligible}
-    order = arrange([m.id for m in job.members.nodes], list(by_id), high)
+    former = [member.id for member in job.members.nodes]
+    order = arrange(former, list(by_id), job.spec.usable(count))
     members = Members(tuple(by_id[node] for node in order), job.charges)
     return Decision(
         Transition(Move.ACTIVATE, job.cause, members),
         f"round {job.n + 1} begins with {len(order)} of {low}:{high} nodes, "
         f"world size {members.world_size}",
     )
+
+
+def _here(job: Snapshot) -> str:
+    return f"{len(job.eligible)} of {job.spec.min_nodes}:{job.spec.max_nodes} nodes are here"
+
+
+def _barred(job: Snapshot) -> str:
+    """Those that are here and may not take part."""
+    excluded = [f"{e}" for e in job.exclusions if any(n.machine == e.host for n in job.nodes)]
+    unfit = [f"{node.id} is unfit: {node.unfit}" for node in job.nodes if node.unfit]
+    return "".join(f"; {sentence}" for sentence in (*excluded, *unfit))
 
 
 def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
@@ -158,7 +126,7 @@ def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
 
 def _all_done(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     if all(member.id in job.done for member in job.members.nodes):
-        return _go(Move.FINISH, "every worker has exited with 0")
+        return go(Move.FINISH, "every worker has exited with 0")
     return None
 
 
@@ -168,8 +136,8 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
         return None
     if job.yielding is not None and causes[0].revision > job.yield_revision:
         # Workers of other nodes have begun to leave: what breaks now is collateral, and free.
-        return _go(Move.FORM, job.yielding)
-    return _interrupt(job, causes[0].summary)
+        return go(Move.FORM, job.yielding)
+    return interrupt(job, causes[0].summary, workers=True, host=culprit(job, causes))
 
 
 def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -179,7 +147,7 @@ def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision |
     if seen.heard_s < timing.return_within_s:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
         return Decision(None, f"etcd was silent; waiting for node {names} to register again")
-    return _interrupt(job, f"lost node {names}")
+    return interrupt(job, f"lost node {names}")
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -187,7 +155,7 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> De
         return None
     if seen.symptom_s < timing.symptom_patience_s:
         return Decision(None, f"{job.failures[0].summary}; waiting for the cause")
-    return _interrupt(job, f"{job.failures[0].summary}, and no cause appeared")
+    return interrupt(job, f"{job.failures[0].summary}, and no cause appeared", workers=True)
 
 
 def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -196,54 +164,46 @@ def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | 
     if job.yielding is not None:
         if busy:
             return Decision(None, f"{job.yielding}; waiting for {', '.join(busy)} to stop")
-        return _go(Move.FORM, job.yielding)
+        return go(Move.FORM, job.yielding)
     if left:
-        return _go(Move.FORM, f"the workers of {', '.join(left)} left")
+        return go(Move.FORM, f"the workers of {', '.join(left)} left")
     return None
 
 
 def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    return _go(Move.YIELD, job.stop) if job.stop is not None else None
+    return go(Move.YIELD, job.stop) if job.stop is not None else None
 
 
 def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
     if draining:
-        return _go(Move.YIELD, f"{', '.join(draining)} is leaving")
+        return go(Move.YIELD, f"{', '.join(draining)} is leaving")
     return None
 
 
+def _a_member_is_excluded(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    reasons = [str(e) for member in job.members.nodes if (e := job.exclusion(member))]
+    return go(Move.YIELD, "; ".join(reasons)) if reasons else None
+
+
 def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    room = job.spec.max_nodes - len(job.members.nodes)
     if not job.joiners:
         return None
     names = ", ".join(node.id for node in job.joiners)
-    if room <= 0:
+    here = len(job.members.nodes)
+    if here >= job.spec.usable(job.spec.max_nodes):
         return Decision(None, f"round {job.n} is full; spare: {names}")
+    if job.spec.usable(here + len(job.joiners)) <= here:
+        return Decision(
+            None, f"rounds have multiples of {job.spec.node_unit} nodes; spare: {names}"
+        )
     if seen.nodes_s < timing.grow_after_s:
         return Decision(None, f"{names} will join when the set of nodes is steady")
-    return _go(Move.YIELD, f"{names} joins")
+    return go(Move.YIELD, f"{names} joins")
 
 
 def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     return Decision(None, f"the job is {job.state}: {job.cause}")
-
-
-def _go(move: Move, cause: str) -> Decision:
-    return Decision(Transition(move, cause), cause)
-
-
-def _interrupt(job: Snapshot, cause: str) -> Decision:
-    """A failure: one restart of the budget, or the end of the job when none is left."""
-    if job.stop is not None:
-        return _go(Move.FORM, f"{cause}; nothing restarts, {job.stop}")
-    budget = job.spec.max_restarts
-    if job.charges < budget:
-        return Decision(
-            Transition(Move.INTERRUPT, cause), f"{cause}; restart {job.charges + 1} of {budget}"
-        )
-    spent = "no restarts are allowed" if budget == 0 else f"all {budget} restarts are spent"
-    return _go(Move.FAIL, f"{cause}; {spent} (--max-restarts)")
 
 
 _Rule = Callable[[Snapshot, Observed, Timing], Decision | None]
@@ -255,6 +215,7 @@ _WATCH_RULES: Sequence[_Rule] = (
     _members_leave,
     _the_job_is_to_stop,
     _a_member_drains,
+    _a_member_is_excluded,
     _room_for_joiners,
 )
 _DECIDE: Mapping[State | None, Callable[[Snapshot, Observed, Timing], Decision]] = {
@@ -265,36 +226,3 @@ _DECIDE: Mapping[State | None, Callable[[Snapshot, Observed, Timing], Decision]]
     State.FAILED: _ended,
     State.STOPPED: _ended,
 }
-
-
-# ---- applying ----
-
-
-def transaction(
-    keys: Keys, job: Snapshot, transition: Transition
-) -> tuple[list[Compare], list[Write]]:
-    """The one transaction that carries out a transition, and only on this very snapshot.
-
-    Raises:
-        ValueError: The move is not legal in the snapshot's state; nothing is to be written.
-    """
-    source, target = LEGAL[transition.move]
-    if job.state is not source:
-        raise ValueError(f"{transition.move} in state {job.state} of round {job.n}")
-    compares = [unchanged(keys.round, job.fence)]
-    if transition.move is Move.YIELD:
-        # The round goes on, and so does its fence: the workers still have a step to commit.
-        yielded = keys.of_round(job.n, "yield")
-        return [*compares, absent(yielded)], [Put(yielded, json.dumps(transition.cause))]
-    n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
-    record = {"n": n, "state": target, "cause": transition.cause}
-    writes: list[Write] = [Put(keys.round, json.dumps(record))]
-    if transition.move in {Move.INTERRUPT, Move.FAIL}:
-        writes.append(Put(keys.charged(job.n), json.dumps(transition.cause)))
-    if transition.move is Move.ACTIVATE:
-        members = keys.of_round(n, "members")
-        compares += [absent(members), absent(keys.stop)]
-        writes.append(Put(members, transition.members.to_json()))
-        # The round before the last is history; its failures are in the journal.
-        writes.append(Delete(keys.of_round(n - 2, ""), prefix=True))
-    return compares, writes

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zero_orchestrator.errors import SpecError
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
+_COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -57,8 +58,18 @@ class JobSpec:
 
     min_nodes: int
     max_nodes: int
+    node_unit: int = 1
+    """A round has a multiple of so many nodes; the others are spares."""
     max_restarts: int = 0
     """Failures the whole job may survive; joins, drains and spares are free."""
+    refill_after_steps: int = 0
+    """A restart comes back to the budget after so many committed steps; 0: never."""
+    max_restarts_without_progress: int = 0
+    """Restarts in a row that finish no new step; one more such failure ends the job. 0: any."""
+    exclude_after: int = 0
+    """A host is excluded after so many failures of its workers in a row; 0: never."""
+    exclude_for_s: int = 60
+    """For so long at first."""
     command: tuple[str, ...] = ()
     """Script or module and its arguments, as the user typed them."""
 
@@ -67,8 +78,33 @@ class JobSpec:
             raise SpecError(
                 f"{self.min_nodes}:{self.max_nodes} nodes: want 1 <= minimum <= maximum"
             )
-        if self.max_restarts < 0:
-            raise SpecError(f"--max-restarts={self.max_restarts}: must not be negative; write 0")
+        for name in _COUNTS:
+            if (value := getattr(self, name)) < 0:
+                flag = f"--{name.replace('_', '-')}"
+                raise SpecError(f"{flag}={value}: must not be negative; write 0")
+        if self.exclude_for_s < 1:
+            raise SpecError(f"--exclude-for={self.exclude_for_s}: write at least 1 second")
+        self._check_unit()
+
+    def _check_unit(self) -> None:
+        unit, low, high = self.node_unit, self.min_nodes, self.max_nodes
+        if unit < 1:
+            raise SpecError(f"--node-unit={unit}: write how many nodes belong together, from 1")
+        if self.usable(high) < low:
+            remedy = f"{self.fewest}:{max(high, self.fewest)}"
+            raise SpecError(
+                f"--node-unit={unit} with --nnodes={low}:{high}: no multiple of {unit} lies "
+                f"between; write --nnodes={remedy}"
+            )
+
+    def usable(self, count: int) -> int:
+        """How many of so many nodes a round can have; it may be fewer than the minimum."""
+        return min(count, self.max_nodes) // self.node_unit * self.node_unit
+
+    @property
+    def fewest(self) -> int:
+        """The size of the smallest round there can be."""
+        return -(-self.min_nodes // self.node_unit) * self.node_unit
 
     def to_json(self) -> str:
         """The value of the job's `spec` key."""

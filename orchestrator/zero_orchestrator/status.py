@@ -17,8 +17,10 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
+from zero_orchestrator.budget import fruitless
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.exclusion import Exclusion
 from zero_orchestrator.job_state import ENDED, Keys, Node, Snapshot, parse
 from zero_orchestrator.kv import KeyValue, KeyValueStore, Range
 from zero_orchestrator.rounds import Observed, Timing, decide
@@ -51,6 +53,8 @@ class Condition(StrEnum):
     FAILED = "failed"
     LOST = "lost"
     GONE = "gone"
+    EXCLUDED = "excluded"
+    UNFIT = "unfit"
     SPARE = "spare"
 
 
@@ -94,7 +98,13 @@ class JobStatus:
     """Live nodes outside of it: spares, and those about to join or to go."""
     restarts: int
     """Charged so far."""
+    restarts_spent: int
+    """Those of them that still count."""
+    restarts_without_progress: int
+    """The last ones, since workers finished a step that was new."""
     max_restarts: int
+    exclusions: tuple[Exclusion, ...]
+    """Hosts that no round begins with."""
     checkpoint: dict[str, Any] | None
     """The newest published one: step, tag, digest, samples."""
     command: tuple[str, ...]
@@ -179,6 +189,9 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         members=_members(view, progress),
         spares=tuple(_row(view, n, None, progress) for n in view.nodes if not view.has_member(n)),
         restarts=view.charges,
+        restarts_spent=view.spent,
+        restarts_without_progress=fruitless(view.charged, view.reached),
+        exclusions=view.exclusions,
         max_restarts=spec.max_restarts,
         checkpoint=json.loads(latest) if latest else None,
         command=spec.command,
@@ -222,6 +235,10 @@ def _is_draining(view: Snapshot, node: Node) -> bool:
     return draining or view.drain_order(node) is not None
 
 
+def _is_unfit(view: Snapshot, node: Node) -> bool:
+    return any(live.unfit and live.id == node.id for live in view.nodes)
+
+
 _CONDITIONS: Sequence[tuple[Condition, Callable[[Snapshot, Node], bool]]] = (
     (Condition.DONE, lambda view, node: node.id in view.done),
     (Condition.FAILED, lambda view, node: node.id in {f.node for f in view.failures}),
@@ -229,6 +246,8 @@ _CONDITIONS: Sequence[tuple[Condition, Callable[[Snapshot, Node], bool]]] = (
     (Condition.LOST, lambda view, node: node in view.lost),
     (Condition.GONE, lambda view, node: (node.id, node.incarnation) not in view.alive),
     (Condition.DRAINING, _is_draining),
+    (Condition.EXCLUDED, lambda view, node: view.exclusion(node) is not None),
+    (Condition.UNFIT, _is_unfit),
     (Condition.SPARE, lambda view, node: not view.has_member(node)),
     (Condition.LEFT, lambda view, node: node.id in view.quiet),
     (Condition.RUNNING, lambda view, node: True),

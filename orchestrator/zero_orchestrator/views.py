@@ -33,8 +33,16 @@ _STYLES = {
     Condition.LEFT: "yellow",
     Condition.FAILED: "red",
     Condition.LOST: "red",
+    Condition.EXCLUDED: "red",
+    Condition.UNFIT: "red",
 }
-_EVENT_STYLES = {"interrupt": "red", "fail": "red", "exit": "red", "activate": "green"}
+_EVENT_STYLES = {
+    "interrupt": "red",
+    "fail": "red",
+    "give up": "red",
+    "exit": "red",
+    "activate": "green",
+}
 
 
 class View(Protocol):
@@ -160,9 +168,20 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.stop is not None and not status.ended:
         yield "stop", status.stop
     yield "nodes", f"{len(status.members)} of {_bounds(status)}, {len(status.spares)} beside them"
-    yield "restarts", f"{status.restarts} of {status.max_restarts} charged"
+    yield "restarts", _restarts(status)
+    for exclusion in status.exclusions:
+        yield "excluded", str(exclusion)
     yield "checkpoint", _checkpoint(status)
     yield "command", " ".join(status.command)
+
+
+def _restarts(status: JobStatus) -> str:
+    text = f"{status.restarts_spent} of {status.max_restarts} spent"
+    if status.restarts != status.restarts_spent:
+        text += f", {status.restarts} in all"
+    if status.restarts_without_progress:
+        text += f"; the last {status.restarts_without_progress} without a new step"
+    return text
 
 
 def _bounds(status: JobStatus) -> str:

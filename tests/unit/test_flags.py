@@ -13,7 +13,11 @@ from zero_agent.command_line import parse
 from zero_agent.flags import FLAGS
 from zero_orchestrator.errors import SpecError
 
-OURS = {"hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"}
+OURS = {
+    *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
+    *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
+    *("exclude-after", "exclude-for"),
+}
 
 
 def test_every_flag_of_torchrun_is_known():
@@ -78,7 +82,7 @@ def test_a_doubled_comma_in_a_filter_is_a_comma():
         ("--nnodess=3 s.py", "--nnodess: there is no such flag; did you mean --nnodes?"),
         ("--xyz s.py", "--xyz: there is no such flag; --help lists the flags"),
         ("-x s.py", "-x: there is no such flag"),
-        ("--node s.py", "--node: could be any of --node-rank, --node-id"),
+        ("--node s.py", "--node: could be any of --node-unit, --node-rank, --node-id"),
         ("--standalone=1 s.py", "--standalone=1: a switch; write it without a value"),
         ("--nnodes", "--nnodes: a value must follow"),
         ("--max-restarts=x s.py", "--max-restarts: x is no whole number; write one, such as 3"),

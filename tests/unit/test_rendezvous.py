@@ -128,6 +128,64 @@ def test_a_commit_is_published_by_the_current_round_only():
     assert agent.commit(agent.snapshot.fence, step=2, tag="t", digest="d", samples=16)
 
 
+def fail(cluster: Cluster, name: str, step: int | None = None) -> None:
+    """The workers of a node fail in the round that runs."""
+    n = cluster.view.n
+    failure = Failure(node=name, symptom=False, summary=f"{name} broke", step=step)
+    cluster.agents[name].report_failure(n, failure)
+    cluster.settle(5.0)
+
+
+def test_a_node_that_keeps_failing_is_replaced_by_a_spare_and_comes_back_by_the_stores_clock():
+    cluster = Cluster(max_nodes=2, max_restarts=9, exclude_after=2, exclude_for_s=30)
+    for name in "abc":
+        cluster.join(name)
+        cluster.settle(0.5)
+    cluster.settle()
+    fail(cluster, "b")
+    assert cluster.order() == "ab"
+    fail(cluster, "b")
+    assert (cluster.order(), cluster.view.charges) == ("ac", 2)
+    assert [e.host for e in cluster.view.exclusions] == ["b"]
+    cluster.agents.pop("c").close()
+    cluster.settle(5.0)
+    assert cluster.order() == "a", "nobody else may join while b is excluded"
+    cluster.settle(40.0)
+    assert (cluster.order(), cluster.view.exclusions) == ("ab", ())
+    fail(cluster, "b")
+    assert cluster.order() == "a", "the next failure in a row excludes it again"
+    cluster.settle(40.0)
+    assert cluster.order() == "a", "for longer than the first time"
+
+
+def test_a_crash_loop_ends_the_job_before_its_budget_is_spent():
+    cluster = Cluster(max_restarts=100, max_restarts_without_progress=3)
+    cluster.join("a")
+    cluster.settle()
+    for step in (5, 5, 5):
+        fail(cluster, "a", step)
+    assert cluster.view.state is State.ACTIVE
+    fail(cluster, "a", 5)
+    assert (cluster.view.state, cluster.view.by, cluster.view.charges) == (
+        State.FAILED,
+        "give up",
+        4,
+    )
+
+
+def test_a_committed_step_gives_a_restart_back():
+    cluster = Cluster(max_restarts=1, refill_after_steps=10)
+    agent = cluster.join("a")
+    cluster.settle()
+    for step in (4, 14):
+        facts = {"tag": "t", "digest": "d", "samples": step}
+        assert agent.commit(agent.snapshot.fence, step=step, **facts)
+        fail(cluster, "a")
+        assert (cluster.view.state, cluster.view.spent) == (State.ACTIVE, 1)
+    fail(cluster, "a")
+    assert (cluster.view.state, cluster.view.charges) == (State.FAILED, 3)
+
+
 def test_an_agent_with_another_specification_is_refused():
     cluster = Cluster()
     cluster.join("a")

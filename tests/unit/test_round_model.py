@@ -18,7 +18,7 @@ import pytest
 from zero_agent.supervise import Action, Situation, Workers, next_action
 from zero_orchestrator import rounds
 from zero_orchestrator.job_state import ENDED, Failure, Keys, Node, Snapshot, State, parse
-from zero_orchestrator.kv import Put, Range, absent, unchanged
+from zero_orchestrator.kv import Delete, Put, Range, absent, unchanged
 from zero_orchestrator.kv_memory import Database
 from zero_orchestrator.rounds import Move, Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.spec import JobSpec
@@ -60,6 +60,8 @@ class World:
     faults: int
     may_stop: bool = False
     """A user may still ask for a stop."""
+    commits: int = 0
+    """Checkpoints that may still be published."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -206,6 +208,22 @@ def workers_end(world: World, index: int) -> Iterator[World]:
         yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
 
 
+def commit(world: World, index: int) -> Iterator[World]:
+    """Running workers publish a checkpoint of one more step, if their fence still holds."""
+    agent = world.agents[index]
+    if agent.workers is Workers.RUNNING and world.commits:
+        latest = Put(KEYS.latest, f'{{"step": {world.read().committed + 1}}}')
+        published, succeeded = write(world, [unchanged(KEYS.round, agent.fence)], [latest])
+        if succeeded:
+            yield replace(published, commits=world.commits - 1)
+
+
+def forgive(world: World) -> Iterator[World]:
+    """The lease of an exclusion runs out."""
+    for exclusion in world.read().exclusions:
+        yield write(world, [], [Delete(KEYS.excluded(exclusion.host))])[0]
+
+
 def faults(world: World, index: int) -> Iterator[World]:
     agent = world.agents[index]
     fewer = replace(world, faults=world.faults - 1)
@@ -227,6 +245,7 @@ def stop(world: World) -> World:
 def successors(world: World) -> Iterator[World]:
     if world.may_stop:
         yield stop(world)
+    yield from forgive(world)
     for index, agent in enumerate(world.agents):
         if agent.gone:
             continue
@@ -241,6 +260,7 @@ def successors(world: World) -> Iterator[World]:
             yield move(world, index)
             yield act(world, index)
         yield from workers_end(world, index)
+        yield from commit(world, index)
         if world.faults:
             yield from faults(world, index)
 
@@ -264,12 +284,19 @@ def check_move(before: World, after: World, transition: Transition) -> None:
         ids = [node.id for node in new.members.nodes]
         assert len(set(ids)) == len(ids), "I3: one rank, one node"
         assert spec.min_nodes <= len(ids) <= spec.max_nodes, "I4: the size is within bounds"
+        assert len(ids) % spec.node_unit == 0, "I4: whole units"
+        assert not any(map(old.exclusion, new.members.nodes)), "I4: nobody excluded takes part"
     else:
         assert new.members == old.members, "I1: members never change"
     charged = new.charges - old.charges
-    assert charged == (transition.move in {Move.INTERRUPT, Move.FAIL}), "I5: failures only, once"
-    spent = old.charges == spec.max_restarts
-    assert (new.state is State.FAILED) == (bool(charged) and spent), "I5: fails iff it is spent"
+    failures = {Move.INTERRUPT, Move.FAIL, Move.GIVE_UP}
+    assert charged == (transition.move in failures), "I5: failures only, once"
+    refill = spec.refill_after_steps or 10**9
+    spent = [c for c in old.charged if old.committed - c.committed < refill]
+    over = len(spent) >= spec.max_restarts or transition.move is Move.GIVE_UP
+    assert (new.state is State.FAILED) == (bool(charged) and over), "I5: fails iff it is spent"
+    if charged:
+        assert new.charged[-1].committed == old.committed, "I5: a charge knows what is committed"
 
 
 def check_commits(world: World) -> None:
@@ -299,18 +326,19 @@ def fingerprint(world: World) -> tuple[object, ...]:
     ordered = [i for i in items if any(part in i.key for part in ("/nodes/", "/fail/", "/yield"))]
     ordered.sort(key=lambda item: item.create_revision)
     fence = next((item.mod_revision for item in items if item.key == KEYS.round), 0)
+    latest = next((item.mod_revision for item in items if item.key == KEYS.latest), 0)
     return (
-        (world.faults, world.may_stop),
+        (world.faults, world.may_stop, world.commits),
         frozenset((item.key, item.value, leases.get(item.lease)) for item in items),
         tuple(item.key for item in ordered),
         tuple(
-            replace(a, lease=0, fence=a.fence == fence, view=_canonical(a.view, fence))
+            replace(a, lease=0, fence=a.fence == fence, view=_canonical(a.view, fence, latest))
             for a in world.agents
         ),
     )
 
 
-def _canonical(view: Snapshot | None, fence: int) -> Snapshot | None:
+def _canonical(view: Snapshot | None, fence: int, latest: int) -> Snapshot | None:
     if view is None:
         return None
     revisions = sorted({view.yield_revision, *(failure.revision for failure in view.failures)})
@@ -318,6 +346,7 @@ def _canonical(view: Snapshot | None, fence: int) -> Snapshot | None:
     return replace(
         view,
         fence=view.fence == fence,
+        committed_revision=view.committed_revision == latest,
         yield_revision=revisions.index(view.yield_revision),
         failures=failures,
     )
@@ -346,9 +375,11 @@ def explore(world: World, max_round: int) -> int:
     return len(seen)
 
 
-def begin(spec: JobSpec, nodes: int, faults: int, *, may_stop: bool = False) -> World:
+def begin(
+    spec: JobSpec, nodes: int, faults: int, *, may_stop: bool = False, commits: int = 0
+) -> World:
     agents = tuple(Agent(name, 0, 0, alive=False) for name in "abcdefgh"[:nodes])
-    return World(spec, Database(), agents, faults, may_stop)
+    return World(spec, Database(), agents, faults, may_stop, commits)
 
 
 SMALL_JOBS = {

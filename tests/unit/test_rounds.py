@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from zero_orchestrator.budget import Charge
 from zero_orchestrator.job_state import ENDED, Failure, Keys, Members, Node, Snapshot, State
 from zero_orchestrator.rounds import LEGAL, Move, Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.spec import JobSpec
@@ -11,6 +12,7 @@ from zero_orchestrator.spec import JobSpec
 STEADY = Observed(nodes_s=60.0, symptom_s=60.0)
 JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
 TIMING = Timing()
+CHARGE = Charge(n=0, cause="something broke", workers=True)
 
 
 def node(name: str, *, incarnation: str = "1", draining: bool = False) -> Node:
@@ -121,7 +123,7 @@ def test_a_failed_worker_costs_one_restart_however_many_report():
 
 
 def test_a_failure_with_the_budget_spent_ends_the_job():
-    job = replace(active("ab"), failures=(failed("b"),), charges=1)
+    job = replace(active("ab"), failures=(failed("b"),), charged=(CHARGE,))
     assert verdict(job) == (
         Move.FAIL,
         "b broke; all 1 restarts are spent (--max-restarts)",
@@ -198,7 +200,7 @@ def test_a_job_that_is_to_stop_begins_no_round_and_ends_when_all_workers_have():
 
 
 def test_what_is_lost_while_the_job_stops_is_named_and_costs_nothing():
-    job = replace(active("abc", live="ab"), stop="enough", charges=1)
+    job = replace(active("abc", live="ab"), stop="enough", charged=(CHARGE,))
     assert verdict(job) == (Move.FORM, "lost node c; nothing restarts, enough")
 
 

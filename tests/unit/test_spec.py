@@ -50,3 +50,27 @@ def test_an_agent_with_another_specification_reads_every_difference():
         "command is train.py --lr 1 there and train.py here. "
         "Start this agent with the same values, or choose another --rdzv-id"
     )
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"node_unit": 0}, "--node-unit=0: write how many nodes belong together, from 1"),
+        (
+            {"node_unit": 3},
+            "--node-unit=3 with --nnodes=1:2: no multiple of 3 lies between; write --nnodes=3:3",
+        ),
+        ({"refill_after_steps": -1}, "--refill-after-steps=-1: must not be negative; write 0"),
+        ({"exclude_after": -2}, "--exclude-after=-2: must not be negative; write 0"),
+        ({"exclude_for_s": 0}, "--exclude-for=0: write at least 1 second"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_with_the_remedy(facts, message):
+    with pytest.raises(SpecError) as refused:
+        JobSpec(**{"min_nodes": 1, "max_nodes": 2, **facts})
+    assert str(refused.value) == message
+
+
+def test_the_smallest_round_is_a_whole_number_of_units():
+    spec = JobSpec(min_nodes=3, max_nodes=9, node_unit=4)
+    assert (spec.fewest, spec.usable(3), spec.usable(7), spec.usable(100)) == (4, 0, 4, 8)

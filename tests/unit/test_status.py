@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from zero_orchestrator import status
+from zero_orchestrator.budget import Charge
 from zero_orchestrator.cli import ask_to_drain, ask_to_stop
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.exclusion import Exclusion
 from zero_orchestrator.job_state import Failure, Keys, Members, Node
 from zero_orchestrator.kv_memory import MemoryStore
 from zero_orchestrator.spec import JobSpec
@@ -64,7 +66,7 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
     job = Job(memory)
     job.live("abc")
     job.round(2, "ACTIVE", "ab")
-    memory.put(job.keys.charged(1), '"lost node d"')
+    memory.put(job.keys.charged(1), Charge(n=1, cause="lost node d").to_json())
     memory.put(job.keys.latest, '{"step": 40, "tag": "t", "digest": "d", "samples": 320}')
     memory.put(progress_prefix("gpt") + "b", '{"step": 44, "samples": 352, "loss": 1.5}')
     now = read(job)
@@ -80,6 +82,32 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
         ("c", None, Condition.SPARE)
     ]
     assert now.live_nodes == ("a", "b", "c")
+
+
+def test_hosts_that_are_excluded_and_nodes_that_are_unfit_are_shown_with_the_reason(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "a")
+    memory.put(job.keys.node("c"), replace(node("c"), unfit="no disk").to_json())
+    excluded = Exclusion(host="b", why="its workers failed 2 times in a row", for_s=60)
+    memory.put(job.keys.excluded("b"), excluded.to_json())
+    assert conditions(job) == {
+        "a": Condition.RUNNING,
+        "b": Condition.EXCLUDED,
+        "c": Condition.UNFIT,
+    }
+    assert read(job).exclusions == (excluded,)
+
+
+def test_restarts_that_count_and_those_without_progress_are_told_apart(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(3, "ACTIVE", "a")
+    for n in (1, 2):
+        charge = Charge(n=n, cause="broke", reached=7, workers=True)
+        memory.put(job.keys.charged(n), charge.to_json())
+    now = read(job)
+    assert (now.restarts, now.restarts_spent, now.restarts_without_progress) == (2, 2, 2)
 
 
 def test_what_a_job_waits_for_is_what_its_agents_say(memory):
