@@ -130,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")))
     parser.add_argument("--samples", type=int, help="use only so many samples")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/gpt/checkpoints"))
+    parser.add_argument("--checkpoints", default="runs/gpt/checkpoints", help="or s3://...")
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--ledger", type=Path, help="record which samples each step consumed")
     parser.add_argument("--width", type=int, default=128)

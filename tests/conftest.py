@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.etcd_server import EtcdServer, server
+from tests.support.s3_server import S3Server, s3_server
 from zero_orchestrator.etcd import EtcdStore
 from zero_orchestrator.kv import KeyValueStore
 from zero_orchestrator.kv_memory import MemoryStore
@@ -27,6 +28,20 @@ def etcd_store(etcd: EtcdServer) -> Iterator[EtcdStore]:
     store = EtcdStore(etcd.endpoint)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server_of_session() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def s3(s3_server_of_session: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A real S3 server, to which s3:// leads in this test."""
+    for name, value in s3_server_of_session.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server_of_session
 
 
 @pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.etcd)])

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.background import Outcome
 from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
 from zero_engine.distributed import group_store
@@ -63,7 +63,7 @@ class Persistence:
         self._run = run
         self._link = link
         self._ballot = checkpoint.Ballot(group_store("ballot"), run.rank, run.world)
-        self._directory: Path | None = None
+        self._directory: Place | None = None
         self._script_has_state = False
         self._script_asks = False
         self._departure: Departure | None = None
@@ -74,7 +74,7 @@ class Persistence:
 
     def save(
         self,
-        directory: Path,
+        directory: Place,
         tag: str | None,
         client: Mapping[str, Any],
         *,
@@ -173,7 +173,7 @@ class Persistence:
     # ---- loading ----
 
     def load(
-        self, directory: Path, tag: str | None, options: LoadOptions
+        self, directory: Place, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         if self._run.cursor.micro:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena, NoArena, sweep
@@ -22,7 +21,9 @@ from zero_engine.checkpoint.background import Background, Outcome
 from zero_engine.checkpoint.direct import DirectDisk
 from zero_engine.checkpoint.housekeeping import Keep, tidy
 from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.object_disk import disk_of
 from zero_engine.checkpoint.pieces import Piece, State
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 class Request:
     """What to save, and where. `state.meta` must not change any more."""
 
-    root: Path
+    root: Place
     state: State
     step: int
     tag: str
@@ -146,7 +147,7 @@ class Saver:
             self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))
         return self._layout[1]
 
-    def _save(self, request: Request, image: Image | None) -> Path:
+    def _save(self, request: Request, image: Image | None) -> Place:
         """On the thread of the saves."""
         path = checkpoint.save(
             request.root,
@@ -156,7 +157,7 @@ class Saver:
             tag=request.tag,
             round=self._link.round,
             fence=request.fence,
-            disk=self.disk,
+            disk=disk_of(request.root, self.disk),
             image=image,
         )
         if self._rank == 0:

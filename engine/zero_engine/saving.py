@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from zero_engine.checkpoint.place import place
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.errors import CheckpointError, EngineError
 from zero_engine.export import without_frozen, write_weights
@@ -52,7 +53,7 @@ class Checkpointing:
         reported by the next `step()`, and the checkpoints there are stay as they are.
 
         Args:
-            save_dir: On storage that all ranks share.
+            save_dir: On storage that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
             tag: A name; by default global_step<N>.
             client_state: The script's own JSON, given back by `load_checkpoint`.
             client_sd: The name that DeepSpeed's tutorials use for it.
@@ -72,7 +73,7 @@ class Checkpointing:
             raise EngineError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
             return self._persistence.save(
-                Path(save_dir),
+                place(save_dir),
                 tag,
                 client_state or client_sd or {},
                 blocking=blocking,
@@ -127,7 +128,7 @@ class Checkpointing:
                 scheduler=load_lr_scheduler_states,
                 module_only=load_module_only,
             )
-            return self._persistence.load(Path(load_dir), tag, options)
+            return self._persistence.load(place(load_dir), tag, options)
 
     def checkpoint_due(
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+
+from zero_engine.checkpoint.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Outcome:
     step: int
     write_s: float
     """From its beginning to its end in the background."""
-    path: Path | None = None
+    path: Place | None = None
     error: Exception | None = None
 
 
@@ -40,7 +41,7 @@ class Background:
         """Whether a save is under way."""
         return self._running is not None and not self._running.done()
 
-    def start(self, step: int, save: Callable[[], Path]) -> None:
+    def start(self, step: int, save: Callable[[], Place]) -> None:
         """Begin a save; the outcome of the one before must have been taken."""
         assert self._running is None, "take the outcome of the save before"
         self._running = self._threads.submit(_outcome_of, step, save)
@@ -59,7 +60,7 @@ class Background:
         return None if self.busy else self.wait()
 
 
-def _outcome_of(step: int, save: Callable[[], Path]) -> Outcome:
+def _outcome_of(step: int, save: Callable[[], Place]) -> Outcome:
     begin = time.monotonic()
     try:
         path = save()

@@ -17,11 +17,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from zero_engine.checkpoint.manifest import MANIFEST, QUARANTINE, Manifest
-from zero_engine.checkpoint.parse import ManifestError, NewerFormatError, read_manifest
-from zero_engine.checkpoint.storage import DISK, Disk
+from zero_engine.checkpoint.object_disk import disk_of
+from zero_engine.checkpoint.parse import (
+    ManifestError,
+    NewerFormatError,
+    RemovedError,
+    read_manifest,
+)
+from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.storage import Disk
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +46,8 @@ class Why(StrEnum):
     """The manifest itself is damaged, hostile, or of another directory."""
     NEWER = "newer"
     """Written by a release whose format this one cannot read."""
+    REMOVED = "removed"
+    """A tombstone is in the manifest's place: a deletion has not come to its end."""
     QUARANTINED = "quarantined"
     """Found damaged by an earlier load."""
 
@@ -52,7 +60,7 @@ WAS_COMMITTED = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
 class Candidate:
     """A committed checkpoint."""
 
-    path: Path
+    path: Place
     manifest: Manifest
 
 
@@ -60,7 +68,7 @@ class Candidate:
 class Rejected:
     """A directory that is no candidate; `reason` is a sentence that names it."""
 
-    path: Path
+    path: Place
     why: Why
     reason: str
 
@@ -74,7 +82,7 @@ class Found:
     rejected: tuple[Rejected, ...]
 
 
-def find(root: Path) -> Found:
+def find(root: Place) -> Found:
     """All checkpoints under `root`, newest first, and why the other directories are none.
 
     Raises:
@@ -88,14 +96,18 @@ def find(root: Path) -> Found:
     )
 
 
-def scan(root: Path) -> Iterator[Candidate | Rejected]:
+def scan(root: Place) -> Iterator[Candidate | Rejected]:
     """As `find`, one directory at a time: a manifest is read when it is its turn."""
-    directories = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    for path in sorted(directories, key=_age, reverse=True):
+    for path in _newest_first(root):
         yield examine(path)
 
 
-def examine(path: Path) -> Candidate | Rejected:
+def _newest_first(root: Place) -> list[Place]:
+    directories = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted(directories, key=_age, reverse=True)
+
+
+def examine(path: Place) -> Candidate | Rejected:
     """One directory as a candidate, or why it is none; raises OSError as `find`."""
     if not _NAME.fullmatch(path.name):
         return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
@@ -107,11 +119,13 @@ def examine(path: Path) -> Candidate | Rejected:
         return _rejected(path, error)
 
 
-def _rejected(path: Path, error: ManifestError | OSError) -> Rejected:
+def _rejected(path: Place, error: ManifestError | OSError) -> Rejected:
     """What an error says about a checkpoint; raises it if it says nothing about it."""
     match error:
         case FileNotFoundError():
             return Rejected(path, Why.UNCOMMITTED, f"{path}: no {MANIFEST}, never committed")
+        case RemovedError():
+            return Rejected(path, Why.REMOVED, str(error))
         case NewerFormatError():
             return Rejected(path, Why.NEWER, str(error))
         case ManifestError() | OSError(errno=errno.EIO):
@@ -120,20 +134,21 @@ def _rejected(path: Path, error: ManifestError | OSError) -> Rejected:
             raise error  # a missing permission, a stalled mount: not the checkpoint's fault
 
 
-def newest_committed(root: Path) -> tuple[int, int] | None:
+def newest_committed(root: Place) -> tuple[int, int] | None:
     """(round, step) of the newest directory with a manifest and no quarantine, by name alone."""
-    named = (_NAME.fullmatch(path.parent.name) for path in root.glob(f"*/{MANIFEST}"))
-    return max(
-        (_rank_of(name) for name in named if name and not (root / name[0] / QUARANTINE).exists()),
-        default=None,
-    )
+    for path in _newest_first(root):
+        name = _NAME.fullmatch(path.name)
+        if name and (path / MANIFEST).exists() and not (path / QUARANTINE).exists():
+            return _rank_of(name)
+    return None
 
 
-def quarantine(path: Path, reason: str, disk: Disk = DISK) -> None:
+def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:
     """Mark a damaged checkpoint, so that no later load chooses it; never raises.
 
     The marker is worth a try and no more: on a read-only root the load goes on without it.
     """
+    disk = disk or disk_of(path)
     text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
     try:
         with disk.create(path / QUARANTINE) as file:
@@ -144,7 +159,7 @@ def quarantine(path: Path, reason: str, disk: Disk = DISK) -> None:
         _log.warning("could not quarantine %s: %s", path, error)
 
 
-def _quarantine_reason(path: Path) -> str:
+def _quarantine_reason(path: Place) -> str:
     try:
         text = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
     except OSError as error:
@@ -156,7 +171,7 @@ def _rank_of(name: re.Match[str]) -> tuple[int, int]:
     return int(name["round"]), int(name["step"])
 
 
-def _age(path: Path) -> tuple[int, int, int]:
+def _age(path: Place) -> tuple[int, int, int]:
     """(round, step, time of the commit): two tags of one step share the first two."""
     name = _NAME.fullmatch(path.name)
     if name is None:

@@ -20,15 +20,16 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
 from zero_engine.checkpoint.layout import FileLayout, lay_out
 from zero_engine.checkpoint.manifest import MANIFEST, directory_name, file_name
+from zero_engine.checkpoint.object_disk import disk_of
 from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
-from zero_engine.checkpoint.storage import DISK, Disk
+from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image, LiveImage, write_file
 from zero_engine.errors import CheckpointError, CommitRefused
 
@@ -37,7 +38,7 @@ _NONCES = 16
 
 
 def save(
-    root: Path,
+    root: Place,
     state: State,
     ballot: Ballot,
     *,
@@ -45,9 +46,9 @@ def save(
     tag: str,
     round: int,
     fence: Fence | None,
-    disk: Disk = DISK,
+    disk: Disk | None = None,
     image: Image | None = None,
-) -> Path:
+) -> Place:
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
     Args:
@@ -58,7 +59,7 @@ def save(
         tag: The user's name for it; need not be unique.
         round: The round of this group; the first key of that order, see `generation`.
         fence: Asked on rank 0 right before the commit, or None where nobody can be stale.
-        disk: File operations; tests replace it.
+        disk: File operations; None: those that `root` needs. Tests replace it.
         image: A copy of the pieces, see `own_layout`; None: they do not change meanwhile.
 
     Returns:
@@ -70,8 +71,8 @@ def save(
             On every rank. Or: no verdict came, and the outcome is unknown.
         PeerLost: The store of the ballot is gone.
     """
-    place = _Place(root, step, round, disk)
-    opened = ballot.announce(place.open)
+    disk = disk or disk_of(root)
+    opened = ballot.announce(_Opening(root, step, round, disk).open)
     _raise_problem(opened)
     header = Header(tag=tag, step=step, block_bytes=disk.block_bytes, **opened)
     directory = root / directory_name(header.step, header.round, header.nonce)
@@ -105,10 +106,10 @@ def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where rank 0 opens an attempt."""
+class _Opening:
+    """How rank 0 opens an attempt."""
 
-    root: Path
+    root: Place
     step: int
     round: int
     disk: Disk
@@ -138,7 +139,7 @@ def own_layout(state: State, rank: int) -> FileLayout:
     return lay_out(state, comment={"file": file_name(rank)})
 
 
-def _write_own(path: Path, state: State, image: Image | None, rank: int, disk: Disk) -> Record:
+def _write_own(path: Place, state: State, image: Image | None, rank: int, disk: Disk) -> Record:
     """Write this rank's file; the vote tells what was written, or what went wrong.
 
     A rank without a file votes too: a silent one would cost everybody the whole timeout.
@@ -151,7 +152,7 @@ def _write_own(path: Path, state: State, image: Image | None, rank: int, disk: D
         return _problem(f"rank {rank}: {path}", error)
 
 
-def _remove_own(path: Path, disk: Disk) -> None:
+def _remove_own(path: Place, disk: Disk) -> None:
     """Rank 0 has removed the attempt already, unless this rank was still writing then."""
     with suppress(OSError):
         disk.remove(path)
@@ -159,7 +160,7 @@ def _remove_own(path: Path, disk: Disk) -> None:
 
 
 def _judge(
-    directory: Path,
+    directory: Place,
     state: State,
     header: Header,
     votes: list[Record | None],

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero_engine.checkpoint.candidates import Rejected, examine, find
-from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.manifest import MANIFEST, TOMBSTONE
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import abandoned, expired, remove, sweep
 from zero_engine.errors import CheckpointError
 
@@ -33,7 +33,7 @@ class Keep:
     every: int | None = None
 
 
-def tidy(root: Path, committed: Path, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
+def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
     """Remove what is expired and what is abandoned; never raises.
 
     Args:
@@ -51,23 +51,28 @@ def tidy(root: Path, committed: Path, keep: Keep, *, dead_after_s: float = DEAD_
         _log.warning("old checkpoints under %s could not be looked at: %s", root, error)
 
 
-def _expired(root: Path, committed: Path, keep: Keep) -> list[Path]:
+def _expired(root: Place, committed: Place, keep: Keep) -> list[Place]:
     if keep.last is None:
         return []
     candidates = find(root).candidates
     return expired(candidates, keep_last=keep.last, keep_every=keep.every, protected=[committed])
 
 
-def _leftovers(root: Path, committed: Path, dead_after_s: float) -> Iterator[tuple[Path, str]]:
+def _leftovers(root: Place, committed: Place, dead_after_s: float) -> Iterator[tuple[Place, str]]:
     """Directories without a manifest that nobody works on; no manifest is read for this."""
-    bare = [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]
+    bare = [path for path in root.iterdir() if path.is_dir() and not _has_manifest(path)]
     rejected = [entry for entry in map(examine, bare) if isinstance(entry, Rejected)]
     now_s = (committed / MANIFEST).stat().st_mtime
     found, _ = abandoned(rejected, now_s=now_s, older_than_s=dead_after_s)
     yield from ((leftover.path, leftover.reason) for leftover in found)
 
 
-def _attempt(action: Callable[[Path], None], path: Path, reason: str) -> None:
+def _has_manifest(path: Place) -> bool:
+    manifest = path / MANIFEST
+    return manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
+
+
+def _attempt(action: Callable[[Place], None], path: Place, reason: str) -> None:
     try:
         action(path)
         _log.info("removed %s: %s", path, reason)

@@ -36,6 +36,8 @@ MIN_READER = 1
 BLOCK_BYTES = 4 << 20
 """A file is hashed, and verified on load, in blocks of this size, unless its manifest differs."""
 MANIFEST = "MANIFEST.json"
+TOMBSTONE = b"removed\n"
+"""In place of a manifest, where a directory cannot be renamed: what is here is being deleted."""
 QUARANTINE = "QUARANTINE"
 """A marker beside the manifest: damaged, never to be chosen again; the text says why."""
 

@@ -16,7 +16,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from zero_engine.checkpoint.fragments import (
 from zero_engine.checkpoint.layout import PAGE_BYTES, numel
 from zero_engine.checkpoint.manifest import (
     FORMAT,
+    TOMBSTONE,
     FileRecord,
     Manifest,
     file_name,
@@ -39,6 +39,7 @@ from zero_engine.checkpoint.manifest import (
     unpack_digests,
 )
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.place import Place
 from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -55,7 +56,11 @@ class NewerFormatError(ManifestError):
     """The manifest asks for a newer reader."""
 
 
-def read_manifest(path: Path) -> Manifest:
+class RemovedError(ManifestError):
+    """A tombstone is in its place."""
+
+
+def read_manifest(path: Place) -> Manifest:
     """The manifest at `path`, wholly validated.
 
     Raises:
@@ -82,6 +87,8 @@ def parse(text: bytes) -> Manifest:
     Raises:
         ManifestError: As `read_manifest`, without the path.
     """
+    if text == TOMBSTONE:
+        raise RemovedError("this checkpoint is being removed")
     envelope = split_envelope(text)
     if envelope is None:
         raise ManifestError("does not match its own digest; it is truncated or damaged")

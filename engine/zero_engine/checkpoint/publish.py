@@ -13,7 +13,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zero_engine.checkpoint.ballot import Record
@@ -32,6 +31,7 @@ from zero_engine.checkpoint.manifest import (
     unpack_digests,
 )
 from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.errors import CheckpointError
 
@@ -130,7 +130,7 @@ def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
     return fragments
 
 
-def publish(directory: Path, manifest: Manifest, fence: Fence | None, disk: Disk) -> None:
+def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Disk) -> None:
     """Commit: when this returns, the checkpoint is the newest and survives a power cut.
 
     Raises:
@@ -151,11 +151,11 @@ def publish(directory: Path, manifest: Manifest, fence: Fence | None, disk: Disk
     _write_hint(directory, disk)
 
 
-def _check_visible(directory: Path, manifest: Manifest) -> None:
+def _check_visible(directory: Place, manifest: Manifest) -> None:
     """A root that is not shared would otherwise show only when it is too late."""
+    sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
     for rank, file in enumerate(manifest.files):
-        path = directory / file.name
-        size = path.stat().st_size if path.exists() else None
+        path, size = directory / file.name, sizes.get(file.name)
         if size != file.size_bytes:
             raise CheckpointError(
                 f"rank {rank} wrote {file.size_bytes} bytes to {path}, rank 0 sees {size}; "
@@ -163,25 +163,25 @@ def _check_visible(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _write_whole(path: Path, text: bytes, disk: Disk) -> None:
+def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
     with disk.create(path) as file:
         disk.write(file, text)
         disk.sync(file)
 
 
-def _write_hint(directory: Path, disk: Disk) -> None:
+def _write_hint(directory: Place, disk: Disk) -> None:
     """Name the newest checkpoint for people and other tools; no load needs it."""
     hint = directory.parent / LATEST
     temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
         disk.remove(temporary)
         _write_whole(temporary, directory.name.encode() + b"\n", disk)
-        disk.publish(temporary, hint)
+        disk.publish(temporary, hint, replace=True)
     except OSError as error:
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
 
 
-def withdraw(directory: Path, disk: Disk) -> None:
+def withdraw(directory: Place, disk: Disk) -> None:
     """Remove a failed attempt; what cannot be removed is left for a later sweep.
 
     The manifest goes first, durably: it may have got its final name before a later fsync failed,

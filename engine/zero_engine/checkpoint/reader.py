@@ -14,7 +14,6 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from zero_engine.checkpoint.layout import check_piece, describe
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import Piece, State
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.plan import BlockRead, Part, Want, plan
 from zero_engine.checkpoint.source import Source, Span, open_source
 from zero_engine.errors import DamagedCheckpoint
@@ -37,7 +37,7 @@ _DAMAGE = frozenset({errno.ENOENT, errno.EIO})
 """What reading a damaged checkpoint fails with; any other error is this node's own problem."""
 
 
-def fill(directory: Path, manifest: Manifest, state: State) -> int:
+def fill(directory: Place, manifest: Manifest, state: State) -> int:
     """Read `state.pieces` in place; returns how many bytes were read from files.
 
     Raises:
@@ -76,7 +76,7 @@ def _target(piece: Piece) -> _Target:
 
 
 class _Reader:
-    def __init__(self, directory: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+    def __init__(self, directory: Place, manifest: Manifest, pieces: Sequence[Piece]) -> None:
         self._directory = directory
         self._manifest = manifest
         self._targets = [_target(piece) for piece in pieces]

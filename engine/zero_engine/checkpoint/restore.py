@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import (
@@ -33,6 +32,7 @@ from zero_engine.checkpoint.candidates import (
 from zero_engine.checkpoint.manifest import MANIFEST, Manifest
 from zero_engine.checkpoint.parse import ManifestError, read_manifest
 from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.reader import fill
 from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 
@@ -66,13 +66,13 @@ _ERRORS: dict[Outcome, type[CheckpointError]] = {
 class Loaded:
     """The checkpoint that all ranks loaded."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     bytes_read: int = 0
     """By this rank from the files of this checkpoint, edges of blocks included."""
 
 
-def load(root: Path, ballot: Ballot, wanted: Wanted, *, tag: str | None = None) -> Loaded | None:
+def load(root: Place, ballot: Ballot, wanted: Wanted, *, tag: str | None = None) -> Loaded | None:
     """Fill the wanted pieces from the newest valid checkpoint; every rank calls it.
 
     Args:
@@ -122,7 +122,7 @@ class _Attempt:
     error: Exception | None = None
 
 
-def _try(path: Path, digest: str, wanted: Wanted, rank: int) -> _Attempt:
+def _try(path: Place, digest: str, wanted: Wanted, rank: int) -> _Attempt:
     """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
     try:
         manifest = _read_same_manifest(path, digest)
@@ -137,7 +137,7 @@ def _try(path: Path, digest: str, wanted: Wanted, rank: int) -> _Attempt:
         return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
 
 
-def _read_same_manifest(path: Path, digest: str) -> Manifest:
+def _read_same_manifest(path: Place, digest: str) -> Manifest:
     try:
         manifest = read_manifest(path / MANIFEST)
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def _read_same_manifest(path: Path, digest: str) -> Manifest:
 class _Search:
     """Rank 0's walk through the candidates, newest first; idle on the other ranks."""
 
-    root: Path
+    root: Place
     tag: str | None
     damaged: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -206,7 +206,7 @@ class _Search:
         )
         return {"outcome": Outcome.FAILED, "reason": reason}
 
-    def judge(self, path: Path, votes: list[Record | None]) -> Record:
+    def judge(self, path: Place, votes: list[Record | None]) -> Record:
         """The worst vote is everybody's; damage is marked for good."""
         verdict = worst(path, votes)
         if verdict["outcome"] == Outcome.DAMAGED:
@@ -216,7 +216,7 @@ class _Search:
         return verdict
 
 
-def worst(path: Path, votes: list[Record | None]) -> Record:
+def worst(path: Place, votes: list[Record | None]) -> Record:
     """The verdict on a load, a pure function: the first of the most severe votes.
 
     Args:

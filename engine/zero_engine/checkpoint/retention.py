@@ -12,25 +12,24 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why
 from zero_engine.checkpoint.manifest import MANIFEST
-from zero_engine.checkpoint.storage import DISK, Disk
+from zero_engine.checkpoint.object_disk import disk_of
+from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.storage import REMOVED, Disk
 from zero_engine.errors import CheckpointError
 
 FEWEST_KEPT = 2
 """With one, the damage of a single file would be the loss of the training."""
-_REMOVED = "removed."
-"""Before a name: no load looks there any more, and whoever finds it may delete it."""
-_LEFTOVER = re.compile(rf"{re.escape(_REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}")
+_LEFTOVER = re.compile(rf"{re.escape(REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
     """A directory that no load would choose and nobody is writing."""
 
-    path: Path
+    path: Place
     reason: str
 
 
@@ -39,8 +38,8 @@ def expired(
     *,
     keep_last: int,
     keep_every: int | None = None,
-    protected: Collection[Path] = (),
-) -> list[Path]:
+    protected: Collection[Place] = (),
+) -> list[Place]:
     """The checkpoints that may be deleted, oldest first: dying midway leaves the newer ones.
 
     Args:
@@ -88,7 +87,7 @@ def abandoned(
     leftovers: list[Leftover] = []
     kept: list[str] = []
     for entry in entries:
-        if _LEFTOVER.fullmatch(entry.path.name):
+        if entry.why is Why.REMOVED or _LEFTOVER.fullmatch(entry.path.name):
             leftovers.append(Leftover(path=entry.path, reason="left by a deletion that died"))
         elif entry.why is Why.UNCOMMITTED:
             idle_s = now_s - last_change_s(entry.path)
@@ -100,7 +99,7 @@ def abandoned(
     return leftovers, kept
 
 
-def last_change_s(path: Path) -> float:
+def last_change_s(path: Place) -> float:
     """When anything in a directory last changed, in seconds since the epoch."""
     changed_s = [path.stat().st_mtime]
     for inner in path.iterdir():
@@ -111,37 +110,28 @@ def last_change_s(path: Path) -> float:
     return max(changed_s)
 
 
-def remove(path: Path, disk: Disk = DISK) -> None:
+def remove(path: Place, disk: Disk | None = None) -> None:
     """Delete one checkpoint; returns when it is gone for good.
-
-    First the manifest loses its name, durably: from then on there is no checkpoint here.
 
     Raises:
         CheckpointError: Something in the directory could not be deleted; it is no checkpoint any
             more, and a later `sweep` goes on.
         OSError: It could not be made to stop being a checkpoint; it is as it was.
     """
-    manifest = path / MANIFEST
-    if manifest.exists():
-        disk.publish(manifest, manifest.with_name(_REMOVED + MANIFEST))
-        disk.sync_directory(path)
-    sweep(path, disk)
+    disk = disk or disk_of(path)
+    _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
 
 
-def sweep(path: Path, disk: Disk = DISK) -> None:
-    """Delete what is no checkpoint. Raises as `remove`.
+def sweep(path: Place, disk: Disk | None = None) -> None:
+    """Delete what is no checkpoint. Raises as `remove`."""
+    disk = disk or disk_of(path)
+    _delete(disk.retire(path, committed=False), disk)
 
-    The directory is renamed first: a save that is alive after all then fails to publish, because
-    its manifest has no directory, instead of publishing files that are being deleted.
-    """
-    away = path
-    if not path.name.startswith(_REMOVED):
-        away = path.with_name(_REMOVED + path.name)
-        disk.publish(path, away)
-        disk.sync_directory(path.parent)
-    disk.remove_tree(away)
-    if away.exists():
+
+def _delete(path: Place, disk: Disk) -> None:
+    disk.remove_tree(path)
+    if path.exists():
         raise CheckpointError(
-            f"{away}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
+            f"{path}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
         )
     disk.sync_directory(path.parent)

@@ -14,7 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from zero_engine.checkpoint.place import Place
 
 _IOV_MAX = 1024
 """Buffers that one preadv takes (Linux UIO_MAXIOV)."""
@@ -35,9 +38,9 @@ class Source(Protocol):
         """Scatter the file's bytes from `offset` into the buffers; returns how many it lacks."""
 
 
-def open_source(path: Path) -> AbstractContextManager[Source]:
+def open_source(path: Place) -> AbstractContextManager[Source]:
     """Open a file to read ranges of it; raises OSError, like every operation on it."""
-    return _open_file(path)
+    return _open_file(path) if isinstance(path, Path) else path.source()
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The few file operations of a save, in one place so that tests can make each of them fail.
 
+A save goes through these alone, so that it can also go to an object store: `object_disk`.
+
 Must always hold: a file is created, never overwritten; what `sync` and `sync_directory` return
 from survives a power cut; `publish` is atomic.
 
-Called by `writer`, `commit` and `candidates`. Tests subclass `Disk` to die, fail or record at
-any operation; reading needs no such object, because tests can damage real files.
+Called by `writer`, `commit`, `candidates` and `retention`. Tests subclass `Disk` to die, fail or
+record at any operation; reading needs no such object, because tests can damage real files.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from zero_engine.checkpoint.manifest import BLOCK_BYTES
+from zero_engine.checkpoint.manifest import BLOCK_BYTES, MANIFEST
+from zero_engine.checkpoint.place import Place
 
 _BUFFER_BYTES = 1 << 20
 """Small pieces are gathered into writes of this size; larger ones go straight to the kernel."""
+REMOVED = "removed."
+"""Before a name: no load looks there any more, and whoever finds it may delete it."""
 
 
 class Disk:
@@ -26,20 +31,20 @@ class Disk:
     block_bytes = BLOCK_BYTES
     """What is hashed, and read back, as one unit: the manifest records it."""
 
-    def make_directories(self, path: Path) -> None:
+    def make_directories(self, path: Place) -> None:
         """Create a directory and its parents, each durable in its parent; no error if there."""
         if not path.is_dir():
             self.make_directories(path.parent)
-            path.mkdir(exist_ok=True)
+            _local(path).mkdir(exist_ok=True)
             self.sync_directory(path.parent)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Place) -> None:
         """Create one new directory; FileExistsError if there is one."""
-        path.mkdir()
+        _local(path).mkdir()
 
-    def create(self, path: Path) -> BinaryIO:
+    def create(self, path: Place) -> BinaryIO:
         """Open a new file for writing; FileExistsError if there is one (O_CREAT | O_EXCL)."""
-        return path.open("xb", buffering=_BUFFER_BYTES)
+        return _local(path).open("xb", buffering=_BUFFER_BYTES)
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         """Append all of `data`."""
@@ -50,29 +55,64 @@ class Disk:
         file.flush()
         os.fsync(file.fileno())
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: Place) -> None:
         """Flush a directory: without it, a created or renamed entry may vanish in a crash."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(_local(path), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def publish(self, temporary: Path, final: Path) -> None:
-        """Give a finished file its final name, atomically."""
-        temporary.replace(final)
+    def publish(self, temporary: Place, final: Place, *, replace: bool = False) -> None:
+        """Give a finished file its final name, atomically.
 
-    def remove(self, path: Path) -> None:
+        Args:
+            temporary: Synced.
+            final: Nothing must have this name, unless it may be replaced.
+            replace: It may.
+        """
+        _local(temporary).replace(_local(final))
+
+    def retire(self, path: Place, *, committed: bool) -> Place:
+        """Make a directory stop being a checkpoint, durably, before any byte of it is gone.
+
+        A save that is alive after all, and publishes into it, must fail. So the directory gets
+        another name: the manifest of that save has nowhere to go.
+
+        Args:
+            path: The directory.
+            committed: Whether it is a checkpoint; if not, it must not become one either.
+
+        Returns:
+            Where it is now.
+        """
+        manifest = path / MANIFEST
+        if committed:
+            self.publish(manifest, manifest.with_name(REMOVED + MANIFEST))
+            self.sync_directory(path)
+        if path.name.startswith(REMOVED):
+            return path
+        away = path.with_name(REMOVED + path.name)
+        self.publish(path, away)
+        self.sync_directory(path.parent)
+        return away
+
+    def remove(self, path: Place) -> None:
         """Remove a file; no error if it is not there."""
-        path.unlink(missing_ok=True)
+        _local(path).unlink(missing_ok=True)
 
-    def remove_directory(self, path: Path) -> None:
+    def remove_directory(self, path: Place) -> None:
         """Remove an empty directory."""
-        path.rmdir()
+        _local(path).rmdir()
 
-    def remove_tree(self, path: Path) -> None:
+    def remove_tree(self, path: Place) -> None:
         """Remove a directory and what is in it, as far as possible."""
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(_local(path), ignore_errors=True)
+
+
+def _local(path: Place) -> Path:
+    assert isinstance(path, Path), f"{path} is in an object store; write with disk_of()"
+    return path
 
 
 DISK = Disk()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import xxhash
@@ -23,6 +22,7 @@ from torch import Tensor
 from zero_engine.checkpoint.dtypes import byte_view, host_bytes
 from zero_engine.checkpoint.layout import FileLayout
 from zero_engine.checkpoint.manifest import FileRecord
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
 
 _SLAB_BYTES = 4 << 20
@@ -84,7 +84,7 @@ class BlockHasher:
         self._filled = 0
 
 
-def write_file(path: Path, image: Image, disk: Disk) -> FileRecord:
+def write_file(path: Place, image: Image, disk: Disk) -> FileRecord:
     """Write an image to a new file; it and its directory entry are durable on return.
 
     Raises:

@@ -13,7 +13,10 @@ from torch.distributed import HashStore
 
 from zero_engine.checkpoint import Ballot, Loaded, Manifest, load, save
 from zero_engine.checkpoint.dtypes import DTYPES, byte_view
+from zero_engine.checkpoint.object_disk import ObjectDisk
+from zero_engine.checkpoint.objects import ObjectPath, file_system
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
 
 T = TypeVar("T")
@@ -27,7 +30,14 @@ class SmallBlocks(Disk):
     block_bytes = 4096
 
 
-SMALL = SmallBlocks()
+class SmallObjects(ObjectDisk):
+    """Blocks of 64 KiB, and the shortest parts that S3 takes."""
+
+    block_bytes = 1 << 16
+    part_bytes = 5 << 20
+
+
+SMALL, SMALL_OBJECTS = SmallBlocks(), SmallObjects()
 
 
 def adam_state(seed: int = 0, width: int = 37) -> Full:
@@ -128,19 +138,19 @@ def on_ranks(
     return results
 
 
-def save_all(root: Path, full: Full, world: int = 2, **options: object) -> list[Path]:
+def save_all(root: Place, full: Full, world: int = 2, **options: object) -> list[Place]:
     """Save on `world` ranks; the path, or the error, of each."""
-    settings = {"step": 1, "tag": "t", "round": 0, "fence": None, "disk": SMALL, **options}
+    settings = {"step": 1, "tag": "t", "round": 0, "fence": None, "disk": disk_for(root), **options}
     extra = {key: settings.pop(key) for key in ("aliases", "meta") if key in settings}
 
-    def work(ballot: Ballot) -> Path:
+    def work(ballot: Ballot) -> Place:
         state = share(full, ballot.rank, ballot.world, **extra)
         return save(root, state, ballot, **settings)  # type: ignore[arg-type]
 
     return on_ranks(world, work)
 
 
-def load_all(root: Path, target: Full, world: int = 2, **options: object) -> list[Loaded | None]:
+def load_all(root: Place, target: Full, world: int = 2, **options: object) -> list[Loaded | None]:
     """Load on `world` ranks into the shared tensors of `target`."""
     extra = {key: options.pop(key) for key in ("aliases",) if key in options}
 
@@ -153,14 +163,20 @@ def load_all(root: Path, target: Full, world: int = 2, **options: object) -> lis
     return on_ranks(world, work)
 
 
-def saved(root: Path, full: Full, world: int = 2, **options: object) -> Path:
+def saved(root: Place, full: Full, world: int = 2, **options: object) -> Place:
     """The directory of a save that must succeed on every rank."""
     paths = save_all(root, full, world, **options)
     assert len(set(paths)) == 1, paths
-    assert isinstance(paths[0], Path), paths
+    assert not isinstance(paths[0], Exception), paths
     return paths[0]
 
 
-def names(root: Path) -> list[str]:
+def disk_for(root: Place) -> Disk:
+    return SMALL if isinstance(root, Path) else SMALL_OBJECTS
+
+
+def names(root: Place) -> list[str]:
     """Everything under a root, for claims that nothing was left behind."""
+    if isinstance(root, ObjectPath):
+        return sorted(file_system(root.url).find(root.url)) if root.exists() else []
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))

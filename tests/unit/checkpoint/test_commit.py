@@ -49,9 +49,9 @@ class Failing(SmallBlocks):
         self._maybe("sync", file.name)
         super().sync(file)
 
-    def publish(self, temporary, final):
+    def publish(self, temporary, final, *, replace=False):
         self._maybe("publish", final)
-        super().publish(temporary, final)
+        super().publish(temporary, final, replace=replace)
 
     def sync_directory(self, path):
         # Once the manifest has its final name: the fsync that follows the rename.

@@ -57,10 +57,9 @@ class Recording(SmallBlocks):
     def sync_directory(self, path):
         self._do(lambda: super(Recording, self).sync_directory(path), "sync_directory", path)
 
-    def publish(self, temporary, final):
-        self._do(
-            lambda: super(Recording, self).publish(temporary, final), "publish", temporary, final
-        )
+    def publish(self, temporary, final, *, replace=False):
+        publish = super().publish
+        self._do(lambda: publish(temporary, final, replace=replace), "publish", temporary, final)
 
     def remove(self, path):
         self._do(lambda: super(Recording, self).remove(path), "remove", path)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.checkpoint.support import adam_state, names, saved
 from zero_engine.checkpoint import Candidate, Manifest, Rejected, find
-from zero_engine.checkpoint.candidates import Why
+from zero_engine.checkpoint.candidates import WAS_COMMITTED, Why
 from zero_engine.checkpoint.fragments import COLUMNS, from_lists
 from zero_engine.checkpoint.retention import abandoned, expired, remove, sweep
 from zero_engine.checkpoint.storage import DISK, Disk
@@ -166,5 +166,5 @@ def test_only_saves_that_are_idle_for_long_are_abandoned(tmp_path):
 
 
 def test_quarantined_and_foreign_directories_are_never_abandoned():
-    others = [Rejected(ROOT / why, why, "") for why in Why if why is not Why.UNCOMMITTED]
+    others = [Rejected(ROOT / why, why, "") for why in [*WAS_COMMITTED, Why.OTHER]]
     assert abandoned(others, now_s=1e12, older_than_s=0) == ([], [])

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.commit import save
 from zero_engine.checkpoint.dtypes import byte_view, host_bytes
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools.foreign import Foreign
 from zero_engine.errors import CheckpointError
 
@@ -49,8 +49,8 @@ class Dtypes:
 
 
 def adopt(
-    root: Path, foreign: Foreign, *, source: str, tag: str, step: int | None, dtypes: Dtypes
-) -> Path:
+    root: Place, foreign: Foreign, *, source: str, tag: str, step: int | None, dtypes: Dtypes
+) -> Place:
     """Save a foreign model under `root`, as its newest checkpoint.
 
     Args:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from zero_engine.checkpoint.place import place
 from zero_engine.checkpoint.tools import adopt, arguments, export, locate, output
 from zero_engine.checkpoint.tools.dcp import read_dcp
 from zero_engine.checkpoint.tools.deepspeed import read_deepspeed
@@ -71,7 +72,7 @@ def run_export(options: argparse.Namespace) -> None:
 def add_import(parser: argparse.ArgumentParser) -> None:
     """The flags of `import`."""
     parser.add_argument("source", type=Path, metavar="SOURCE")
-    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory of checkpoints")
+    parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints")
     parser.add_argument("--from", dest="kind", required=True, choices=tuple(_READERS))
     parser.add_argument("--tag", default="imported", help="the name of the checkpoint")
     parser.add_argument("--step", type=arguments.not_negative, help="counts as this step")
@@ -114,7 +115,7 @@ def run_import(options: argparse.Namespace) -> None:
     if loose := adopt.unexplained(foreign):
         _log.warning(_UNEXPLAINED, ", ".join(loose))
     path = adopt.adopt(
-        options.dir,
+        place(options.dir),
         foreign,
         source=f"{options.kind}: {options.source}",
         tag=options.tag,

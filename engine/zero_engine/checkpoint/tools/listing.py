@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, scan
 from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import last_change_s
 from zero_engine.checkpoint.tools.verify import Damage, present_bytes, total_bytes
 
@@ -49,6 +49,7 @@ class Row:
 
 _STATUS = {
     Why.UNCOMMITTED: Status.UNCOMMITTED,
+    Why.REMOVED: Status.UNCOMMITTED,
     Why.DAMAGED: Status.DAMAGED,
     Why.NEWER: Status.NEWER,
     Why.QUARANTINED: Status.QUARANTINED,
@@ -57,7 +58,7 @@ _STATUS = {
 Check = Callable[[Candidate], list[Damage]]
 
 
-def list_root(root: Path, *, now_s: float, check: Check | None = None) -> list[Row]:
+def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:
     """All checkpoints of a root, newest first; other directories are left out.
 
     Args:
@@ -96,8 +97,9 @@ def _row(entry: Candidate | Rejected, now_s: float, check: Check | None) -> Row:
 
 
 def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
+    present = present_bytes(entry)
     for file in entry.manifest.files:
-        size = present_bytes(entry.path, file)
+        size = present.get(file.name, 0)
         if size != file.size_bytes:
             return Status.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
     if check is None:

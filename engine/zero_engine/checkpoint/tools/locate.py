@@ -5,11 +5,10 @@ Called by `cli`; everything behind it gets a `Candidate`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, examine, find
 from zero_engine.checkpoint.manifest import MANIFEST
 from zero_engine.checkpoint.parse import read_manifest
+from zero_engine.checkpoint.place import Place, place
 from zero_engine.errors import CheckpointError
 
 
@@ -30,13 +29,13 @@ def one(name: str) -> Candidate:
     return chosen[0]
 
 
-def root(name: str) -> Path:
+def root(name: str) -> Place:
     """The existing directory of checkpoints that `name` means.
 
     Raises:
         CheckpointError: It is no directory, or is a single checkpoint.
     """
-    path = Path(name)
+    path = place(name)
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such directory")
     if is_checkpoint(path):
@@ -44,16 +43,16 @@ def root(name: str) -> Path:
     return path
 
 
-def split(name: str) -> tuple[Path, str | None]:
+def split(name: str) -> tuple[Place, str | None]:
     """The directory and the tag; a directory whose own name contains `@` wins.
 
     Raises:
         CheckpointError: There is no such directory.
     """
-    path, tag = Path(name), None
+    path, tag = place(name), None
     if not path.is_dir() and "@" in name:
         directory, _, tag = name.rpartition("@")
-        path = Path(directory)
+        path = place(directory)
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: there is no such directory; give a directory of checkpoints, one "
@@ -62,13 +61,13 @@ def split(name: str) -> tuple[Path, str | None]:
     return path, tag
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """Whether a directory is, or was meant to be, one checkpoint."""
     entry = examine(path.resolve())
     return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()
 
 
-def _named(path: Path, tag: str | None) -> Candidate:
+def _named(path: Place, tag: str | None) -> Candidate:
     if tag is not None:
         raise CheckpointError(f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}")
     path = path.resolve()
@@ -81,7 +80,7 @@ def _named(path: Path, tag: str | None) -> Candidate:
 
 
 def _nothing(
-    path: Path,
+    path: Place,
     tag: str | None,
     candidates: tuple[Candidate, ...],
     rejected: tuple[Rejected, ...],

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from rich.table import Table
 from rich.tree import Tree
 
 from zero_engine.checkpoint.candidates import Candidate
+from zero_engine.checkpoint.objects import ObjectPath
 from zero_engine.checkpoint.pieces import BUFFER, PARAM
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools.compare import Difference, Relation
 from zero_engine.checkpoint.tools.listing import Row, Status
 from zero_engine.checkpoint.tools.upkeep import Action, Plan
@@ -61,13 +63,13 @@ def print_json(record: object) -> None:
 
 
 def _json(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _json(asdict(value))
     match value:
         case float() if not math.isfinite(value):
             return str(value)
-        case Path() | StrEnum():
+        case Path() | ObjectPath() | StrEnum():
             return str(value)
+        case _ if is_dataclass(value):
+            return {f.name: _json(getattr(value, f.name)) for f in fields(value)}
         case Mapping():
             return {str(key): _json(inner) for key, inner in value.items()}
         case list() | tuple():
@@ -203,7 +205,7 @@ def _norm(tensor: Mapping[str, Any]) -> str:
     return f" |{tensor['norm']:.6g}|" if "norm" in tensor else ""
 
 
-def show_damage(path: Path, damages: Sequence[Damage], size_bytes: int) -> None:
+def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None:
     """`verify`, for one checkpoint."""
     out = console()
     if not damages:

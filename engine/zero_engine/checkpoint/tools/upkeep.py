@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from zero_engine.checkpoint.candidates import LATEST, Candidate, Why, find
+from zero_engine.checkpoint.object_disk import disk_of
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import abandoned, check_policy, expired, remove, sweep
-from zero_engine.checkpoint.storage import DISK
 from zero_engine.checkpoint.tools.listing import Check
 from zero_engine.checkpoint.tools.verify import present_bytes
 from zero_engine.errors import CheckpointError
@@ -27,7 +27,7 @@ class Action:
     """One thing to do, or done."""
 
     what: str
-    path: Path
+    path: Place
     reason: str
     act: Callable[[], None]
 
@@ -40,7 +40,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_prune(root: Path, *, keep_last: int, keep_every: int | None, check: Check) -> Plan:
+def plan_prune(root: Place, *, keep_last: int, keep_every: int | None, check: Check) -> Plan:
     """Which checkpoints to delete.
 
     Args:
@@ -55,7 +55,7 @@ def plan_prune(root: Path, *, keep_last: int, keep_every: int | None, check: Che
     """
     check_policy(keep_last=keep_last, keep_every=keep_every)
     candidates = find(root).candidates
-    protected: tuple[Path, ...] = ()
+    protected: tuple[Place, ...] = ()
     plan = Plan()
     if candidates:
         whole, plan.notes = _newest_whole(root, candidates, check)
@@ -68,12 +68,12 @@ def plan_prune(root: Path, *, keep_last: int, keep_every: int | None, check: Che
     return plan
 
 
-def _removal(path: Path, reason: str) -> Action:
+def _removal(path: Place, reason: str) -> Action:
     return Action(what="delete", path=path, reason=reason, act=lambda: remove(path))
 
 
 def _newest_whole(
-    root: Path, candidates: tuple[Candidate, ...], check: Check
+    root: Place, candidates: tuple[Candidate, ...], check: Check
 ) -> tuple[Candidate, list[str]]:
     notes = []
     for candidate in candidates:
@@ -88,7 +88,7 @@ def _newest_whole(
     )
 
 
-def plan_repair(root: Path, *, now_s: float, older_than_s: float) -> Plan:
+def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
     """What is left of saves and deletions that died, and the hint.
 
     Args:
@@ -112,11 +112,11 @@ _FOR_PEOPLE = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
 """There was a checkpoint: only people may throw it away."""
 
 
-def _sweeping(path: Path, reason: str) -> Action:
+def _sweeping(path: Place, reason: str) -> Action:
     return Action(what="sweep", path=path, reason=reason, act=lambda: sweep(path))
 
 
-def _hint(root: Path, candidates: tuple[Candidate, ...]) -> list[Action]:
+def _hint(root: Place, candidates: tuple[Candidate, ...]) -> list[Action]:
     """Make `latest` name the newest checkpoint whose files are there."""
     hint = root / LATEST
     newest = next((c for c in candidates if _has_its_files(c)), None)
@@ -132,15 +132,16 @@ def _hint(root: Path, candidates: tuple[Candidate, ...]) -> list[Action]:
 
 
 def _has_its_files(checkpoint: Candidate) -> bool:
-    files = checkpoint.manifest.files
-    return all(present_bytes(checkpoint.path, file) == file.size_bytes for file in files)
+    present = present_bytes(checkpoint)
+    return all(present.get(f.name) == f.size_bytes for f in checkpoint.manifest.files)
 
 
-def _write_hint(hint: Path, name: str) -> None:
+def _write_hint(hint: Place, name: str) -> None:
     temporary = hint.with_name(f"{LATEST}.repair")
-    DISK.remove(temporary)
-    with DISK.create(temporary) as file:
-        DISK.write(file, name.encode() + b"\n")
-        DISK.sync(file)
-    DISK.publish(temporary, hint)
-    DISK.sync_directory(hint.parent)
+    disk = disk_of(hint)
+    disk.remove(temporary)
+    with disk.create(temporary) as file:
+        disk.write(file, name.encode() + b"\n")
+        disk.sync(file)
+    disk.publish(temporary, hint, replace=True)
+    disk.sync_directory(hint.parent)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import xxhash
 
@@ -146,8 +145,9 @@ def _damage(manifest: Manifest, file: int, begin: int, end: int, problem: str) -
 
 def _wrong_sizes(checkpoint: Candidate) -> Iterator[Damage]:
     """Files that are longer than they were: no load would notice, but somebody wrote to them."""
+    present = present_bytes(checkpoint)
     for file in checkpoint.manifest.files:
-        size = present_bytes(checkpoint.path, file)
+        size = present.get(file.name, 0)
         if size > file.size_bytes:
             problem = f"the file is {size - file.size_bytes} bytes too long"
             yield Damage(
@@ -155,9 +155,6 @@ def _wrong_sizes(checkpoint: Candidate) -> Iterator[Damage]:
             )
 
 
-def present_bytes(directory: Path, file: FileRecord) -> int:
-    """The size of a file as it is now; 0 if it is missing."""
-    try:
-        return (directory / file.name).stat().st_size
-    except FileNotFoundError:
-        return 0
+def present_bytes(checkpoint: Candidate) -> dict[str, int]:
+    """The sizes of the files that are there now."""
+    return {path.name: path.stat().st_size for path in checkpoint.path.iterdir()}
