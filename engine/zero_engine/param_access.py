@@ -11,6 +11,7 @@ the same order, between steps. Called through `utils` and `zero`, which have Dee
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.collectives import wait
 from zero_engine.errors import EngineError
@@ -25,8 +27,9 @@ from zero_engine.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.parts import Core
 from zero_engine.segments import Segment, elementwise_keys
 
-_OWNER = "zero_owner"
-"""The attribute by which a parameter knows where it lies."""
+_PLACES = WeakTensorKeyDictionary()
+"""Parameter -> (weak reference to the core, unit, slot). No attribute of the parameter: scripts
+pickle parameters with all that hangs on them."""
 
 
 class ZeroParamStatus(Enum):
@@ -42,9 +45,9 @@ def adopt_parameters(core: Core) -> None:
 
     At stage 3 they get the attributes by which scripts tell that they must be gathered first.
     """
-    for unit in core.units:
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            setattr(param, _OWNER, OwnedParam(core, unit, slot))
+    for number, unit in enumerate(core.units):
+        for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
+            _PLACES[param] = (weakref.ref(core), number, place)
             if core.stage.shards_parameters:
                 told = {"ds_id": id(param), "ds_shape": slot.shape, "ds_numel": slot.numel}
                 vars(param).update(told)
@@ -61,7 +64,12 @@ def tell_status(core: Core, unit: FlatUnit) -> None:
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:
     """Where a parameter lies; None if no engine has it."""
-    return getattr(param, _OWNER, None)
+    reference, number, place = _PLACES.get(param, (lambda: None, 0, 0))
+    core: Core | None = reference()
+    if core is None:
+        return None
+    unit = core.units[number]
+    return OwnedParam(core, unit, unit.layout.slots[place])
 
 
 def owned(param: nn.Parameter) -> OwnedParam:

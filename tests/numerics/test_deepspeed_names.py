@@ -232,6 +232,15 @@ def read_as_in_deepspeed_chat(stage: int) -> tuple[Any, Any]:
     return sums, (divided, inside)
 
 
+def test_a_pickled_parameter_leaves_its_engine_behind(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(1, pickle_parameters, str(tmp_path / "parameters.pt"))
+    assert set(torch.load(tmp_path / "parameters.pt")) == set(dict(make_model().named_parameters()))
+
+
+def pickle_parameters(path: str) -> None:
+    torch.save(dict(make_engine(config(2)).module.named_parameters()), path)
+
+
 # ---- zero_to_fp32 ----
 
 

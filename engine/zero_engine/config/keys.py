@@ -36,13 +36,17 @@ WITHOUT_EFFECT: dict[str, str] = {
     "dump_state": "python -m zero_engine.config shows the resolved config",
     "flops_profiler": "torch.profiler works on an engine",
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
+    "graph_harvesting": "torch.cuda.graph works on a module",
     "log_level": "set the level of the logger zero_engine",
     "memory_breakdown": "python -m zero_engine.config estimates the memory",
+    "pipeline": "there is no pipeline parallelism",
     "prescale_gradients": "the loss is weighted before backward and summed in fp32",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "sparse_gradients": "gradients of embeddings travel with those of their unit",
     "tensorboard": "read engine.mean_loss, get_lr() and the agent's journal",
+    "timers": "torch.profiler works on an engine",
     "torch_autocast.lower_precision_safe_modules": "torch.autocast chooses by operation",
+    "use_data_before_expert_parallelism": "there is no expert parallelism",
     "wall_clock_breakdown": "torch.profiler works on an engine",
     "wandb": "read engine.mean_loss, get_lr() and the agent's journal",
     "zero_allow_untested_optimizer": "any elementwise optimizer works; others are refused by name",
@@ -87,23 +91,36 @@ def _enabled(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value.get("enabled", False))
 
 
+def _asks(key: str, default: Any) -> Callable[[Any], bool]:
+    """Whether a section sets `key` to something else than `default`."""
+    return lambda section: isinstance(section, Mapping) and section.get(key, default) != default
+
+
 MISSING: dict[str, Callable[[Any], bool]] = {
     "autotuning": _enabled,
     "bf16.bf16_master_weights_and_grads": bool,
     "bf16.bf16_optimizer_states": bool,
     "checkpoint.use_node_local_storage": bool,
+    "compile": _asks("deepcompile", False),
     "compression_training": bool,
     "curriculum_learning": _enabled,
     "data_efficiency": _enabled,
     "data_types.buffer_dtype": bool,
     "data_types.param_dtype": bool,
+    "eigenvalue": _enabled,
     "elasticity": _enabled,
     "fp16.fp16_master_weights_and_grads": bool,
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
+    "hybrid_engine": _enabled,
     "managed_gradient_accumulation": lambda value: not value,
     "progressive_layer_drop": _enabled,
-    "zero_optimization.offload_optimizer.super_offload": bool,
+    "sequence_parallel_size": lambda value: value != 1,
+    "sparse_attention": bool,
+    "tensor_parallel": _asks("autotp_size", 0),
+    "weight_quantization": _enabled,
     "zero_optimization.mics_shard_size": lambda value: value != -1,
+    "zero_optimization.offload_optimizer.super_offload": bool,
+    "zero_optimization.zenflow": bool,
     "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
     "zero_optimization.zero_quantized_gradients": bool,
     "zero_optimization.zero_quantized_nontrainable_weights": bool,

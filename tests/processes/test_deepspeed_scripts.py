@@ -1,0 +1,69 @@
+"""Scripts as written for DeepSpeed, with other imports: alone, under torchrun, under an agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.cluster import environment
+
+pytestmark = pytest.mark.processes
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "data" / "scripts"
+LAUNCHERS = {
+    "alone": [],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "zero-agent": ["-m", "zero_agent", "--standalone", "--nproc-per-node=2"],
+}
+
+
+def run(launcher: str, script: str, *arguments: object) -> list[str]:
+    """What rank 0 printed."""
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / script), *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_tutorials_script_gives_one_result_under_every_launcher_at_every_stage() -> None:
+    runs = [("alone", 0), ("torchrun", 1), ("zero-agent", 3)]
+    outputs = [run(launcher, "classify.py", "--stage", stage) for launcher, stage in runs]
+    for word in ("weights", "accuracy"):
+        assert len({line for out in outputs for line in out if line.startswith(word)}) == 1
+
+
+def test_the_tutorials_script_trains_in_half_precision() -> None:
+    *_, accuracy, weights = run("alone", "classify.py", "--stage=2", "--dtype=fp16")
+    assert float(accuracy.removeprefix("accuracy ")) > 0.2  # of ten classes
+    assert len(weights.removeprefix("weights ")) == 64
+
+
+def test_a_script_with_its_own_loader_optimizer_and_schedule_resumes_at_another_stage(
+    tmp_path: Path,
+) -> None:
+    whole = finetune(tmp_path / "whole", "--zero_stage=0")
+    finetune(tmp_path / "parts", "--zero_stage=2", "--num_train_epochs=1")
+    assert finetune(tmp_path / "parts", "--zero_stage=3", "--offload") == whole
+    plain, halved = (
+        torch.load(tmp_path / "parts" / name) for name in ("pytorch_model.bin", "half.bin")
+    )
+    assert set(plain) == set(halved) - {"lm_head.weight"}  # of tied parameters, one name
+    assert all(torch.equal(plain[name], halved[name]) for name in plain)
+
+
+def finetune(directory: Path, *flags: str) -> tuple[str, int, float, str]:
+    """The weights' hash, the steps, a sum read back from the checkpoint, the last epoch's line."""
+    *_, epoch, last = run("alone", "finetune.py", f"--output_dir={directory}", *flags)
+    result = json.loads(last)
+    return result["weights"], result["steps"], result["sum"], epoch
