@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOUR = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGES = {
     "orchestrator/zero_orchestrator",
+    "orchestrator/zero_orchestrator/jobfile",
     "orchestrator/zero_torchrun",
     "agent/zero_agent",
     "agent/zero_agent/launch",

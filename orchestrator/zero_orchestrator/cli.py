@@ -28,6 +28,7 @@ from zero_orchestrator import events, retry, status
 from zero_orchestrator.arguments import seconds, with_dashes
 from zero_orchestrator.errors import LeaseLost, SpecError, StoreError, StoreUnavailable, ZeroError
 from zero_orchestrator.job_state import DrainOrder, Keys
+from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.kv import KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.status import JobStatus, NoSuchJob, NoSuchNode
 from zero_orchestrator.views import JsonView, TableView, View
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if (act := getattr(args, "act", None)) is not None:  # a command that needs no etcd
+        return int(act(args))
     view = JsonView() if args.json else TableView()
     with contextlib.closing(_open(args)) as store:
         return _COMMANDS[args.command](args, store, view)
@@ -122,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (drain, stop):
         text = "wait so many seconds for it to have happened (0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
+    job_files.add_to(commands)
     return parser
 
 

@@ -87,6 +87,11 @@ def environment(objects: list[Object], container: Object) -> dict[str, str]:
     return found | {e["name"]: e["value"] for e in container.get("env", []) if "value" in e}
 
 
+def agent_flags(objects: list[Object]) -> dict[str, str]:
+    """The variables of the agents: `PET_<FLAG>` and others."""
+    return environment(objects, containers(next(jobs(objects)))[0])
+
+
 def quantity(text: str | float) -> float:
     """`"500m"` -> 0.5, `"4Gi"` -> 4 * 2**30."""
     match = re.fullmatch(r"([\d.]+)(m|Mi|Gi|Ti|)", str(text))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tests.deploy.manifests import (
     Object,
+    agent_flags,
     containers,
     environment,
     jobs,
@@ -210,20 +211,20 @@ def etcd_members_know_each_other_and_agents_know_them(objects: list[Object]) -> 
         spec = etcd["spec"]
         if spec["replicas"] % 2 == 0:
             yield f"{spec['replicas']} members survive no more failures than one fewer"
-        names = [f"etcd-{index}" for index in range(spec["replicas"])]
+        names = [f"{etcd['metadata']['name']}-{index}" for index in range(spec["replicas"])]
         hosts = [f"{name}.{spec['serviceName']}" for name in names]
         cluster = environment(objects, containers(etcd)[0])["INITIAL_CLUSTER"]
         peers = [f"{n}=$(SCHEME)://{h}:2380" for n, h in zip(names, hosts, strict=True)]
         if cluster.split(",") != peers:
             yield f"INITIAL_CLUSTER={cluster}; the members are {peers}"
-        agents = named(objects, "ConfigMap", "agent")["data"]["PET_RDZV_ENDPOINT"]
+        agents = agent_flags(objects)["PET_RDZV_ENDPOINT"]
         if agents.split(",") != [f"{host}:2379" for host in hosts]:
             yield f"PET_RDZV_ENDPOINT={agents}; the members are {hosts}"
 
 
 @policy
 def the_sizes_of_the_job_agree(objects: list[Object]) -> Iterator[str]:
-    flags = named(objects, "ConfigMap", "agent")["data"]
+    flags = agent_flags(objects)
     low, high = map(int, flags["PET_NNODES"].split(":"))
     for job in jobs(objects):
         pods = job["spec"]["parallelism"]

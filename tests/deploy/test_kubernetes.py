@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.deploy.manifests import (
     BASE,
@@ -177,18 +177,16 @@ def test_the_readme_has_a_row_for_every_overlay():
     assert set(re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)) >= OVERLAYS.keys()
 
 
-@pytest.mark.parametrize("inner", ["tls", "gpu", "existing-etcd"])
+@pytest.mark.parametrize("inner", ["tls", "gpu", "external-etcd"])
 @pytest.mark.parametrize("outer", ["spot", "kueue", "jobset"])
-def test_overlays_combine(inner, outer, tmp_path):
-    copied = tmp_path / outer
-    shutil.copytree(OVERLAYS[outer], copied)
-    kustomization = copied / "kustomization.yaml"
-    text = kustomization.read_text()
-    if (outer, inner) == ("spot", "existing-etcd"):
-        text = text.replace("  - path: etcd.yaml\n", "")  # there is none of ours
-    where = os.path.relpath(OVERLAYS[inner], copied)
-    kustomization.write_text(text.replace("../../base", where))
-    objects = render(copied)
+def test_components_combine(inner, outer, tmp_path):
+    where = os.path.relpath(DEPLOY / "kubernetes", tmp_path)
+    kustomization = {
+        "resources": [f"{where}/base"],
+        "components": [f"{where}/components/{name}" for name in (inner, outer)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    objects = render(tmp_path)
     complaints = {name: list(check(objects)) for name, check in POLICIES.items()}
     assert not any(complaints.values()), complaints
     for one in (*jobs(objects), *of_kind(objects, "StatefulSet", "ConfigMap")):

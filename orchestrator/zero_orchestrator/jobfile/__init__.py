@@ -1,0 +1,1 @@
+"""Job files: one YAML description of a job, and what each kind of cluster makes of it."""

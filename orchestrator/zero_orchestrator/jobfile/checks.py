@@ -1,0 +1,165 @@
+"""What cannot be, or should not: the parts of a job file held against each other.
+
+Each check is a pure function of the job and yields its complaints. Must always hold: a complaint
+names the key, what is wrong with its value, and a value that would do. Who calls it: `command`,
+before anything is rendered; what needs a cluster to be known is in `preflight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zero_orchestrator.jobfile.reading import Problem
+from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.values import at_least
+
+Check = Callable[[Job], Iterator[Problem]]
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the fp32 weight and Adam's two moments."""
+SHM_OF_A_WORKER_BYTES = 64 * 2**20
+"""What collectives and loaders need beside a copy of the state."""
+
+
+def check(job: Job) -> list[Problem]:
+    """All complaints."""
+    return [problem for one in CHECKS for problem in one(job)]
+
+
+def _the_start_is_within_the_bounds(job: Job) -> Iterator[Problem]:
+    nodes = job.file.nodes
+    if nodes.min > nodes.max:
+        yield Problem(
+            key="nodes",
+            text=f"minimum {nodes.min} exceeds maximum {nodes.max}; write {nodes.max}:{nodes.min}",
+        )
+    elif not nodes.min <= job.file.start <= nodes.max:
+        yield Problem(
+            key="nodes.start", text=f"{nodes.start} is not within {nodes.min}:{nodes.max}"
+        )
+
+
+def _the_workers_have_gpus(job: Job) -> Iterator[Problem]:
+    file = job.file
+    if file.processes_per_node == "gpu" and not file.resources.gpu:
+        text = "gpu: a node has none; write resources: {gpu: 8}, or a number of processes"
+        yield Problem(key="processes_per_node", text=text)
+    if 0 < file.resources.gpu < file.processes and file.processes_per_node != "gpu":
+        text = f"{file.processes} processes share {file.resources.gpu} GPUs; write gpu"
+        yield Problem(key="processes_per_node", text=text)
+
+
+def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
+    resources = job.file.resources
+    if resources.shm.size_bytes * 2 > resources.memory.size_bytes:
+        enough = at_least(2 * resources.shm.size_bytes)
+        text = (
+            f"{resources.shm} is more than half of memory ({resources.memory}), of which it is "
+            f"a part; raise memory to {enough}, or lower it"
+        )
+        yield Problem(key="resources.shm", text=text)
+
+
+def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
+    """A save in the background first copies the node's share of the state."""
+    file = job.file
+    in_background = bool(job.engine.get("checkpoint", {}).get("async"))
+    if file.parameters is None or not in_background:
+        return
+    share = file.parameters * BYTES_PER_PARAMETER / file.nodes.min
+    needed = at_least(share + file.processes * SHM_OF_A_WORKER_BYTES)
+    if file.resources.shm < needed:
+        text = (
+            f"{file.resources.shm} is less than the {needed} that a node's copy of the state "
+            f"takes with {file.nodes.min} nodes; write {needed}, or let saves hold training up "
+            'with "async": false'
+        )
+        yield Problem(key="resources.shm", text=text)
+
+
+def _the_volume_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
+    file = job.file
+    if file.parameters is None or file.checkpoint.claim is not None:
+        return
+    kept = job.engine.get("checkpoint", {}).get("keep_last", 1) + 1
+    needed = at_least(file.parameters * BYTES_PER_PARAMETER * kept)
+    if file.checkpoint.size < needed:
+        text = f"{file.checkpoint.size} cannot hold {kept} checkpoints; write {needed}"
+        yield Problem(key="checkpoint.size", text=text)
+
+
+def _all_nodes_reach_the_volume(job: Job) -> Iterator[Problem]:
+    checkpoint = job.file.checkpoint
+    if checkpoint.access == "ReadWriteOnce" and job.file.nodes.max > 1 and not checkpoint.claim:
+        text = "ReadWriteOnce: agents on a second machine cannot mount it, on Kubernetes"
+        yield Problem(key="checkpoint.access", text=text, is_fatal=False)
+
+
+def _a_save_fits_the_grace_period(job: Job) -> Iterator[Problem]:
+    file = job.file
+    save_s = file.checkpoint.save_s
+    if file.drain_s <= 0:
+        yield Problem(key="grace_s", text=f"{file.grace:g} s end no agent in order; write 10")
+    elif save_s is not None and save_s >= file.drain_s:
+        needed_s = save_s + max(save_s / 4, 5)
+        text = (
+            f"{file.grace:g} s leave {file.drain_s:g} s to drain, and one save takes {save_s:g} s; "
+            f"write {needed_s:.0f}, or save to something faster"
+        )
+        yield Problem(key="grace_s", text=text, is_fatal=not file.spot)
+
+
+def _etcd_is_ours_or_yours(job: Job) -> Iterator[Problem]:
+    etcd = job.file.etcd
+    if etcd.members % 2 == 0:
+        text = f"{etcd.members} members survive no more failures than {etcd.members - 1}; "
+        yield Problem(key="etcd.members", text=text + f"write {etcd.members + 1}")
+    if etcd.endpoints and etcd.tls:
+        text = "true is about an etcd made for this job; for yours name its ca, cert and key"
+        yield Problem(key="etcd.tls", text=text)
+    given = sorted({"user", "secret"} & {n for n in ("user", "secret") if getattr(etcd, n)})
+    if not etcd.endpoints and (given or etcd.files):
+        key = f"etcd.{given[0]}" if given else "etcd"
+        yield Problem(key=key, text="is about an etcd of yours; name its endpoints")
+    if etcd.user and not etcd.password_file:
+        yield Problem(key="etcd.user", text=f"{etcd.user} needs a password_file")
+    if (etcd.cert is None) != (etcd.key is None):
+        yield Problem(key="etcd", text="cert and key belong together; name both or neither")
+
+
+def _places_that_are_used_are_named(job: Job) -> Iterator[Problem]:
+    if job.file.uses("CONFIG") and job.file.config is None:
+        yield Problem(key="args", text="$(CONFIG) stands for a file; name it with config: FILE")
+
+
+def _variables_are_not_the_agents(job: Job) -> Iterator[Problem]:
+    for name in job.file.environment:
+        where = f"environment.{name}"
+        if not name.isidentifier():
+            yield Problem(key=where, text="is no name of a variable")
+        elif name in _FROM_KEYS:
+            yield Problem(key=where, text=f"is made from the key {_FROM_KEYS[name]}; set that")
+
+
+_FROM_KEYS = {
+    "PET_NNODES": "nodes",
+    "PET_NPROC_PER_NODE": "processes_per_node",
+    "PET_MAX_RESTARTS": "max_restarts",
+    "PET_RDZV_ENDPOINT": "etcd",
+    "PET_RDZV_ID": "name",
+    "PET_SHUTDOWN_TIMEOUT": "grace_s",
+    "OMP_NUM_THREADS": "threads",
+}
+
+CHECKS: tuple[Check, ...] = (
+    _the_start_is_within_the_bounds,
+    _the_workers_have_gpus,
+    _shared_memory_is_part_of_the_memory,
+    _shared_memory_holds_the_arenas,
+    _the_volume_holds_the_checkpoints,
+    _all_nodes_reach_the_volume,
+    _a_save_fits_the_grace_period,
+    _etcd_is_ours_or_yours,
+    _places_that_are_used_are_named,
+    _variables_are_not_the_agents,
+)

@@ -1,0 +1,64 @@
+"""A job file as a compose file: deploy/compose.yaml with the job's numbers in it.
+
+Who calls it: `render`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from zero_orchestrator.jobfile import templates
+from zero_orchestrator.jobfile.schema import CONFIG_NAME, Job, JobFile
+from zero_orchestrator.jobfile.settings import etcd_settings, settings
+
+TEMPLATE = "compose.yaml"
+CHECKPOINTS = "/checkpoints"
+CONFIG = f"/etc/zero/{CONFIG_NAME}"
+
+
+def render(job: Job) -> str:
+    """The compose file."""
+    file = job.file
+    found: dict[str, Any] = yaml.safe_load(templates.read(TEMPLATE))
+    found["name"] = file.name
+    services = found["services"]
+    services["volume-owner"]["image"] = file.image
+    agent = services["agent"]
+    del agent["build"]
+    agent |= {
+        "image": file.image,
+        "command": [
+            f"--rdzv-id={file.name}",
+            file.script,
+            *file.arguments(config=CONFIG, checkpoints=f"{CHECKPOINTS}/{file.name}"),
+        ],
+        "stop_grace_period": f"{file.grace:g}s",
+        "shm_size": file.resources.shm.size_bytes,
+        "mem_limit": file.resources.memory.size_bytes,
+    }
+    # `$` in a value is a variable of compose unless doubled.
+    agent["command"] = [word.replace("$", "$$") for word in agent["command"]]
+    agent["environment"] |= {
+        name: value.replace("$", "$$")
+        for name, value in (settings(file) | etcd_settings(file)).items()
+    }
+    agent["deploy"] = {"replicas": file.start, **_devices(file)}
+    agent["volumes"] += _files(job)
+    if file.etcd.endpoints:
+        del services["etcd"], found["volumes"]["etcd"], agent["depends_on"]["etcd"]
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def _devices(file: JobFile) -> dict[str, Any]:
+    if not file.resources.gpu:
+        return {}
+    device = {"driver": "nvidia", "count": file.resources.gpu, "capabilities": ["gpu"]}
+    return {"resources": {"reservations": {"devices": [device]}}}
+
+
+def _files(job: Job) -> list[str]:
+    """What the agents read of this machine, at the same paths; the config at its own."""
+    config = [f"{job.config_path}:{CONFIG}:ro"] if job.config is not None else []
+    return config + [f"{path}:{path}:ro" for path in job.file.etcd.files.values()]

@@ -1,0 +1,149 @@
+"""The values of a job file: sizes, numbers, names, and the text that each came from.
+
+Must always hold: a converter returns a value that every renderer can write, or raises a
+ValueError that says what to write instead. Who calls it: `schema`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import total_ordering
+
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.spec import parse_nnodes
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi)?")
+_POWERS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
+_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT]?)")
+_MILLIONS = {"": 1, "M": 10**6, "B": 10**9, "T": 10**12}
+_ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@total_ordering
+class Size:
+    """A number of bytes, as it is written: `16Gi`."""
+
+    def __init__(self, text: str) -> None:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ValueError("is no size; write 512Mi, 16Gi or 2Ti")
+        self.text = text
+        self.size_bytes: int = round(float(match[1]) * 2 ** _POWERS[match[2]])
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Size({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and self.size_bytes == other.size_bytes
+
+    def __lt__(self, other: Size) -> bool:
+        return self.size_bytes < other.size_bytes
+
+    def __hash__(self) -> int:
+        return hash(self.size_bytes)
+
+
+def at_least(size_bytes: float) -> Size:
+    """The smallest whole number of Mi or Gi that holds so many bytes."""
+    gibibytes = -(-size_bytes // 2**30)
+    return Size(f"{gibibytes:.0f}Gi" if size_bytes > 2**30 else f"{-(-size_bytes // 2**20):.0f}Mi")
+
+
+def whole(text: str) -> int:
+    """A number of things, 0 or more."""
+    if not text.isdecimal():
+        raise ValueError("is no whole number; write one, such as 3")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A number of things, 1 or more."""
+    if not (number := whole(text)):
+        raise ValueError("must be 1 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A length of time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError("is no length of time; write seconds, such as 120")
+    return value
+
+
+def truth(text: str) -> bool:
+    """Yes or no."""
+    if text.lower() not in _TRUTH:
+        raise ValueError("write true or false")
+    return _TRUTH[text.lower()]
+
+
+def cores(text: str) -> str:
+    """CPU cores, as Kubernetes writes them: `4`, `500m`."""
+    if re.fullmatch(r"\d+(\.\d+)?|\d+m", text) is None or float(text.rstrip("m")) == 0:
+        raise ValueError("is no number of cores; write 4, or 500m for half of one")
+    return text
+
+
+def cores_number(text: str) -> float:
+    """`"500m"` -> 0.5."""
+    return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+
+
+def parameters(text: str) -> int:
+    """How large a model is: `125M`, `7B`."""
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ValueError("is no number of parameters; write 125M or 7B")
+    return round(float(match[1]) * _MILLIONS[match[2]])
+
+
+def name(text: str) -> str:
+    """A name that Kubernetes, Slurm, systemd and etcd all take."""
+    if _LABEL.fullmatch(text) is None:
+        raise ValueError(
+            "cannot be a name everywhere; use at most 40 of a-z, 0-9 and '-', a letter first"
+        )
+    return text
+
+
+def workers(text: str) -> str:
+    """Processes per node: a number, or what to count."""
+    if text not in ("auto", "cpu", "gpu") and not (text.isdecimal() and int(text) > 0):
+        raise ValueError("write a number from 1, or auto, cpu or gpu")
+    return text
+
+
+def endpoint(text: str) -> str:
+    """Where one etcd member listens."""
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError("is no address of etcd; write HOST:PORT, such as etcd-0:2379")
+    return text
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """`"2:16"` -> (2, 16)."""
+    try:
+        return parse_nnodes(text)
+    except SpecError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+
+
+def one_of(*words: str) -> type[str]:
+    """A converter that takes one of these words."""
+
+    def convert(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"write {', '.join(words[:-1])} or {words[-1]}")
+        return text
+
+    return convert  # type: ignore[return-value]

@@ -1,0 +1,348 @@
+"""What `zero-ctl render` makes of a job file: true to deploy/, and to its own policies."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.manifests import (
+    BASE,
+    DEPLOY,
+    ROOT,
+    Object,
+    agent_flags,
+    containers,
+    jobs,
+    named,
+    of_kind,
+    pod,
+    render,
+)
+from tests.deploy.policies import POLICIES
+from zero_orchestrator.jobfile import checks, schema
+from zero_orchestrator.jobfile.reading import JobFileError
+from zero_orchestrator.jobfile.render import RENDERERS, shown, write
+from zero_orchestrator.jobfile.schema import Job
+
+EXAMPLE = DEPLOY / "job.yaml"
+INSTANCE = "app.kubernetes.io/instance"
+FOREIGN = {"Certificate", "Issuer"}
+
+needs_kustomize = pytest.mark.skipif(
+    not (shutil.which("kubectl") or shutil.which("kustomize")),
+    reason="rendering for Kubernetes needs kubectl or kustomize",
+)
+
+
+def job(directory: Path, more: str = "", *, nodes: str = "2:8") -> Job:
+    path = directory / "job.yaml"
+    start = "name: gpt\nscript: train.py\nargs: [--checkpoints=$(CHECKPOINTS)]\n"
+    path.write_text(f"{start}nodes: {nodes}\n{more}\n")
+    found = schema.load(path)
+    assert checks.check(found) == []
+    return found
+
+
+def objects_of(one: Job) -> list[Object]:
+    [text] = RENDERERS["kubernetes"](one).values()
+    return list(yaml.safe_load_all(text))
+
+
+# ---- Kubernetes ----
+
+
+def _without_names(value: Any) -> Any:
+    """An object as the base has it: without the job's prefix and label, named lists in order."""
+    if isinstance(value, dict):
+        return {key: _without_names(one) for key, one in value.items() if key != INSTANCE}
+    if isinstance(value, list):
+        found = [_without_names(one) for one in value]
+        has_names = all(isinstance(one, dict) and "name" in one for one in found)
+        return sorted(found, key=lambda one: str(one["name"])) if has_names else found
+    return re.sub(r"\btrain-(?!\d)", "", value) if isinstance(value, str) else value
+
+
+def _comparable(objects: list[Object]) -> list[Object]:
+    for one in objects:
+        for labelled in (one, one.get("spec", {}).get("volumeClaimTemplates", [{}])[0]):
+            labels = labelled.get("metadata", {}).get("labels", {})
+            if labels.keys() == {INSTANCE}:
+                del labelled["metadata"]["labels"]
+    found = [_without_names(one) for one in objects]
+    return sorted(found, key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+
+@needs_kustomize
+def test_the_example_is_the_base_under_a_name_of_its_own():
+    ours, base = _comparable(objects_of(schema.load(EXAMPLE))), _comparable(render(BASE))
+    for one in (*ours, *base):
+        for container in containers(one) if one["kind"] == "Job" else ():
+            container["resources"]["limits"].pop("ephemeral-storage")  # 20Gi, and 20480Mi
+    assert ours == base
+
+
+ETCDS = {
+    "ours": "etcd: {members: 5}",
+    "tls": "etcd: {tls: true}",
+    "yours": "etcd: {endpoints: [etcd.example:2379]}",
+    "secret": "etcd: {endpoints: [etcd.example:2379], secret: login, user: u, "
+    "password_file: /x/word, ca: /x/ca.pem}",
+}
+MACHINES = {
+    "cpu": "",
+    "gpu": "processes_per_node: gpu\nresources: {cpu: 64, memory: 512Gi, gpu: 8, shm: 64Gi}",
+    "amd": "processes_per_node: gpu\nresources: {gpu: 4, gpu_kind: amd.com/gpu}",
+}
+MORE = {
+    "spot": "spot: true",
+    "queue": "kubernetes: {queue: research, namespace: team}",
+    "claim": "checkpoint: {claim: shared}",
+}
+
+
+@needs_kustomize
+@pytest.mark.parametrize(
+    ("etcd", "machines", "more"),
+    [(etcd, *two) for two in zip(MACHINES, MORE, strict=True) for etcd in ETCDS],
+)
+def test_whatever_a_job_file_asks_for_is_valid_and_keeps_the_policies(
+    tmp_path, monkeypatch, etcd, machines, more
+):
+    monkeypatch.setattr(
+        "tests.deploy.policies.FROM_ELSEWHERE",
+        {("secret", "login"), ("persistentVolumeClaim", "shared")},
+    )
+    objects = objects_of(job(tmp_path, f"{ETCDS[etcd]}\n{MACHINES[machines]}\n{MORE[more]}"))
+    complaints = {name: list(check(objects)) for name, check in POLICIES.items()}
+    complaints["images_are_pinned"] = []
+    assert not any(complaints.values()), complaints
+    for one in objects:
+        if one["kind"] not in FOREIGN:
+            kubernetes_validate.validate(one, "1.31", strict=True)
+
+
+@needs_kustomize
+def test_the_numbers_of_a_job_file_are_those_of_its_objects(tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({"train_batch_size": 8}))
+    objects = objects_of(
+        job(
+            tmp_path,
+            """\
+image: r.example:5000/gpt@sha256:0123456789012345678901234567890123456789012345678901234567890123
+config: c.json
+processes_per_node: 2
+resources: {cpu: 16, memory: 64Gi, shm: 8Gi, scratch: 20Gi}
+checkpoint: {size: 1Ti, storage_class: nfs}
+environment: {NCCL_DEBUG: INFO}
+grace_s: 300
+""",
+            nodes="{min: 3, max: 9, start: 6}",
+        )
+    )
+    train = named(objects, "Job", "gpt-train")
+    [agent] = containers(train)
+    assert (train["spec"]["parallelism"], train["spec"]["completions"]) == (6, 6)
+    assert agent["image"].startswith("r.example:5000/gpt@sha256:0123")
+    assert agent["args"][3:] == ["train.py", "--checkpoints=/checkpoints/gpt"]
+    assert agent["resources"]["limits"] == {
+        "cpu": "16", "memory": "64Gi", "ephemeral-storage": "40960Mi",
+    }  # fmt: skip
+    assert pod(train)["terminationGracePeriodSeconds"] == 300
+    flags = agent_flags(objects)
+    wanted = {
+        "PET_NNODES": "3:9",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_SHUTDOWN_TIMEOUT": "250",
+        "OMP_NUM_THREADS": "8",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert wanted.items() <= flags.items()
+    claim = named(objects, "PersistentVolumeClaim", "gpt-checkpoints")["spec"]
+    assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "1Ti")
+    assert named(objects, "PodDisruptionBudget", "gpt-train")["spec"]["minAvailable"] == 3
+    assert named(objects, "ConfigMap", "gpt-training")["data"] == {
+        "config.json": '{"train_batch_size": 8}'
+    }
+
+
+@needs_kustomize
+def test_what_a_job_file_says_wins_over_what_its_machines_bring(tmp_path):
+    more = "spot: true\ngrace_s: 60\nthreads: 3\nresources: {gpu: 1}"
+    objects = objects_of(job(tmp_path, more))
+    flags = agent_flags(objects)
+    assert (flags["PET_SHUTDOWN_TIMEOUT"], flags["OMP_NUM_THREADS"]) == ("50", "3")
+    assert flags["PET_NPROC_PER_NODE"] == "1"
+    assert pod(next(jobs(objects)))["terminationGracePeriodSeconds"] == 60
+
+
+@needs_kustomize
+def test_two_jobs_of_one_namespace_share_nothing(tmp_path):
+    one = objects_of(job(tmp_path, "etcd: {tls: true}"))
+    other = objects_of(schema.load(EXAMPLE))
+    assert not {(o["kind"], o["metadata"]["name"]) for o in one} & {
+        (o["kind"], o["metadata"]["name"]) for o in other
+    }
+    for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet"):
+        for selecting in of_kind(one, kind):
+            assert f"'{INSTANCE}': 'gpt'" in str(selecting["spec"])
+    secrets = {c["spec"]["secretName"] for c in of_kind(one, "Certificate")}
+    assert all(name.startswith("gpt-") for name in secrets)
+
+
+@needs_kustomize
+def test_the_files_of_a_secret_are_named_as_on_machines(tmp_path):
+    objects = objects_of(job(tmp_path, ETCDS["secret"]))
+    flags = agent_flags(objects)
+    assert flags["PET_ETCD_CA"] == "/etc/zero-etcd/ca.pem"
+    assert flags["PET_ETCD_PASSWORD_FILE"] == "/etc/zero-etcd/word"
+    assert flags["PET_ETCD_USER"] == "u"
+    volumes = pod(next(jobs(objects)))["volumes"]
+    [secret] = [one["secret"] for one in volumes if one["name"] == "etcd-credentials"]
+    assert secret["secretName"] == "login"
+
+
+def test_without_kubectl_and_kustomize_rendering_for_kubernetes_says_what_is_needed(
+    tmp_path, monkeypatch
+):
+    from zero_orchestrator.jobfile.kubernetes import ToolMissing
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolMissing, match="needs kubectl or kustomize on the PATH"):
+        RENDERERS["kubernetes"](job(tmp_path))
+
+
+# ---- Slurm, systemd, compose ----
+
+
+def test_the_batch_script_asks_for_what_the_job_needs_and_is_clean(tmp_path):
+    text = shown(
+        RENDERERS["slurm"](
+            job(
+                tmp_path,
+                """\
+checkpoint: {path: "/mnt/my checkpoints"}
+processes_per_node: gpu
+resources: {cpu: 32, memory: 256Gi, gpu: 8, shm: 64Gi}
+grace_s: 240
+slurm: {partition: gpu, account: team, time: "8:00:00", options: {exclusive: "", qos: high}}
+environment: {NOTE: "it's"}
+""",
+            )
+        )
+    )
+    options = re.findall(r"^#SBATCH --(.*)$", text, re.MULTILINE)
+    assert options == [
+        "job-name=gpt", "nodes=2", "ntasks-per-node=1", "cpus-per-task=32", "mem=262144M",
+        "gpus-per-node=8", "time=8:00:00", "partition=gpu", "account=team", "output=%x-%j.log",
+        "open-mode=append", "requeue", "no-kill", "signal=B:USR1@240", "exclusive", "qos=high",
+    ]  # fmt: skip
+    assert "export PET_SHUTDOWN_TIMEOUT=200\n" in text
+    assert "set -- train.py '--checkpoints=/mnt/my checkpoints'\n" in text
+    template = (DEPLOY / "slurm" / "zero_agent.sbatch").read_text()
+    assert text.endswith(template.partition("set -euo pipefail\n")[2])
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "-"], input=text, text=True, capture_output=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_machine_gets_the_unit_of_deploy_and_the_jobs_variables(tmp_path):
+    more = "etcd: {endpoints: [a:2379, b:2379], ca: /ca.pem}\ncheckpoint: {path: /mnt/c}"
+    files = RENDERERS["systemd"](job(tmp_path, more))
+    unit = DEPLOY / "systemd" / "zero-agent@.service"
+    assert files["etc/systemd/system/zero-agent@.service"] == unit.read_text()
+    assert "TimeoutStopSec=120\n" in files["etc/systemd/system/zero-agent@gpt.service.d/job.conf"]
+    variables = files["etc/zero-elastic/gpt.env"].splitlines()
+    assert "PET_RDZV_ENDPOINT=a:2379,b:2379" in variables
+    assert "PET_ETCD_CA=/ca.pem" in variables
+    assert "ZERO_SCRIPT=train.py --checkpoints=/mnt/c" in variables
+    written = write(files, tmp_path / "root")
+    assert [str(path.relative_to(tmp_path / "root")) for path in written] == list(files)
+
+
+@pytest.mark.parametrize(
+    ("to", "more", "message"),
+    [
+        ("slurm", "", r"job.yaml:1: checkpoint.path: is missing; on machines"),
+        ("systemd", "checkpoint: {path: /c}", r"etcd.endpoints: are missing; machines without"),
+        (
+            "systemd",
+            'checkpoint: {path: "/a b"}\netcd: {endpoints: a:1}',
+            r"'--checkpoints=/a b': an environment file of systemd cannot hold it",
+        ),
+    ],
+)
+def test_what_machines_need_and_a_job_file_does_not_say_is_asked_for(tmp_path, to, more, message):
+    with pytest.raises(JobFileError, match=message):
+        RENDERERS[to](job(tmp_path, more))
+
+
+def test_a_compose_file_has_the_jobs_numbers_and_compose_reads_no_variables_in_them(tmp_path):
+    more = "environment: {PRICE: 5$}\ngrace_s: 60\nresources: {shm: 2Gi, gpu: 1}"
+    found = yaml.safe_load(shown(RENDERERS["compose"](job(tmp_path, more))))
+    agent = found["services"]["agent"]
+    assert agent["environment"]["PRICE"] == "5$$"
+    assert agent["environment"]["PET_NNODES"] == "2:8"
+    assert agent["environment"]["PET_RDZV_ENDPOINT"] == "etcd:2379"
+    assert agent["deploy"]["replicas"] == 2
+    assert agent["stop_grace_period"] == "60s"
+    assert agent["shm_size"] == 2 * 2**30
+    assert agent["command"] == ["--rdzv-id=gpt", "train.py", "--checkpoints=/checkpoints/gpt"]
+
+
+def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
+    text = shown(RENDERERS["compose"](job(tmp_path, "etcd: {endpoints: [e:2379], ca: /ca.pem}")))
+    found = yaml.safe_load(text)
+    assert "etcd" not in found["services"]
+    assert "etcd" not in found["volumes"]
+    assert "/ca.pem:/ca.pem:ro" in found["services"]["agent"]["volumes"]
+
+
+# ---- the package ----
+
+
+def test_the_package_takes_along_all_that_it_renders_from():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "orchestrator" / "zero_orchestrator"
+    taken = {
+        path.resolve()
+        for pattern in settings["package-data"]["zero_orchestrator"]
+        for path in package.glob(pattern)
+    }
+    parts = [DEPLOY / "kubernetes" / name for name in ("base", "components")]
+    needed = [path for part in parts for path in part.rglob("*") if path.is_file()]
+    assert {*needed, DEPLOY / "compose.yaml"} <= taken
+
+
+# ---- the documentation ----
+
+
+DOCUMENT = (ROOT / "docs" / "job-files.md").read_text()
+
+
+def test_the_document_lists_the_keys_of_a_job_file_and_no_others():
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", DOCUMENT, re.MULTILINE))
+    assert listed == schema.keys()
+
+
+def test_the_example_of_the_document_is_right(tmp_path):
+    [example] = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    (tmp_path / "config.json").write_text('{"checkpoint": {"async": true, "keep_last": 3}}')
+    (tmp_path / "gpt.yaml").write_text(example)
+    assert checks.check(schema.load(tmp_path / "gpt.yaml")) == []
+
+
+def test_the_example_is_right_as_it_is():
+    assert checks.check(schema.load(EXAMPLE)) == []
+    assert (ROOT / schema.load(EXAMPLE).file.script).is_file()

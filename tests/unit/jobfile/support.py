@@ -1,0 +1,17 @@
+"""Job files for tests: the least that one must say, and more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero_orchestrator.jobfile import schema
+from zero_orchestrator.jobfile.schema import Job
+
+LEAST = "name: gpt\nscript: train.py\nnodes: 2:8\n"
+
+
+def job(directory: Path, more: str = "", *, text: str = LEAST) -> Job:
+    """The job of a file `job.yaml` with this text."""
+    path = directory / "job.yaml"
+    path.write_text(text + more)
+    return schema.load(path)

@@ -1,0 +1,111 @@
+"""Job files whose parts do not fit each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.jobfile.support import job
+from zero_orchestrator.jobfile.checks import check
+from zero_orchestrator.jobfile.reading import Source
+from zero_orchestrator.jobfile.schema import Checkpoint, Job, JobFile, Nodes
+
+
+def complaints(directory, more, **engine):
+    if engine:
+        (directory / "c.json").write_text(json.dumps(engine))
+        more += "\nconfig: c.json\n"
+    return [f"{p.key}: {p.text}" for p in check(job(directory, more))]
+
+
+def test_a_job_with_nothing_wrong_has_no_complaints(tmp_path):
+    assert complaints(tmp_path, "checkpoint: {save_s: 60}\nparameters: 7B\n") == []
+
+
+IMPOSSIBLE = {
+    "processes_per_node: gpu": "processes_per_node: gpu: a node has none; write resources: "
+    "{gpu: 8}, or a number of processes",
+    "processes_per_node: 4\nresources: {gpu: 2}": "processes_per_node: 4 processes share 2 GPUs; "
+    "write gpu",
+    "resources: {memory: 8Gi, shm: 6Gi}": "resources.shm: 6Gi is more than half of memory (8Gi), "
+    "of which it is a part; raise memory to 12Gi, or lower it",
+    "grace_s: 30\ncheckpoint: {save_s: 40}": "grace_s: 30 s leave 25 s to drain, and one save "
+    "takes 40 s; write 50, or save to something faster",
+    "grace_s: 3": "grace_s: 3 s end no agent in order; write 10",
+    "parameters: 70B": "checkpoint.size: 200Gi cannot hold 2 checkpoints; write 1565Gi",
+    "etcd: {members: 2}": "etcd.members: 2 members survive no more failures than 1; write 3",
+    "etcd: {endpoints: a:1, tls: true}": "etcd.tls: true is about an etcd made for this job; for "
+    "yours name its ca, cert and key",
+    "etcd: {user: zero, password_file: /p}": "etcd.user: is about an etcd of yours; name its "
+    "endpoints",
+    "etcd: {endpoints: a:1, user: zero}": "etcd.user: zero needs a password_file",
+    "etcd: {endpoints: a:1, cert: c.pem}": "etcd: cert and key belong together; name both or "
+    "neither",
+    "args: [$(CONFIG)]": "args: $(CONFIG) stands for a file; name it with config: FILE",
+    "environment: {OMP_NUM_THREADS: 4}": "environment.OMP_NUM_THREADS: is made from the key "
+    "threads; set that",
+    "environment: {a b: 4}": "environment.a b: is no name of a variable",
+    "checkpoint: {access: ReadWriteOnce}": "checkpoint.access: ReadWriteOnce: agents on a second "
+    "machine cannot mount it, on Kubernetes",
+}
+
+
+@pytest.mark.parametrize("more", IMPOSSIBLE)
+def test_what_cannot_be_is_named_with_a_value_that_would_do(tmp_path, more):
+    assert complaints(tmp_path, more) == [IMPOSSIBLE[more]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "complaint"),
+    [
+        ("{min: 4, max: 2}", "nodes: minimum 4 exceeds maximum 2; write 2:4"),
+        ("{min: 2, max: 4, start: 5}", "nodes.start: 5 is not within 2:4"),
+    ],
+)
+def test_a_number_of_nodes_that_cannot_be_is_named(tmp_path, nodes, complaint):
+    found = check(job(tmp_path, text=f"name: a\nscript: t.py\nnodes: {nodes}\n"))
+    assert [f"{one.key}: {one.text}" for one in found] == [complaint]
+
+
+def test_saves_in_the_background_need_shared_memory_for_a_nodes_share_of_the_state(tmp_path):
+    job_of_7b = "parameters: 7B\nresources: {memory: 200Gi, shm: 4Gi}"
+    assert complaints(tmp_path, job_of_7b, checkpoint={"async": False}) == []
+    [complaint] = complaints(tmp_path, job_of_7b, checkpoint={"async": True})
+    # 7e9 parameters of 12 bytes on the least number of nodes, 2, and 64 MiB for the one worker.
+    assert complaint.startswith("resources.shm: 4Gi is less than the 40Gi that a node's copy")
+    enough = job_of_7b.replace("4Gi}", "40Gi}")
+    assert complaints(tmp_path, enough, checkpoint={"async": True}) == []
+
+
+def test_the_volume_holds_the_checkpoints_that_are_kept_and_one_more(tmp_path):
+    assert complaints(tmp_path, "parameters: 7B", checkpoint={"keep_last": 3}) == [
+        "checkpoint.size: 200Gi cannot hold 4 checkpoints; write 313Gi"
+    ]
+
+
+def test_on_spot_machines_a_save_longer_than_the_grace_period_is_only_a_remark(tmp_path):
+    [found] = check(job(tmp_path, "spot: true\ncheckpoint: {save_s: 60}"))
+    assert (found.key, found.is_fatal) == ("grace_s", False)
+
+
+def saving(save_s: float, grace_s: float) -> Job:
+    file = JobFile(
+        name="a",
+        script="t.py",
+        nodes=Nodes(min=1, max=1),
+        checkpoint=Checkpoint(save_s=save_s),
+        grace_s=grace_s,
+    )
+    return Job(file=file, source=Source(file="f", lines={}), directory=Path(), config=None)
+
+
+@given(st.integers(10, 3600))
+def test_the_grace_period_that_is_proposed_is_long_enough(save_s):
+    [complaint] = check(saving(save_s, grace_s=save_s))
+    proposed = float(re.findall(r"write (\d+)", complaint.text)[0])
+    assert check(saving(save_s, grace_s=proposed)) == []
