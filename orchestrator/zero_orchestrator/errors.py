@@ -29,3 +29,7 @@ class Compacted(StoreError):
 
 class LeaseLost(StoreError):
     """The lease ran out: other nodes may already think that this one is gone."""
+
+
+class StoreReplaced(StoreError):
+    """The store has lost what it held: what an agent knows of its job is true no more."""

@@ -76,11 +76,16 @@ class EtcdStore:
         found = self._connection.call(lambda etcd: etcd.get_response(key), repeatable=True)
         return key_value(found.kvs[0]) if found.kvs else None
 
-    def range(self, prefix: str) -> Range:
+    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
         """As `KeyValueStore.range`."""
+        key, end = key_range(prefix)
+        request = rpc.RangeRequest(key=key, range_end=end, limit=limit)
+        if oldest:
+            request.sort_order = rpc.RangeRequest.ASCEND
+            request.sort_target = rpc.RangeRequest.CREATE
 
-        def send(etcd: Any) -> Any:
-            return etcd.get_prefix_response(prefix) if prefix else etcd.get_all_response()
+        def send(etcd: Any) -> Any:  # etcd3's own ranges have no limit
+            return etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
 
         found = self._connection.call(send, repeatable=True)
         return Range(found.header.revision, tuple(key_value(kv) for kv in found.kvs))

@@ -9,16 +9,19 @@ Keys, under `/zero/v1/<job>/` (all values JSON):
     rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
     rounds/<n>/master       where the round's TCPStore listens; written once by rank 0's agent
     rounds/<n>/yield        why the workers are asked to stop at the next step boundary
-    rounds/<n>/quiet/<id>   the node's workers of round n are gone
-    rounds/<n>/done/<id>    the node's workers of round n have all exited with 0
-    rounds/<n>/fail/<id>    the node's workers of round n failed, and how
+    reports/<n>/quiet/<id>  the node's workers of round n are gone
+    reports/<n>/done/<id>   the node's workers of round n have all exited with 0
+    reports/<n>/fail/<id>   the node's workers of round n failed, and how
+    reports/<n>/symptom/<id> the node's workers of round n lost a peer: the cause is elsewhere
     charged/<n>             round n ended in a failure: one charge to the restart budget
     excluded/<host>         no round begins with this host; mostly under a lease that runs out
     ckpt/latest             the newest published checkpoint
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
 
-`rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them.
+`rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them. What starts
+with `round` is the job's *course*: a handful of changes in each round, which every agent watches
+(`sight.py`). What every node writes is elsewhere, and only the first few agents watch that.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from zero_orchestrator.budget import Charge, in_force
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.kv import KeyValue, Range
+from zero_orchestrator.kv import Range
 from zero_orchestrator.spec import JobSpec
 
 
@@ -85,6 +88,16 @@ class Keys:
         """The wish that the job ends."""
         return self.prefix + "cmd/stop"
 
+    @property
+    def course(self) -> str:
+        """What the keys start with that every agent must know."""
+        return self.prefix + "round"
+
+    @property
+    def nodes(self) -> str:
+        """What the keys of the live agents start with."""
+        return self.node("")
+
     def drain(self, node: str) -> str:
         """The wish that a node leaves."""
         return f"{self.prefix}cmd/drain/{node}"
@@ -102,8 +115,12 @@ class Keys:
         return f"{self.prefix}excluded/{host}"
 
     def of_round(self, n: int, *parts: str) -> str:
-        """A key of round n."""
+        """A key of round n that every agent must know."""
         return "/".join((f"{self.prefix}rounds/{n}", *parts))
+
+    def report(self, n: int, *parts: str) -> str:
+        """What a node says about its part of round n: kind, node."""
+        return "/".join((f"{self.prefix}reports/{n}", *parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +167,24 @@ class Members:
         """Workers of all nodes."""
         return sum(node.slots for node in self.nodes)
 
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], int]:
+        return {(node.id, node.incarnation): index for index, node in enumerate(self.nodes)}
+
     def index(self, node: Node) -> int | None:
         """The place of this very agent process among the nodes, or None."""
-        ids = [(member.id, member.incarnation) for member in self.nodes]
-        key = (node.id, node.incarnation)
-        return ids.index(key) if key in ids else None
+        return self._places.get((node.id, node.incarnation))
 
     def first_rank(self, index: int) -> int:
         """The rank of the first worker of the node at `index`; ranks of a node are contiguous."""
         return sum(node.slots for node in self.nodes[:index])
 
     def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
+        """The value of its key: one row for each node, since every agent is sent all of them."""
+        fields = [field.name for field in dataclasses.fields(Node)]
+        rows = [[getattr(node, name) for name in fields] for node in self.nodes]
+        record = {"restarts": self.restarts, "fields": fields, "nodes": rows}
+        return json.dumps(record, separators=(",", ":"))
 
 
 NOBODY = Members()
@@ -289,6 +311,10 @@ class Snapshot:
     def _may_take_part(self, node: Node) -> bool:
         return not node.draining and not node.unfit and self.exclusion(node) is None
 
+    def node(self, node: str) -> Node | None:
+        """The live agent of this id, or None."""
+        return next((alive for alive in self.nodes if alive.id == node), None)
+
     def has_member(self, node: Node) -> bool:
         """Whether this agent process is a member of round n."""
         return self.members.index(node) is not None
@@ -300,7 +326,7 @@ class Snapshot:
 
 
 def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
-    """The snapshot in the keys of a job, as `KeyValueStore.range(keys.prefix)` returned them."""
+    """The snapshot in a job's keys, all of them or some, as they were at one revision."""
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
     wish = json.loads(stop.value) if stop else None
@@ -320,13 +346,13 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         cause=record["cause"],
         fence=head.mod_revision,
         nodes=_nodes(keys, found),
-        members=_members(members),
+        members=_members(members.value) if members else NOBODY,
         master=master.value if master else None,
         yielding=json.loads(yielded.value) if yielded else None,
         yield_revision=yielded.create_revision if yielded else 0,
-        quiet=_names(found, keys.of_round(n, "quiet/")),
-        done=_names(found, keys.of_round(n, "done/")),
-        failures=_failures(found, keys.of_round(n, "fail/")),
+        quiet=_names(found, keys.report(n, "quiet/")),
+        done=_names(found, keys.report(n, "done/")),
+        failures=failures(found, keys.report(n, "fail/"), keys.report(n, "symptom/")),
         charged=_charges(found, keys.prefix + "charged/"),
         by=record.get("by", ""),
         committed=json.loads(latest.value)["step"] if latest else 0,
@@ -342,16 +368,21 @@ def _names(found: Range, prefix: str) -> frozenset[str]:
 
 
 def _nodes(keys: Keys, found: Range) -> tuple[Node, ...]:
-    live = [item for item in found.items if item.key.startswith(keys.node(""))]
+    live = [item for item in found.items if item.key.startswith(keys.nodes)]
     live.sort(key=lambda item: item.create_revision)
-    return tuple(Node(**json.loads(item.value)) for item in live)
+    return tuple(_node(item.value) for item in live)
 
 
-def _members(item: KeyValue | None) -> Members:
-    if item is None:
-        return NOBODY
-    record = json.loads(item.value)
-    return Members(tuple(Node(**node) for node in record["nodes"]), record["restarts"])
+@lru_cache(maxsize=8192)  # of the agents of a large job only a few have changed since the last look
+def _node(value: str) -> Node:
+    return Node(**json.loads(value))
+
+
+@lru_cache(maxsize=4)
+def _members(value: str) -> Members:
+    record = json.loads(value)
+    nodes = (Node(**dict(zip(record["fields"], row, strict=True))) for row in record["nodes"])
+    return Members(tuple(nodes), record["restarts"])
 
 
 def _drains(found: Range, prefix: str) -> tuple[DrainOrder, ...]:
@@ -370,8 +401,9 @@ def _exclusions(found: Range, prefix: str) -> tuple[Exclusion, ...]:
     return tuple(Exclusion(**json.loads(item.value)) for item in items)
 
 
-def _failures(found: Range, prefix: str) -> tuple[Failure, ...]:
-    reports = [item for item in found.items if item.key.startswith(prefix)]
+def failures(found: Range, *prefixes: str) -> tuple[Failure, ...]:
+    """The reports under these prefixes, in the order in which they were written."""
+    reports = [item for item in found.items if item.key.startswith(prefixes)]
     reports.sort(key=lambda item: item.create_revision)
     return tuple(
         Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports

@@ -34,7 +34,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """All keys under a prefix at one revision of the store, sorted by key."""
+    """Keys under a prefix at one revision of the store, sorted by key unless asked otherwise."""
 
     revision: int
     items: tuple[KeyValue, ...]
@@ -121,8 +121,15 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> KeyValue | None:
         """The key as it is now, or None."""
 
-    def range(self, prefix: str) -> Range:
-        """Every key that starts with `prefix`, read at one revision."""
+    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+        """Every key that starts with `prefix`, read at one revision.
+
+        Args:
+            prefix: Of the keys to read.
+            limit: At most so many of them, the first by name; 0 for all.
+            oldest: Those that were created first, in that order, rather than by name. The
+                server looks at all of them to find these.
+        """
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """Write a key; returns the revision of the write. Raises LeaseLost for a dead lease."""

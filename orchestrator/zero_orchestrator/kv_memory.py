@@ -115,9 +115,16 @@ class MemoryStore:
         """As `KeyValueStore.get`."""
         return self._use(lambda database: database.items.get(key))
 
-    def range(self, prefix: str) -> Range:
+    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
         """As `KeyValueStore.range`."""
-        return self._use(lambda database: Range(database.revision, tuple(database.under(prefix))))
+
+        def read(database: Database) -> Range:
+            items = database.under(prefix)
+            if oldest:
+                items.sort(key=lambda item: item.create_revision)
+            return Range(database.revision, tuple(items[: limit or None]))
+
+        return self._use(read)
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""

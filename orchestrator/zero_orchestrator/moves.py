@@ -107,5 +107,6 @@ def transaction(
         compares += [absent(members), absent(keys.stop)]
         writes.append(Put(members, transition.members.to_json()))
         # The round before the last is history; its failures are in the journal.
-        writes.append(Delete(keys.of_round(n - 2, ""), prefix=True))
+        old = (keys.of_round(n - 2, ""), keys.report(n - 2, ""))
+        writes += [Delete(prefix, prefix=True) for prefix in old]
     return compares, writes

@@ -24,7 +24,8 @@ def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> lis
     Returns:
         Node ids, first one first; `min(limit, len(candidates))` of them.
     """
-    survivors = [node for node in former if node in set(candidates)][:limit]
+    here = set(candidates)
+    survivors = [node for node in former if node in here][:limit]
     known = set(former)
     newcomers = [node for node in candidates if node not in known][: limit - len(survivors)]
     staying = set(survivors)

@@ -1,10 +1,10 @@
 """One agent's part in the round machine: it registers, reads, decides, and applies.
 
-`Rendezvous.poll` is the driver of `rounds.decide`. It keeps the snapshot fresh (a watch marks
-it stale), measures how long things have been as they are, and tries the transition that is
-due. Agents try in an order that differs from round to round, the k-th k * TURN_S later than
-the first, so that normally one transaction is made and the death of any agent delays a round
-by a fraction of a second.
+`Rendezvous.poll` is the driver of `rounds.decide`. It looks at the job (`sight.py` keeps the
+snapshot fresh), measures how long things have been as they are, and tries the transition that is
+due. The agents that see the whole job try in an order that differs from round to round, the k-th
+k * TURN_S later than the first, so that normally one transaction is made and the death of any
+agent delays a round by a fraction of a second.
 
 Must always hold: nothing here is written unless the store still is as it was read (the fence);
 an agent that cannot reach the store changes nothing, keeps what it knows and says so.
@@ -23,17 +23,16 @@ from collections.abc import Callable
 
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
-from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
+from zero_orchestrator.job_state import ENDED, Failure, Keys, Node, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import NO_LEASE, Compare, Delete, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.kv import NO_LEASE, Delete, KeyValue, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
 from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
+from zero_orchestrator.sight import Sight, first
 from zero_orchestrator.spec import JobSpec
 
 TURN_S = 0.25
 """How much longer the next agent in turn waits before it tries a transition itself."""
-REREAD_S = 2.0
-"""The snapshot is read again after so long even without a watched change."""
 
 
 class NodeTaken(ZeroError):
@@ -78,15 +77,13 @@ class Rendezvous:
         self._timing = timing or Timing()
         self._ttl_s = lease_ttl_s
         self._on_change = on_change
-        self._stale = threading.Event()
-        self._stale.set()
+        self._sight: Sight | None = None
         self._lease: LeaseKeeper | None = None
         self._lost_lease = threading.Event()
         self.secret = ""
         """Shared by the job's agents; known once registered."""
         self._ages = _Ages(clock)
         self._snapshot = Snapshot(spec=spec)
-        self._read_s = 0.0
         self._reason = ""
 
     @property
@@ -115,13 +112,19 @@ class Rendezvous:
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
         self._announce()
-        found = self._store.range(self.keys.prefix)
-        self._watch = self._store.watch(
-            self.keys.prefix, self._changed, after=found.revision, on_compacted=self._compacted
+        self._sight = Sight(
+            self._store,
+            self.keys,
+            self._spec,
+            self._node.id,
+            clock=self._clock,
+            on_change=self._on_change,
         )
 
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""
+        if (agreed := self._store.get(key)) is not None:
+            return agreed.value
         self._store.txn([absent(key)], [Put(key, proposal)])
         agreed = self._store.get(key)
         if agreed is None:
@@ -136,15 +139,16 @@ class Rendezvous:
             NodeTaken: Another agent runs under this node id.
         """
         if self._lost_lease.is_set():
+            self._seeing.distrust()
+            self._look()  # first of all: is this the store that knew the lease?
             self._announce()
             self._journal.tell("lease", f"node {self._node.id} has registered again")
-        if self._stale.is_set() or self._clock.now() - self._read_s > REREAD_S:
-            self._read()
-        if not any(node.id == self._node.id for node in self._snapshot.nodes):
+        job = self._look()
+        if job.node(self._node.id) is None:
             self._announce()  # somebody took this agent for dead
-            self._read()
+            self._look()
         while self._advance():
-            self._read()
+            self._look()
         return self._snapshot
 
     @property
@@ -159,9 +163,9 @@ class Rendezvous:
         """
         key = self.keys.node(node.id)
         held = self._store.get(key)
+        self._seeing.gone(node)
         if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
             return False
-        self._stale.set()
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
 
     def drain(self) -> int:
@@ -171,19 +175,21 @@ class Rendezvous:
 
     def publish_master(self, n: int, address: str) -> None:
         """Say where the TCPStore of round n listens, `host:port`."""
-        self._note(n, "master", address)
+        key = self.keys.of_round(n, "master")
+        self._store.txn([absent(key)], [Put(key, address)])
+        self._seeing.distrust()
 
     def report_quiet(self, n: int) -> None:
         """This node's workers of round n are gone."""
-        self._note(n, f"quiet/{self._node.id}", "")
+        self._report(n, "quiet")
 
     def report_done(self, n: int) -> None:
         """This node's workers of round n have all exited with 0."""
-        self._note(n, f"done/{self._node.id}", "")
+        self._report(n, "done")
 
     def report_failure(self, n: int, failure: Failure) -> None:
         """This node's workers of round n failed."""
-        self._note(n, f"fail/{self._node.id}", failure.to_json())
+        self._report(n, "symptom" if failure.symptom else "fail", failure.to_json())
 
     def commit(self, fence: int, *, step: int, tag: str, digest: str, samples: int) -> bool:
         """Publish a checkpoint, if the round with this fence still is the current one.
@@ -197,42 +203,39 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave: the other agents see it at once."""
-        if watch := getattr(self, "_watch", None):
-            watch.cancel()
+        if self._sight is not None:
+            self._sight.close()
         if self._lease is not None:
             self._lease.close()
 
     # ---- reading ----
 
-    def _changed(self, changes: object) -> None:
-        self._stale.set()
-        self._on_change()
+    @property
+    def _seeing(self) -> Sight:
+        assert self._sight is not None, "not registered"
+        return self._sight
 
-    def _compacted(self, revision: int) -> None:
-        self._changed(revision)
-
-    def _read(self) -> None:
-        self._stale.clear()  # before the read: a change during it must cause another one
-        try:
-            found = self._store.range(self.keys.prefix)
-        except StoreUnavailable:
-            self._stale.set()
-            raise
-        self._snapshot = parse(self.keys, found, self._spec)
-        self._read_s = self._clock.now()
-        self._ages.look(self._snapshot)
-        for node in self._snapshot.nodes:
-            if node.id == self._node.id and node.incarnation != self._node.incarnation:
-                raise NodeTaken(
-                    f"another agent has registered as node {node.id}; this one stops. "
-                    "Give each agent its own --node-id, or none"
-                )
+    def _look(self) -> Snapshot:
+        job = self._seeing.look()
+        if job is not self._snapshot:
+            self._snapshot = job
+            self._ages.look(job)
+        mine = job.node(self._node.id)
+        if mine is not None and mine.incarnation != self._node.incarnation:
+            raise NodeTaken(
+                f"another agent has registered as node {mine.id}; this one stops. "
+                "Give each agent its own --node-id, or none"
+            )
+        return job
 
     # ---- moving on ----
 
     def _advance(self) -> bool:
         """Try the transition that is due; whether the snapshot is to be read again."""
         job = self._snapshot
+        if not self._seeing.whole:
+            self._reason = _from_outside(job)
+            return False
         decision = decide(job, self._ages.observed(), self._timing)
         self._reason = decision.reason
         if decision.transition is None or not self._my_turn(decision):
@@ -241,6 +244,7 @@ class Rendezvous:
         # Nobody keeps this lease alive: what it holds ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
         done = self._store.txn(*transaction(self.keys, job, decision.transition, lease))
+        self._seeing.distrust()
         if done.succeeded:
             self._tell(job, decision, done.revision)
         elif lease != NO_LEASE:
@@ -255,11 +259,10 @@ class Rendezvous:
     def _place(self) -> int:
         """This agent's place among those who may try; another order at each revision."""
 
-        def turn(node: Node) -> bytes:
-            return hashlib.sha256(f"{self._snapshot.fence}/{node.id}".encode()).digest()
+        def turn(node: str) -> bytes:
+            return hashlib.sha256(f"{self._snapshot.fence}/{node}".encode()).digest()
 
-        ahead = sorted(self._snapshot.nodes, key=turn)
-        ids = [node.id for node in ahead]
+        ids = sorted(first(self._snapshot), key=turn)
         return ids.index(self._node.id) if self._node.id in ids else len(ids)
 
     def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
@@ -298,7 +301,8 @@ class Rendezvous:
         except LeaseLost:
             self._lost_lease.set()
             raise StoreUnavailable("the lease ended while this node registered") from None
-        self._stale.set()
+        if self._sight is not None:
+            self._sight.distrust()
         return revision
 
     def _lease_lost(self, reason: str) -> None:
@@ -307,12 +311,20 @@ class Rendezvous:
         self._journal.tell("lease", f"node {self._node.id} may be out: {reason}")
         self._on_change()
 
-    def _note(self, n: int, part: str, value: str) -> None:
-        """Write a key of round n once; a second write changes nothing."""
-        key = self.keys.of_round(n, part)
-        compares: list[Compare] = [absent(key)]
-        self._store.txn(compares, [Put(key, value)])
-        self._stale.set()
+    def _report(self, n: int, kind: str, value: str = "") -> None:
+        """Say once how this node's part of round n ended; a second report changes nothing."""
+        key = self.keys.report(n, kind, self._node.id)
+        done = self._store.txn([absent(key)], [Put(key, value)])
+        self._seeing.said(KeyValue(key, value, done.revision, done.revision))
+
+
+def _from_outside(job: Snapshot) -> str:
+    """What the job is doing, for an agent that does not see all of it."""
+    if job.state in ENDED:
+        return f"the job is {job.state}: {job.cause}"
+    if job.state is not State.ACTIVE:
+        return f"round {job.n + 1} is forming; others see to it"
+    return job.yielding or f"round {job.n} runs on {len(job.members.nodes)} nodes"
 
 
 class _Ages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,20 @@ def test_a_range_holds_every_key_of_the_prefix_in_order_at_one_revision(
     assert [item.key for item in found.items] == [f"{root}in/{n}" for n in ("a/1", "a/2", "b", "ä")]
     assert max(item.mod_revision for item in found.items) == last
     assert found.revision == last + 1
+
+
+def test_a_range_can_be_limited_to_the_first_keys_by_name_or_by_age(
+    store: KeyValueStore, root: str
+) -> None:
+    for name in "cab":
+        store.put(f"{root}{name}", "")
+
+    def names(**how: Any) -> str:
+        return "".join(item.key.removeprefix(root) for item in store.range(root, **how).items)
+
+    assert names(limit=2) == "ab"
+    assert names(oldest=True) == "cab"
+    assert names(limit=2, oldest=True) == "ca"
 
 
 def test_an_empty_range_still_tells_the_revision(store: KeyValueStore, root: str) -> None:

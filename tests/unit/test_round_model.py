@@ -144,10 +144,10 @@ def act(world: World, index: int) -> World:
     return after.with_agent(index, replace(after.agents[index], view=None))
 
 
-def note(part: str, value: str = "") -> Callable[[World, int], World]:
+def note(key_of: Callable[..., str], *parts: str, value: str = "") -> Callable[[World, int], World]:
     def write_once(world: World, index: int) -> World:
         agent = world.agents[index]
-        key = KEYS.of_round(agent.view.n, part.format(id=agent.id))
+        key = key_of(agent.view.n, *(part.format(id=agent.id) for part in parts))
         return write(world, [absent(key)], [Put(key, value)])[0]
 
     return write_once
@@ -155,10 +155,10 @@ def note(part: str, value: str = "") -> Callable[[World, int], World]:
 
 def fail(world: World, index: int) -> World:
     agent = world.agents[index]
-    failure = Failure(
-        node=agent.id, symptom=agent.workers is Workers.PEER_LOST, summary="a worker failed"
-    )
-    return note("fail/{id}", failure.to_json())(world, index)
+    symptom = agent.workers is Workers.PEER_LOST
+    failure = Failure(node=agent.id, symptom=symptom, summary="a worker failed")
+    kind = "symptom" if symptom else "fail"
+    return note(KEYS.report, kind, agent.id, value=failure.to_json())(world, index)
 
 
 def become(**changes: object) -> Callable[[World, int], World]:
@@ -183,13 +183,13 @@ def leave(world: World, index: int) -> World:
 
 ACT: dict[Action, Callable[[World, int], World]] = {
     Action.WAIT: lambda world, index: world,
-    Action.HOST_STORE: note("master", "host:1"),
+    Action.HOST_STORE: note(KEYS.of_round, "master", value="host:1"),
     Action.START: start,
     Action.ASK_TO_LEAVE: become(asked=True),
     Action.STOP: become(workers=Workers.STOPPED),
     Action.KILL: become(workers=Workers.STOPPED),
-    Action.REPORT_DONE: note("done/{id}"),
-    Action.REPORT_QUIET: note("quiet/{id}"),
+    Action.REPORT_DONE: note(KEYS.report, "done", "{id}"),
+    Action.REPORT_QUIET: note(KEYS.report, "quiet", "{id}"),
     Action.REPORT_FAILURE: fail,
     Action.EXIT: leave,
 }
@@ -323,7 +323,11 @@ def fingerprint(world: World) -> tuple[object, ...]:
     """
     items = world.database.under(KEYS.prefix)
     leases = {agent.lease: agent.id for agent in world.agents}
-    ordered = [i for i in items if any(part in i.key for part in ("/nodes/", "/fail/", "/yield"))]
+    ordered = [
+        i
+        for i in items
+        if any(part in i.key for part in ("/nodes/", "/fail/", "/symptom/", "/yield"))
+    ]
     ordered.sort(key=lambda item: item.create_revision)
     fence = next((item.mod_revision for item in items if item.key == KEYS.round), 0)
     latest = next((item.mod_revision for item in items if item.key == KEYS.latest), 0)

@@ -1,0 +1,203 @@
+"""Large jobs: who sees what, what it costs, and that any of those who see everything may die."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.unit.test_rendezvous import Cluster
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.errors import StoreReplaced
+from zero_orchestrator.job_state import Failure, Keys, State
+from zero_orchestrator.kv_memory import Database, MemoryStore
+from zero_orchestrator.replica import Replica
+from zero_orchestrator.sight import REREAD_S
+
+NAMES = tuple(f"n{index:02}" for index in range(12))
+
+
+class CountingStore(MemoryStore):
+    """Counts the keys that are read and the changes that are delivered, of all its clients."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.told: dict[str, int] = {"keys": 0, "changes": 0}
+
+    def client(self):
+        client = CountingStore(_shared=self._shared)
+        client.told = self.told
+        return client
+
+    def range(self, prefix, **how):
+        found = super().range(prefix, **how)
+        self.told["keys"] += len(found.items)
+        return found
+
+    def watch(self, prefix, on_changes, **how):
+        def count(changes):
+            self.told["changes"] += len(changes)
+            on_changes(changes)
+
+        return super().watch(prefix, count, **how)
+
+
+def running(names=NAMES, **spec) -> Cluster:
+    """A job in its first round, on all of these nodes."""
+    cluster = Cluster(min_nodes=1, max_nodes=len(names), max_restarts=9, **spec)
+    cluster.store = CountingStore(cluster.clock)
+    for name in names:
+        cluster.join(name)
+    cluster.settle()
+    assert (cluster.view.state, len(cluster.view.members.nodes)) == (State.ACTIVE, len(names))
+    return cluster
+
+
+def whole(cluster: Cluster) -> list[str]:
+    return sorted(name for name, agent in cluster.agents.items() if agent._sight.whole)
+
+
+def test_only_the_first_agents_see_everything_and_all_see_the_same_round():
+    cluster = running()
+    assert whole(cluster) == ["n00", "n01", "n02"]
+    assert len({agent.snapshot.fence for agent in cluster.agents.values()}) == 1
+
+
+def test_agents_that_arrive_before_the_first_take_their_places():
+    cluster = Cluster(min_nodes=1, max_nodes=12)
+    for name in reversed(NAMES):
+        cluster.join(name)
+    assert len(whole(cluster)) == 12, "each was the first of those there were"
+    cluster.settle()
+    assert whole(cluster) == ["n00", "n01", "n02"]
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [NAMES[:1], NAMES[:3], NAMES[:6], NAMES[2:11], NAMES[3:4]],
+    ids=["one", "all three", "the first half", "all but three", "one outside"],
+)
+def test_whoever_dies_the_others_go_on_for_one_restart(victims):
+    cluster = running()
+    for name in victims:
+        cluster.kill(name)
+    cluster.settle()
+    left = [name for name in NAMES if name not in victims]
+    assert cluster.view.n == 2
+    assert [node.id for node in cluster.view.members.nodes] == left
+    charges = {cluster.agents[name].snapshot.charges for name in whole(cluster)}
+    assert (whole(cluster), charges) == (left[:3], {1})
+
+
+def test_the_first_ones_may_all_leave_at_once():
+    cluster = running()
+    for name in NAMES[:3]:
+        cluster.agents[name].drain()
+    for _ in range(30):
+        cluster.settle(0.1)
+        for name in NAMES[:3]:
+            if name in cluster.agents and cluster.agents[name].snapshot.state is State.FORMING:
+                cluster.agents.pop(name).close()
+    cluster.settle()
+    assert [node.id for node in cluster.view.members.nodes] == list(NAMES[3:])
+    assert cluster.agents["n03"].snapshot.charges == 0
+
+
+def test_an_agent_outside_reports_a_failure_and_learns_why_the_round_ended():
+    cluster = running()
+    cause = Failure(node="n07", symptom=False, summary="broke", traceback="Traceback: ...")
+    cluster.agents["n07"].report_failure(1, cause)
+    for name in NAMES[8:]:
+        lost = Failure(node=name, symptom=True, summary="lost a peer")
+        cluster.agents[name].report_failure(1, lost)
+    for agent in cluster.agents.values():
+        agent.poll()
+    seen = cluster.agents["n11"].poll()
+    assert seen.state is State.FORMING
+    assert [f.traceback for f in seen.failures if not f.symptom] == ["Traceback: ..."]
+    cluster.settle()
+    assert cluster.view.n == 2
+
+
+def test_an_agent_outside_that_was_taken_for_dead_is_back_in_the_next_round():
+    cluster = running()
+    victim = cluster.agents["n09"].node
+    assert cluster.agents["n08"].evict(victim)
+    cluster.settle(30)
+    assert victim.id in [node.id for node in cluster.view.members.nodes]
+
+
+def test_an_agent_outside_is_told_to_drain():
+    cluster = running()
+    agent = cluster.agents["n10"]
+    order = '{"node": "n10", "incarnation": "1", "by": "me"}'
+    cluster.store.put(Keys("job").drain("n10"), order)
+    assert agent.poll().drain_order(agent.node).by == "me"
+
+
+def test_a_round_costs_each_agent_the_same_however_many_there_are():
+    """A constant for the agents outside, and for three agents one for each node."""
+
+    def cost(count: int) -> float:
+        cluster = running([f"n{index:03}" for index in range(count)])
+        before = dict(cluster.store.told)
+        cluster.agents["n005"].report_failure(1, Failure(node="n005", symptom=False, summary="x"))
+        for _ in range(5):
+            for agent in cluster.agents.values():
+                cluster.react(agent)
+        assert cluster.view.n == 2
+        return (cluster.store.told["changes"] - before["changes"]) / count
+
+    small, large = cost(10), cost(40)
+    assert large <= small < 15
+
+
+def test_a_store_that_lost_the_job_is_noticed_and_named():
+    cluster = running()
+    cluster.store._shared.database = Database()
+    cluster.clock.advance(2 * REREAD_S)
+    for name in ("n00", "n11"):
+        with pytest.raises(StoreReplaced, match="has lost the data of job job"):
+            cluster.agents[name].poll()
+
+
+# ---- the copy ----
+
+
+def test_a_copy_follows_its_keys_without_reading_them_again():
+    store = CountingStore(ManualClock())
+    store.put("a/1", "x")
+    copy = Replica(store.client(), "a/", lambda: None)
+    store.put("a/2", "y")
+    store.delete("a/1")
+    store.put("b/1", "z")
+    assert {item.key: item.value for item in copy.look().items} == {"a/2": "y"}
+    assert store.told["keys"] == 1
+    assert copy.look() is copy.look()
+
+
+def test_a_copy_reads_again_what_a_compaction_has_taken_away():
+    store = MemoryStore(ManualClock())
+    copies = itertools.count()
+    copy = Replica(store, "a/", lambda: next(copies))
+    store.put("a/1", "x")
+    copy._lost_track(store.range("").revision)
+    assert [item.value for item in copy.look().items] == ["x"]
+
+
+def test_a_reading_that_is_older_than_the_watch_is_not_believed():
+    class SlowReader(MemoryStore):
+        late = False
+
+        def range(self, prefix, **how):
+            found = super().range(prefix, **how)
+            if self.late:
+                self.late = False
+                self.client().put("a/2", "y")
+            return found
+
+    store = SlowReader(ManualClock())
+    copy = Replica(store, "a/", lambda: None)
+    copy.distrust()
+    store.late = True
+    assert [item.key for item in copy.look().items] == ["a/2"]
