@@ -12,6 +12,7 @@ looked up in the module.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ from zero_engine.engine_state import EngineState
 from zero_engine.errors import EngineError
 from zero_engine.global_batch import mix
 from zero_engine.micro_steps import Loss, MicroSteps
+from zero_engine.moved_states import (
+    FOR_FORWARD,
+    FOR_FORWARD_OF_SHARDS,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    offload,
+)
 from zero_engine.parts import Core, Run
 from zero_engine.persistence import NOTES, Persistence
 from zero_engine.precision import Precision
@@ -81,6 +89,10 @@ class Engine(Batching, Checkpointing, Accessors):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. In training, from this leaf's own random state."""
+        gathered_from_shards = self._core.stage.shards_parameters
+        self._core.moved.need(
+            self._core, "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
+        )
         with peers_may_vanish(self._link):
             if self.module.training:
                 leaf = self._run.leaf()
@@ -111,6 +123,7 @@ class Engine(Batching, Checkpointing, Accessors):
         Returns:
             The loss as it was weighted; without the loss scale of fp16 training.
         """
+        self._core.moved.need(self._core, "backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=scale_wrt_gas)
         with peers_may_vanish(self._link):
             self._micro_steps.backward(weighted, retain_graph=retain_graph)
@@ -121,6 +134,7 @@ class Engine(Batching, Checkpointing, Accessors):
 
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
+        self._core.moved.need(self._core, "scale()")
         return self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
 
     def step(self) -> None:
@@ -128,6 +142,7 @@ class Engine(Batching, Checkpointing, Accessors):
 
         If this worker has been asked to leave, the process may end here with a fresh checkpoint.
         """
+        self._core.moved.need(self._core, "step()")
         if self._micro_steps.without_step:
             raise EngineError("step() inside no_sync(); leave it for the last micro-step")
         if not self._micro_steps.awaits_step:
@@ -187,6 +202,32 @@ class Engine(Batching, Checkpointing, Accessors):
             _log.info(
                 "step %d: loss %.6g, norm %.4g, lr %s", step, self.mean_loss, outcome.norm, rates
             )
+
+    # ---- the device, lent to others ----
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory, so that others can use the device's. Not collective.
+
+        Args:
+            include: Which; None: all of them.
+            device: "cpu".
+            pin_memory: Into page-locked memory, from which they come back faster.
+            non_blocking: Return before the copies have ended.
+
+        Raises:
+            EngineError: The config's offload_param has moved them already, or another device.
+        """
+        offload(self._core, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved; training goes on as if nothing had been."""
+        self._core.moved.restore(non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Finish a save in flight; close the ledger and the connection to the agent."""

@@ -45,6 +45,10 @@ class BufferPool:
         """Return a buffer that nobody reads any more."""
         self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
+    def free(self) -> None:
+        """Give back the memory of the idle buffers."""
+        self._idle.clear()
+
 
 class UnitGradient:
     """The gradient of one unit in one micro-step, and the sum over the micro-steps.
@@ -149,6 +153,12 @@ class GradReducer:
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         self._running = False
+
+    def free_buffers(self) -> None:
+        """Give back the memory of all buffers, between micro-steps; new ones are made at need."""
+        for gradient in self._order:
+            gradient.buffer = None
+        self._pool.free()
 
     def _on_gradient(self, gradient: UnitGradient, position: int, param: Tensor) -> None:
         if not self._running:

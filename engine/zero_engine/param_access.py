@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero_engine.collectives import wait
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit, Slot, overlap
+from zero_engine.moved_states import WEIGHTS
 from zero_engine.parts import Core
 from zero_engine.segments import Segment, elementwise_keys
 
@@ -84,6 +85,7 @@ def owned(param: nn.Parameter) -> OwnedParam:
             f"a parameter of shape {tuple(param.shape)} belongs to no engine; pass one of the "
             "module that was given to initialize()"
         )
+    owner.core.moved.need(owner.core, "reading or changing a parameter")
     return owner
 
 
@@ -271,4 +273,6 @@ def _write(place: Tensor, value: Tensor, what: str) -> None:
 def units_of(params: Iterable[nn.Parameter]) -> dict[FlatUnit, Core]:
     """The units that hold some parameters, in order; parameters of no engine are left out."""
     owners = [owner for param in params if (owner := owner_of(param)) is not None]
+    for core in {id(owner.core): owner.core for owner in owners}.values():
+        core.moved.need(core, "gathering parameters", WEIGHTS)
     return {owner.unit: owner.core for owner in owners}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_step
 from zero_engine.grad_reducer import GradReducer
 from zero_engine.ledger import Ledger
+from zero_engine.moved_states import MovedStates
 from zero_engine.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
 from zero_engine.zero_optimizer import ZeroOptimizer
@@ -38,6 +39,8 @@ class Core:
     coordinator: ParamCoordinator
     guard: Callable[[], AbstractContextManager[None]]
     """Around what is collective and called by the script: what to do when a peer is gone."""
+    moved: MovedStates = field(default_factory=MovedStates)
+    """What the script has moved off the device for a while."""
 
 
 @dataclass(kw_only=True)

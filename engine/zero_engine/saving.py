@@ -18,6 +18,7 @@ from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.errors import CheckpointError, EngineError
 from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps
+from zero_engine.moved_states import WEIGHTS
 from zero_engine.parts import Core
 from zero_engine.persistence import Persistence
 from zero_engine.selection import LoadOptions
@@ -69,6 +70,7 @@ class Checkpointing:
         Raises:
             CheckpointError: A rank failed, or the client state is not JSON; nothing was saved.
         """
+        self._core.moved.need(self._core, "save_checkpoint()")
         if self._micro_steps.awaits_step:
             raise EngineError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
@@ -121,6 +123,7 @@ class Checkpointing:
             DamagedCheckpoint: There are checkpoints, and none is whole.
             ModelMismatch: It is another model's.
         """
+        self._core.moved.need(self._core, "load_checkpoint()")
         with peers_may_vanish(self._link):
             options = LoadOptions(
                 strict=load_module_strict,
@@ -148,17 +151,20 @@ class Checkpointing:
 
     def weight_hash(self) -> str:
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
+        self._core.moved.need(self._core, "weight_hash()", WEIGHTS)
         with peers_may_vanish(self._link):
             return weight_hash(self._core.units)
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""
+        self._core.moved.need(self._core, "module_state_dict()", WEIGHTS)
         with peers_may_vanish(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases)
 
     def get_fp32_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict in the highest precision, frozen parameters included."""
+        self._core.moved.need(self._core, "get_fp32_state_dict()", WEIGHTS)
         with peers_may_vanish(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases, highest=True)

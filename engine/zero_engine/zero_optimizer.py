@@ -106,6 +106,12 @@ class ZeroOptimizer:
         for name, value in told.items():
             setattr(self.optimizer, name, value)
 
+    def gradient_sums(self) -> Iterator[Tensor]:
+        """The tensors that hold gradients between micro-steps."""
+        yield self._accumulated
+        if not self._stage.shards_optimizer:
+            yield from self._gradients
+
     def _full_gradients(self) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(unit.master) for unit in self.units)
 

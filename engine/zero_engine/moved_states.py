@@ -1,0 +1,163 @@
+"""`engine.offload_states` and `reload_states`: the device lent to somebody else for a while.
+
+Owns what has been moved to host memory. A moved tensor keeps everything but its bytes: its storage
+is empty until the reload, so every view of it is right again afterwards. Must always hold: after
+a reload all bytes are what they were; whoever needs a moved tensor gets an error that names what
+is missing, and does not read an empty storage.
+
+Called by `engine`; `parts.Core` holds one. Source of the names: DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from zero_engine.parts import Core
+
+_log = logging.getLogger(__name__)
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """What can be moved."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    """Master weights."""
+    lp_params = "lp_params"
+    """The weights that the model computes with."""
+    lp_grads = "lp_grads"
+    """Sums of gradients."""
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+    """Buffers of gradients on their way, which are only given up: they hold nothing to keep."""
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+Kind = OffloadStateTypeEnum
+EVERYTHING = frozenset(Kind)
+FOR_FORWARD = frozenset({Kind.lp_params})
+FOR_FORWARD_OF_SHARDS = frozenset({Kind.lp_params, Kind.hp_params})
+"""At stage 3 the modules are gathered from the master weights."""
+WEIGHTS = frozenset({Kind.lp_params, Kind.hp_params})
+
+
+class MovedStates:
+    """What is in host memory instead of on the device, by the storage that it is from."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+
+    def move(
+        self, core: Core, include: Container[Kind], *, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        """Copy to host memory and free on the device; what is moved already stays moved."""
+        for kind in Kind:
+            if kind in include:
+                for tensor in tensors_of(core, kind):
+                    self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
+        if Kind.contiguous_grad_buffer in include and core.reducer is not None:
+            core.reducer.free_buffers()
+
+    def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._copies or not storage.nbytes():
+            return
+        pin = pin_memory and tensor.is_cuda
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+        copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
+        # On a GPU, whoever gets this memory next runs after the copy: they are on one stream.
+        storage.resize_(0)
+        self._copies[storage._cdata] = (storage, copy)
+
+    def restore(self, *, non_blocking: bool) -> None:
+        """Bring everything back."""
+        while self._copies:
+            _, (storage, copy) = self._copies.popitem()
+            storage.resize_(copy.numel())
+            _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
+
+    def need(self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING) -> None:
+        """Let `what` go on only if nothing of these kinds is away.
+
+        Raises:
+            EngineError: Something is.
+        """
+        if not self._copies:
+            return
+        away = [kind.value for kind in kinds if self._is_away(core, kind)]
+        if away:
+            raise EngineError(
+                f"{what} while {' and '.join(sorted(away))} are offloaded; call "
+                "engine.reload_states() first"
+            )
+
+    def _is_away(self, core: Core, kind: Kind) -> bool:
+        return any(t.untyped_storage()._cdata in self._copies for t in tensors_of(core, kind))
+
+
+def tensors_of(core: Core, kind: Kind) -> Iterator[Tensor]:
+    """The tensors of a kind that are in the device's memory; some share their storage."""
+    here = [unit for unit in core.units if not unit.tiers.offloaded]
+    match kind:
+        case Kind.optim_states if core.zero is not None:
+            for segment in core.zero.segments:
+                if segment.unit in here:
+                    state: dict[str, Any] = core.zero.optimizer.state.get(segment.param, {})
+                    yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim())
+        case Kind.hp_params:
+            yield from (t for unit in here if unit.trained for t in (unit.shard, unit.master))
+        case Kind.lp_params:
+            yield from (unit.full for unit in core.units)
+            yield from (unit.shard for unit in here if not unit.trained)
+        case Kind.lp_grads if core.zero is not None:
+            yield from core.zero.gradient_sums()
+
+
+def offload(
+    core: Core,
+    include: Container[OffloadStateTypeEnum | str] | None,
+    device: OffloadDeviceEnum | str,
+    *,
+    pin_memory: bool,
+    non_blocking: bool,
+) -> None:
+    """`engine.offload_states`.
+
+    Raises:
+        EngineError: Parameters are offloaded by the config, or the device is not the CPU.
+    """
+    if core.zero is None:
+        raise EngineError("offload_states(): the engine has no optimizer, so nothing to offload")
+    if any(unit.tiers.weights.far for unit in core.units):
+        raise EngineError(
+            "offload_states(): offload_param has moved the parameters already; use one of the two"
+        )
+    with suppress(ValueError):
+        device = OffloadDeviceEnum(device)
+    if device == OffloadDeviceEnum.none:
+        _log.warning('offload_states(device="none") moves nothing')
+        return
+    if device != OffloadDeviceEnum.cpu:
+        raise EngineError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
+    chosen = EVERYTHING if include is None else {kind for kind in Kind if kind in include}
+    core.moved.move(core, chosen, pin_memory=pin_memory, non_blocking=non_blocking)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

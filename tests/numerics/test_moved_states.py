@@ -1,0 +1,153 @@
+"""offload_states and reload_states: the bytes leave, come back, and training does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.test_offload import offloading
+from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.engine import Engine
+from zero_engine.errors import EngineError
+from zero_engine.moved_states import tensors_of
+from zero_engine.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero_engine.utils import safe_get_full_fp32_param
+
+STEPS = 4
+INCLUDES: list[Any] = [None, ["optim_states"], [OffloadStateTypeEnum.hp_params, "lp_params"]]
+
+
+def bytes_here(engine: Engine) -> int:
+    """Of all storages that can be moved."""
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for kind in OffloadStateTypeEnum
+        for tensor in tensors_of(engine._core, kind)
+    }
+    return sum(storages.values())
+
+
+def train_and_move(stage: int, bf16: bool, moves: bool) -> tuple[Any, ...]:
+    engine = make_engine(config(stage, bf16=bf16))
+    losses = []
+    for step in range(1, STEPS + 1):
+        losses += train(engine, step)
+        if moves:
+            before = bytes_here(engine)
+            engine.offload_states(INCLUDES[step % 3], device=OffloadDeviceEnum.cpu)
+            engine.offload_states(INCLUDES[(step + 1) % 3])
+            assert bytes_here(engine) < before
+            engine.reload_states()
+            assert bytes_here(engine) == before
+    return (*fingerprint(engine), losses)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_goes_on_as_if_nothing_had_been_moved(
+    worlds: WorldPool, stage: int, bf16: bool
+) -> None:
+    moved = worlds.run(2, train_and_move, stage, bf16, True)
+    assert moved == worlds.run(2, train_and_move, stage, bf16, False)
+
+
+def move_everything(stage: int) -> tuple[int, int]:
+    engine = make_engine(config(stage, bf16=True))
+    train(engine, 1)
+    before = bytes_here(engine)
+    engine.offload_states()
+    return before, bytes_here(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_stays_on_the_device(worlds: WorldPool, stage: int) -> None:
+    before, after = worlds.run(1, move_everything, stage)[0]
+    assert before > 0
+    assert after == 0
+
+
+def use_moved(stage: int, include: Any, root: str) -> list[str]:
+    """What each use of an engine says, states of which are away."""
+    engine = make_engine(config(stage, bf16=True))
+    batch = next(iter(engine.training_dataloader))
+    loss = engine(batch)
+    param = next(engine.module.parameters())
+    engine.offload_states(include)
+    uses = {
+        "forward": lambda: engine(batch),
+        "backward": lambda: engine.backward(loss),
+        "step": engine.step,
+        "save": lambda: engine.save_checkpoint(root),
+        "load": lambda: engine.load_checkpoint(root),
+        "hash": engine.weight_hash,
+        "export": lambda: engine.save_16bit_model(root),
+        "parameter": lambda: safe_get_full_fp32_param(param),
+    }
+    told = []
+    for name, use in uses.items():
+        try:
+            use()
+        except EngineError as error:
+            if "are offloaded; call engine.reload_states() first" in str(error):
+                told.append(name)
+    engine.reload_states()
+    engine.backward(loss)
+    engine.step()
+    return told
+
+
+def test_using_what_is_away_is_an_error_that_names_it(worlds: WorldPool, tmp_path: Path) -> None:
+    everything = ["forward", "backward", "step", "save", "load", "hash", "export", "parameter"]
+    assert worlds.run(1, use_moved, 2, None, str(tmp_path))[0] == everything
+    # The gradient sums alone: the model still computes and can be exported.
+    told = worlds.run(1, use_moved, 3, ["lp_grads"], str(tmp_path))[0]
+    assert told == ["backward", "step", "save", "load", "parameter"]
+
+
+def step_while_away() -> None:
+    engine = make_engine(config(1, bf16=True))
+    train(engine, 1)
+    engine.offload_states(["optim_states"])
+    engine(torch.zeros(2, 13, dtype=torch.long))
+    engine.step()
+
+
+def test_a_step_while_states_are_away_says_what_to_call(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match=r"step\(\) while optim_states are offloaded; call engine"):
+        worlds.run(1, step_while_away)
+
+
+def move_what_is_offloaded(where: str, path: str) -> str:
+    engine = make_engine(offloading(3, where, path))
+    train(engine, 2)
+    engine.offload_states()
+    engine.reload_states()
+    train(engine, 3)
+    return engine.weight_hash()
+
+
+def test_it_goes_with_an_offloaded_optimizer_and_not_with_offloaded_parameters(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    hashes = {
+        where: worlds.run(2, move_what_is_offloaded, where, str(tmp_path))[0]
+        for where in ("none", "cpu", "nvme")
+    }
+    assert len(set(hashes.values())) == 1
+    with pytest.raises(WorldError, match="offload_param has moved the parameters already"):
+        worlds.run(2, move_what_is_offloaded, "nvme+nvme", str(tmp_path))
+
+
+def move_to(device: str) -> None:
+    make_engine(config(1)).offload_states(device=device)
+
+
+def test_states_go_to_the_cpu_only(worlds: WorldPool) -> None:
+    worlds.run(1, move_to, "none")
+    for device in ("nvme", "gpu"):
+        with pytest.raises(WorldError, match=f"device='{device}'.: states can be moved to"):
+            worlds.run(1, move_to, device)
