@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ from zero_engine.zero_optimizer import ZeroOptimizer
 _log = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-Guard = Callable[[], AbstractContextManager[None]]
 Initialized = tuple[Engine, torch.optim.Optimizer | None, ElasticLoader | None, Any]
 
 
@@ -115,7 +113,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters)
-        core = _make_core(model, chosen, settings, partial(peers_may_vanish, link))
+        core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
         engine = Engine(settings, core, run, scheduler, link)
@@ -140,9 +138,13 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _make_core(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, guard: Guard
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
 ) -> Core:
-    collectives, stage = Collectives(), STAGES[config.zero_optimization.stage]
+    guard = partial(peers_may_vanish, link)
+    collectives, stage = (
+        Collectives(interrupt=link.interrupt),
+        STAGES[config.zero_optimization.stage],
+    )
     device = local_device()
     _check_offload(config, optimizer)
     dtype = DTYPES[config.compute]

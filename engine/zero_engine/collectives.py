@@ -4,9 +4,11 @@ Owns every byte that travels between ranks, its count, and the waiting. Must alw
 
 - The reduction is *ordered*: `exchange_leaves` delivers gradients unreduced, and the owner adds
   them in leaf order. A sum depends on the leaves, never on who computed them.
-- All ranks issue the same exchanges in the same order.
-- Every wait goes through `wait`, which ends by the group's timeout at the latest and turns a
-  broken connection into `PeerLost`.
+- All ranks issue the same exchanges in the same order. Where they do not, nothing is mixed up:
+  shards travel under the name of what they belong to, and ranks that wait for each other in a
+  circle get `Diverged`, which names the exchanges.
+- Every wait goes through `wait`, which ends at once when this rank is asked to leave, by the
+  group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
 On gloo an all-to-all and pairwise sends are used because its reduce-scatter and all-gather move
 more bytes and take 2.5 to 3 times as long; on NCCL its own all-gather.
@@ -14,6 +16,7 @@ more bytes and take 2.5 to 3 times as long; on NCCL its own all-gather.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_engine.errors import PeerLost
+from zero_engine.distributed import group_store
+from zero_engine.errors import Diverged, LeavingNow, PeerLost
+from zero_engine.standstill import Standstill
+from zero_engine.waiting import Interrupt, Waiter
 
 # torch 2.13 renamed this call; the old name warns there, the new one is missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +57,9 @@ class Pending:
     what: str
     works: tuple[dist.Work, ...] = ()
     buffers: tuple[Tensor, ...] = ()
+    turn: int = 0
+    """How many of this name came before."""
+    group: Collectives | None = None
 
 
 def wait(pending: Pending) -> None:
@@ -58,20 +67,59 @@ def wait(pending: Pending) -> None:
 
     Raises:
         PeerLost: A peer is gone, or has not answered within the group's timeout.
+        LeavingNow: This rank was asked to leave.
+        Diverged: The ranks wait for each other.
     """
-    with _transport_failures(pending.what):
-        for work in pending.works:
-            work.wait()
+    if pending.group is not None:
+        pending.group.finish(pending)
 
 
 class Collectives:
     """The exchanges within one process group. At world 1 nothing travels."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, interrupt: Interrupt | None = None
+    ) -> None:
+        """Use a process group.
+
+        Args:
+            group: By default the default one.
+            interrupt: What ends every wait.
+        """
         self._group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
+        self._waiter = Waiter(group or dist.group.WORLD, interrupt)
+        self._standstill = Standstill(group_store("standstill"), self.rank, self.world)
+
+    def finish(self, pending: Pending) -> None:
+        """See `wait`."""
+        if self._waiter.interrupt.reason:
+            self._leave(pending)
+        with _transport_failures(pending.what):
+            if pending.buffers and pending.buffers[0].device.type != "cpu":
+                for work in pending.works:  # holds up the stream, not this process
+                    work.wait()
+                return
+            try:
+                ended = self._waiter.wait(pending.works, lambda: self._look(pending))
+            finally:
+                self._standstill.go_on()
+        if not ended:
+            self._leave(pending)
+
+    def _leave(self, pending: Pending) -> None:
+        raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
+
+    def _look(self, pending: Pending) -> None:
+        if circle := self._standstill.look(pending.what, pending.turn):
+            raise Diverged(circle)
+
+    def _pending(
+        self, what: str, works: tuple[dist.Work, ...], buffers: tuple[Tensor, ...]
+    ) -> Pending:
+        return Pending(what, works, buffers, self._standstill.begin(what), self)
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's interval of `full` [world * n]: a view [n]."""
@@ -86,28 +134,31 @@ class Collectives:
         self._count("leaves", leaves)
         with _transport_failures(what):
             work = dist.all_to_all_single(received, leaves, group=self._group, async_op=True)
-        return Pending(what, (work,), (leaves, received))
+        return self._pending(what, (work,), (leaves, received))
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
         if self.world == 1:
-            return Pending(what)
+            return self._pending(what, (), ())
         self._count("gather", full)
         with _transport_failures(what):
             if full.device.type == "cpu":
-                return Pending(what, self._pairwise(full), (full,))
+                return self._pending(what, self._pairwise(full, what), (full,))
             work = _gather_into(full, self.own(full), group=self._group, async_op=True)
-            return Pending(what, (work,), (full,))
+            return self._pending(what, (work,), (full,))
 
-    def _pairwise(self, full: Tensor) -> tuple[dist.Work, ...]:
+    def _pairwise(self, full: Tensor, what: str) -> tuple[dist.Work, ...]:
+        # Under a tag of its own: shards of different units that ranks gather at the same time, as
+        # they should not, do not meet.
+        tag = zlib.crc32(what.encode()) & 0x7FFFFFFF
         rows, works = full.view(self.world, -1), []
         for distance in range(1, self.world):
             target, source = (
                 (self.rank + distance) % self.world,
                 (self.rank - distance) % self.world,
             )
-            works.append(dist.isend(rows[self.rank], group_dst=target, group=self._group))
-            works.append(dist.irecv(rows[source], group_src=source, group=self._group))
+            works.append(dist.isend(rows[self.rank], group_dst=target, group=self._group, tag=tag))
+            works.append(dist.irecv(rows[source], group_src=source, group=self._group, tag=tag))
         return tuple(work for work in works if work is not None)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
@@ -116,7 +167,7 @@ class Collectives:
             return
         with _transport_failures(what):
             work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-        wait(Pending(what, (work,), (tensor,)))
+        wait(self._pending(what, (work,), (tensor,)))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come here."""

@@ -23,8 +23,9 @@ from enum import StrEnum
 import torch.distributed as dist
 
 from zero_engine.errors import CommitRefused, PeerLost
+from zero_engine.waiting import Interrupt
 from zero_orchestrator import contract
-from zero_orchestrator.contract import Ability, CommitReply, ExitCode, Leave, Message
+from zero_orchestrator.contract import Ability, CommitReply, ExitCode, Leave, Message, When
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class AgentLink:
         """Whether this worker runs under an agent, reachable or not."""
         self.group_lost = threading.Event()
         """A peer is gone: what waits for peers on another thread may stop waiting."""
+        self.interrupt = Interrupt()
+        """Ends every wait for peers: the agent wants this worker out of its group at once."""
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
             self._send(contract.Hello(rank=rank, pid=os.getpid(), can=(Ability.BOUNDARY,)))
@@ -140,8 +143,13 @@ class AgentLink:
     def _note(self, message: Message) -> None:
         match message:
             case Leave(round=self.round):
-                _log.info("asked to leave round %d: %s", message.round, message.reason)
+                _log.info(
+                    "asked to leave round %d, %s: %s", message.round, message.when, message.reason
+                )
                 self._leave.set()
+                if message.when is When.NOW:
+                    self.interrupt.request(message.reason)
+                    self.group_lost.set()
             case CommitReply():
                 with self._changed:
                     self._answers[message.request] = message

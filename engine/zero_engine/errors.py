@@ -15,6 +15,14 @@ class PeerLost(EngineError):
     """A collective failed because another rank is gone; this rank itself is healthy."""
 
 
+class LeavingNow(PeerLost):
+    """This rank was asked to leave its group without waiting for anything."""
+
+
+class Diverged(EngineError):
+    """The ranks wait for each other, because they do not do the same."""
+
+
 class CheckpointError(EngineError):
     """A checkpoint could not be saved or loaded."""
 

@@ -1,0 +1,172 @@
+"""A peer that is stopped, not dead: its sockets stay open, and nothing ever comes from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.training import config, make_engine, train
+from tests.support.waiting import wait_for
+from tests.support.world import WorldError, WorldPool
+from zero_engine.engine import Engine
+from zero_orchestrator import contract
+from zero_orchestrator.contract import ExitCode, Leave, When
+
+ROUND = 3
+
+
+class Agent:
+    """A worker's agent that says one thing, when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+
+    def say(self, message: contract.Message) -> None:
+        """Take the worker's connection and write to it."""
+        connection, _ = self._listener.accept()
+        connection.sendall(contract.encode(message))
+        self._connection = connection
+
+    def close(self) -> None:
+        """Close the connection and the socket."""
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+
+
+def stop_in(engine: Engine, where: str) -> None:
+    """Stop this process at some point of the next step."""
+
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    match where:
+        case "forward":
+            engine.module.blocks[1].register_forward_pre_hook(stop)
+        case "backward":
+            engine.module.blocks[0].up.weight.register_hook(stop)
+        case "step":
+            engine.optimizer.register_step_pre_hook(stop)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> None:
+    """Rank 1 stops itself; what becomes of rank 0, which then kills it."""
+    rank, directory = dist.get_rank(), Path(root)
+    path = directory / f"agent-{rank}.sock"
+    agent = Agent(path)
+    os.environ.update({contract.ENV_SOCKET: str(path), contract.ENV_ROUND: str(ROUND)})
+    try:
+        engine = make_engine(config(stage))
+    finally:
+        del os.environ[contract.ENV_SOCKET], os.environ[contract.ENV_ROUND]
+    train(engine, 1)
+    if rank == 1:
+        (directory / "pid1").write_text(str(os.getpid()))
+        (directory / "pid1.written").touch()
+        stop_in(engine, where)
+        train(engine, 3)
+        return
+    wait_for((directory / "pid1.written").exists, 30, "rank 1's pid")
+    peer, told = int((directory / "pid1").read_text()), []
+
+    def interrupt() -> None:
+        wait_for(lambda: is_stopped(peer), 30, "rank 1 is stopped")
+        told.append(time.monotonic())
+        if how == "agent":
+            agent.say(Leave(round=ROUND, when=When.NOW, reason="lost node b"))
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        train(engine, 3)
+        ended = "trained"
+    except SystemExit as ending:
+        ended = f"exit {ending.code}"
+    except KeyboardInterrupt:
+        ended = "Ctrl-C"
+    took_s = time.monotonic() - told[0]
+    os.kill(peer, signal.SIGKILL)
+    (directory / "ended").write_text(f"{ended}, {'at once' if took_s < 1 else took_s}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "how", "ended"),
+    [
+        (0, "backward", "agent", f"exit {int(ExitCode.PEER_LOST)}"),
+        (2, "step", "agent", f"exit {int(ExitCode.PEER_LOST)}"),
+        (3, "forward", "agent", f"exit {int(ExitCode.PEER_LOST)}"),
+        (3, "backward", "agent", f"exit {int(ExitCode.PEER_LOST)}"),
+        (2, "backward", "Ctrl-C", "Ctrl-C"),
+        (3, "forward", "Ctrl-C", "Ctrl-C"),
+    ],
+)
+def test_a_rank_leaves_a_silent_peer_at_once_when_it_is_asked_to(
+    worlds: WorldPool, tmp_path: Path, stage: int, where: str, how: str, ended: str
+) -> None:
+    with pytest.raises(WorldError, match="rank 1 died, exit -9"):
+        worlds.run(2, wait_beside_a_stopped_peer, str(tmp_path), stage, where, how)
+    assert (tmp_path / "ended").read_text() == f"{ended}, at once"
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, zero_engine
+torch.set_num_threads(1)
+model = torch.nn.Linear(64, 64)
+engine, *_ = zero_engine.initialize(model=model, config={
+    "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}})
+if engine.global_rank == 1:
+    engine.module.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+engine.backward(engine(torch.ones(1, 64)).sum())
+"""
+
+
+def test_a_process_that_leaves_a_silent_peer_really_ends(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    agent = Agent(path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                **({contract.ENV_SOCKET: str(path)} if rank == 0 else {}),
+            },
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        wait_for(lambda: is_stopped(ranks[1].pid), 60, "rank 1 is stopped")
+        agent.say(Leave(round=0, when=When.NOW, reason="lost node b"))
+        assert ranks[0].wait(20) == ExitCode.PEER_LOST
+    finally:
+        agent.close()
+        for process in ranks:
+            process.kill()
+            process.wait(10)

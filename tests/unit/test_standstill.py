@@ -1,0 +1,59 @@
+"""Who waits for whom: only a circle through the judge is hopeless."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from zero_engine.standstill import Standing, Standstill, circle, describe
+
+
+def standing(awaits: str, turn: int = 0, **begun: int) -> Standing:
+    return Standing(awaits=awaits, turn=turn, begun={awaits: turn + 1, **begun})
+
+
+@pytest.mark.parametrize(
+    ("standings", "ranks"),
+    [
+        ({0: standing("a"), 1: standing("b")}, [0, 1]),
+        ({0: standing("a"), 1: standing("b", a=1)}, []),  # 1 has begun it: the network is slow
+        ({0: standing("a")}, []),  # rank 1 is computing, and may yet begin it
+        ({0: standing("a", 1), 1: standing("b", a=1)}, [0, 1]),  # the first a, not the second
+        ({0: standing("a"), 1: standing("a")}, []),
+        (
+            {0: standing("a", c=1), 1: standing("b", a=1), 2: standing("c", b=1)},
+            [0, 2, 1],
+        ),
+        ({0: standing("a", b=1, c=1), 1: standing("b"), 2: standing("c", a=1)}, []),
+    ],
+)
+def test_only_ranks_that_wait_for_each_other_in_a_circle_are_an_error(
+    standings: dict[int, Standing], ranks: list[int]
+) -> None:
+    assert circle(standings, 0) == ranks
+
+
+def test_a_circle_without_the_judge_is_left_to_its_members() -> None:
+    standings = {0: standing("c"), 1: standing("a", c=1), 2: standing("b", c=1)}
+    assert circle(standings, 0) == []
+    assert circle(standings, 1) == [1, 2]
+
+
+def test_the_error_names_every_rank_and_what_it_waits_for() -> None:
+    standings = {0: standing("weights of blocks.0"), 1: standing("gradient norms")}
+    assert describe(standings, [0, 1]).startswith(
+        "the ranks do not do the same, and wait for each other: rank 0 waits for weights of "
+        "blocks.0, which rank 1 has not begun; rank 1 waits for gradient norms, which rank 0 has "
+        "not begun."
+    )
+
+
+def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_part_of_it() -> None:
+    store = dist.HashStore()
+    first, second = Standstill(store, 0, 2), Standstill(store, 1, 2)
+    turns = first.begin("a"), second.begin("b")
+    assert first.look("a", turns[0]) == ""  # nobody knows of the other yet
+    assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", turns[1])
+    assert "rank 0 waits for a, which rank 1 has not begun" in first.look("a", turns[0])
+    second.go_on()
+    assert first.look("a", turns[0]) == ""

@@ -1,0 +1,110 @@
+"""Waits that end by themselves, by an interrupt, by a signal, and with the transport's error."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import wait_for
+from zero_engine import waiting
+from zero_engine.waiting import Interrupt, Waiter
+
+
+class Exchange:
+    """An exchange that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> None:
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def nothing() -> None:
+    """Look at nobody."""
+
+
+def works(*exchanges: Exchange) -> Any:
+    return exchanges
+
+
+def test_a_wait_ends_with_its_exchange() -> None:
+    exchange = Exchange()
+    threading.Timer(0.02, exchange.over.set).start()
+    assert Waiter(None).wait(works(exchange), nothing)
+    assert exchange.over.is_set()
+
+
+def test_an_interrupt_ends_a_wait_under_way_and_every_later_one() -> None:
+    interrupt = Interrupt()
+    waiter = Waiter(None, interrupt)
+    threading.Timer(0.02, interrupt.request, ["lost node b"]).start()
+    assert not waiter.wait(works(Exchange()), nothing)
+    assert interrupt.reason == "lost node b"
+    assert not waiter.wait(works(Exchange()), nothing)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_transports_error_reaches_the_caller(at_once: bool) -> None:
+    exchange = Exchange()
+    exchange.error = RuntimeError("Connection closed by peer")
+    if at_once:
+        exchange.over.set()
+    else:
+        threading.Timer(0.02, exchange.over.set).start()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Waiter(None).wait(works(exchange), nothing)
+
+
+def test_a_signal_ends_a_wait() -> None:
+    def on_alarm(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Waiter(None).wait(works(Exchange()), nothing)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_long_wait_is_looked_at_and_what_the_look_raises_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
+    looks = []
+
+    def look() -> None:
+        looks.append(None)
+        if len(looks) == 3:
+            raise RuntimeError("a circle")
+
+    with pytest.raises(RuntimeError, match="a circle"):
+        Waiter(None).wait(works(Exchange()), look)
+
+
+def test_the_thread_keeps_no_exchange_and_ends_with_its_waiter() -> None:
+    exchange = Exchange()
+    gone = weakref.ref(exchange)
+    waiter = Waiter(None)
+    threading.Timer(0.02, exchange.over.set).start()
+    assert waiter.wait(works(exchange), nothing)
+    thread = waiter._thread
+    assert thread is not None
+    del exchange
+    wait_for(lambda: gc.collect() >= 0 and gone() is None, 5, "the exchange is let go")
+    del waiter
+    thread.join(5)
+    assert not thread.is_alive()
