@@ -48,6 +48,38 @@ def test_every_stage_and_world_size_gives_the_same_bits(
     assert results == [[reference[bf16]] * len(STAGES)] * world
 
 
+@pytest.mark.parametrize("leaves", [1, 4], ids=["one leaf", "four leaves"])
+@pytest.mark.parametrize("clip", [0.0, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_no_combination_of_options_depends_on_stage_or_world(
+    worlds: WorldPool, leaves: int, clip: float, dropout: float, bf16: bool
+) -> None:
+    settings = {"gradient_clipping": clip, "train_batch_size": 3 * leaves}
+    results = [
+        state for world in (1, 2) for state in worlds.run(world, states, settings, dropout, bf16)
+    ]
+    first = results[0][0]
+    for stages in results:
+        for state in stages:
+            assert all(np.array_equal(value, first[name]) for name, value in state.items())
+
+
+def states(settings: dict[str, Any], dropout: float, bf16: bool) -> list[dict[str, Any]]:
+    """The whole fp32 state_dict after two steps, per stage."""
+    found = []
+    for stage in STAGES:
+        more = {"train_micro_batch_size_per_gpu": 3, **settings}
+        engine = make_engine(config(stage, bf16=bf16, **more))
+        for module in engine.module.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = dropout
+        train(engine, 2)
+        state = engine.get_fp32_state_dict()
+        found.append({name: value.numpy() for name, value in state.items()})
+    return found
+
+
 def test_clipping_dropout_and_dtype_all_matter_to_the_hash(
     worlds: WorldPool, reference: dict[bool, tuple[Any, ...]]
 ) -> None:
