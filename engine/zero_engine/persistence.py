@@ -28,6 +28,7 @@ from zero_engine.checkpoint.background import Outcome
 from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
 from zero_engine.distributed import group_store
@@ -69,6 +70,7 @@ class Persistence:
         self._departure: Departure | None = None
         self._some_rank_busy = False
         self._last_failed = False
+        self._told_of_metric = False
 
     # ---- saving ----
 
@@ -85,6 +87,7 @@ class Persistence:
         begin_s, step = time.monotonic(), self._run.cursor.step
         self._check_boundary()
         check_json(client, "client_state")
+        self._check_metric(client)
         self._directory = directory
         self._script_has_state |= bool(client)
         waits = self._must_wait(blocking)
@@ -121,6 +124,20 @@ class Persistence:
                 f"micro-step {micro} of a step: its gradients cannot be saved; call "
                 "save_checkpoint() after the step() that ends it"
             )
+
+    def _check_metric(self, client: Mapping[str, Any]) -> None:
+        """The metric of `keep_best` is a number, or left out: then this save is not compared."""
+        best = self._config.checkpoint.keep_best
+        if best is None:
+            return
+        if best.metric in client and not is_number(client[best.metric]):
+            raise CheckpointError(
+                f"client_state[{best.metric!r}] is {client[best.metric]!r}; checkpoint.keep_best "
+                "compares numbers: give it a float"
+            )
+        if best.metric not in client and not self._told_of_metric and self._run.rank == 0:
+            self._told_of_metric = True
+            _log.info("no client_state[%r]: this save is not among the best", best.metric)
 
     def _must_wait(self, blocking: bool | None) -> bool:
         if blocking is None:

@@ -25,6 +25,7 @@ from zero_engine.checkpoint.object_disk import disk_of
 from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
+from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image
 from zero_engine.config.saving import Checkpoint
@@ -54,7 +55,7 @@ class Saver:
         self.arena = Arena(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), rank)
         self.last_step = 0
         """Of the newest checkpoint that this worker knows to be committed."""
-        self._keep = Keep(last=config.keep_last, every=config.keep_every)
+        self._keep = _policy(config)
         self._rank = rank
         self._link = link
         self._ballot = checkpoint.Ballot(
@@ -169,6 +170,13 @@ class Saver:
     def _check_group(self) -> None:
         if self._link.group_lost.is_set():
             raise PeerLost("the group broke while its checkpoint was being written")
+
+
+def _policy(config: Checkpoint) -> Keep:
+    wanted, best = config.keep_best, None
+    if wanted is not None:
+        best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
+    return Keep(last=config.keep_last, every=config.keep_every, best=best)
 
 
 def _is_own(error: Exception) -> bool:

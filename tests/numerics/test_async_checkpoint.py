@@ -27,6 +27,7 @@ from zero_engine.checkpoint import find
 from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.engine import Engine
+from zero_engine.errors import CheckpointError
 from zero_orchestrator.contract import ExitCode, Left
 
 ASYNC = {"checkpoint": {"async": True}}
@@ -47,13 +48,18 @@ class Gated(Disk):
 
 
 class Throttled(Disk):
-    """A disk that takes 10 MB in a second."""
+    """A disk that writes a little each time that it is let, and the rest at the end."""
+
+    def __init__(self) -> None:
+        self.turns = threading.Semaphore(0)
+        self.written = 0
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
-        for begin in range(0, len(data), 1 << 14):
-            part = memoryview(data)[begin : begin + (1 << 14)]
+        for begin in range(0, len(data), 1 << 10):
+            assert self.turns.acquire(timeout=30), "nobody let it write"
+            part = memoryview(data)[begin : begin + (1 << 10)]
             super().write(file, part)
-            time.sleep(len(part) / 10e6)
+            self.written += len(part)
 
 
 class Full(Disk):
@@ -125,10 +131,17 @@ def save_gated(root: str, stage: int) -> str:
 
 def save_throttled(root: str, stage: int) -> str:
     engine = make_engine(config(stage, **ASYNC))
-    use(engine, Throttled())
+    disk = use(engine, Throttled())
+    assert isinstance(disk, Throttled)
     train(engine, SAVED_AT)
     assert engine.save_checkpoint(root)
-    train(engine, ENDS_AT)
+    for step in range(SAVED_AT + 1, ENDS_AT + 1):
+        before = disk.written
+        disk.turns.release()
+        wait_for(lambda before=before: disk.written > before, 30, "a part of the file")
+        train(engine, step)
+    assert find(Path(root)).candidates == ()
+    disk.turns.release(1 << 20)
     engine.destroy()
     return engine.weight_hash()
 
@@ -252,6 +265,29 @@ def open_when_waited_for(engine: Engine, disk: Gated) -> None:
     background = engine._persistence.saver._background
     wait_for(lambda: background._running is None, 20, "a second save")
     disk.gate.set()
+
+
+# ---- what stays ----
+
+
+def test_the_best_checkpoint_stays_by_the_number_that_the_script_saves(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    for says in worlds.run(2, save_with_losses, str(tmp_path)):
+        assert "client_state['eval_loss'] is 'low'; checkpoint.keep_best compares numbers" in says
+    assert [c.manifest.step for c in find(tmp_path).candidates] == [5, 4, 2]
+
+
+def save_with_losses(root: str) -> str:
+    best = {"metric": "eval_loss", "n": 1}
+    engine = make_engine(config(1, checkpoint={"keep_last": 2, "keep_best": best}))
+    for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), None], start=1):
+        train(engine, step)
+        engine.save_checkpoint(root, client_state={"eval_loss": loss} if loss else {})
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(root, client_state={"eval_loss": "low"})
+    engine.destroy()
+    return str(caught.value)
 
 
 # ---- failures ----

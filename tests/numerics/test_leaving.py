@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.training import config, make_engine, train
+from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.elastic import Departure, choose_departure
 from zero_engine.engine import Engine
@@ -97,10 +98,7 @@ def exit_code_of(engine: Engine, run: Any) -> int | None:
 
 def await_leave(engine: Engine) -> None:
     """The agent's message comes on another thread; wait until it is here."""
-    limit = time.monotonic() + 5
-    while not engine._link.leave_asked:
-        assert time.monotonic() < limit
-        time.sleep(0.001)
+    wait_for(lambda: engine._link.leave_asked, 20, "the agent's message")
 
 
 # ---- leaving ----

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zero_engine.checkpoint.candidates import Rejected, examine, find
 from zero_engine.checkpoint.manifest import MANIFEST, TOMBSTONE
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.retention import abandoned, expired, remove, sweep
+from zero_engine.checkpoint.retention import Best, abandoned, expired, remove, sweep
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Keep:
 
     last: int | None = None
     every: int | None = None
+    best: Best | None = None
 
 
 def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
@@ -55,7 +56,13 @@ def _expired(root: Place, committed: Place, keep: Keep) -> list[Place]:
     if keep.last is None:
         return []
     candidates = find(root).candidates
-    return expired(candidates, keep_last=keep.last, keep_every=keep.every, protected=[committed])
+    return expired(
+        candidates,
+        keep_last=keep.last,
+        keep_every=keep.every,
+        keep_best=keep.best,
+        protected=[committed],
+    )
 
 
 def _leftovers(root: Place, committed: Place, dead_after_s: float) -> Iterator[tuple[Place, str]]:

@@ -9,9 +9,11 @@ Called by `tools` and after a save. The decisions are pure; only `remove` and `s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why
 from zero_engine.checkpoint.manifest import MANIFEST
@@ -23,6 +25,35 @@ from zero_engine.errors import CheckpointError
 FEWEST_KEPT = 2
 """With one, the damage of a single file would be the loss of the training."""
 _LEFTOVER = re.compile(rf"{re.escape(REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The checkpoints with the best values of a metric, as the script has put it into its state."""
+
+    metric: str
+    """A key of `client_state`."""
+    mode: str = "min"
+    """Which is better: "min" or "max"."""
+    count: int = 1
+
+    def value(self, checkpoint: Candidate) -> float | None:
+        """The metric; None where there is none, or it is no finite number."""
+        client = checkpoint.manifest.meta.get("client")
+        value = client.get(self.metric) if isinstance(client, dict) else None
+        return float(value) if is_number(value) and math.isfinite(value) else None
+
+    def among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The best, best first; of equal ones the newer. `candidates` are newest first."""
+        valued = [(self.value(c), c) for c in candidates]
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * value, c) for value, c in valued if value is not None]
+        return [c for _, c in sorted(known, key=lambda pair: pair[0])[: self.count]]
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether JSON has it as a number."""
+    return type(value) in (int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +69,7 @@ def expired(
     *,
     keep_last: int,
     keep_every: int | None = None,
+    keep_best: Best | None = None,
     protected: Collection[Place] = (),
 ) -> list[Place]:
     """The checkpoints that may be deleted, oldest first: dying midway leaves the newer ones.
@@ -47,6 +79,7 @@ def expired(
             them; quarantined ones do not count as kept.
         keep_last: How many of the newest stay, at least 2.
         keep_every: Those of steps that this divides stay, too; the newest one of each step.
+        keep_best: The best of all of them stay, too.
         protected: These stay whatever the numbers say, for example the only verified one.
 
     Raises:
@@ -57,6 +90,8 @@ def expired(
     if keep_every is not None:
         newest_of_step = {c.manifest.step: c.path for c in reversed(candidates)}
         kept |= {path for step, path in newest_of_step.items() if step % keep_every == 0}
+    if keep_best is not None:
+        kept |= {candidate.path for candidate in keep_best.among(candidates)}
     return [c.path for c in reversed(candidates) if c.path not in kept]
 
 

@@ -16,6 +16,24 @@ WAIT, SKIP = "wait", "skip"
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeepBest:
+    """Which checkpoints stay for what they are worth."""
+
+    metric: str
+    """A number that the script gives in `client_state` when it saves."""
+    mode: str = "min"
+    """Which is better: "min" or "max"."""
+    n: int = 1
+    """How many stay."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f'checkpoint.keep_best.mode: {self.mode!r} is not "min" or "max"')
+        if self.n < 1:
+            raise ConfigError(f"checkpoint.keep_best.n: {self.n} is less than 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """How and when to save, and what to keep."""
 
@@ -31,6 +49,8 @@ class Checkpoint:
     """How many of the newest stay, at least 2; None: all."""
     keep_every: int | None = None
     """With `keep_last`: those of steps that this divides stay as well."""
+    keep_best: KeepBest | None = None
+    """With `keep_last`: the best of all stay as well."""
     weight_hash: bool | None = None
     """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. At
     stage 3 they are gathered for that; so None means: in saves that training waits for anyway."""
@@ -40,8 +60,9 @@ class Checkpoint:
             raise ConfigError(f'checkpoint.when_busy: {self.when_busy!r} is not "wait" or "skip"')
         if self.every_steps is not None and self.every_s is not None:
             raise ConfigError("checkpoint: every_steps and every_s are both set; keep one")
-        if self.keep_last is None and self.keep_every is not None:
-            raise ConfigError("checkpoint.keep_every: only with keep_last; without it all stay")
+        for name in ("keep_every", "keep_best"):
+            if self.keep_last is None and getattr(self, name) is not None:
+                raise ConfigError(f"checkpoint.{name}: only with keep_last; without it all stay")
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int | float) and not value >= least:

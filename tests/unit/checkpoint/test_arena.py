@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -70,12 +69,12 @@ def hold_an_arena(directory, ready):
     arena = Arena("job", 0, directory)
     arena.freeze(own_layout(share(adam_state(), 0, 1), 0))
     ready.send(True)
-    time.sleep(60)
+    ready.poll(60)  # nobody says anything
 
 
 def test_what_a_killed_process_has_left_is_swept_and_what_a_living_one_has_is_not(tmp_path):
     context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
+    receive, send = context.Pipe()
     process = context.Process(target=hold_an_arena, args=(tmp_path, send), daemon=True)
     process.start()
     assert receive.poll(60)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+
+import pytest
 
 from tests.unit.checkpoint.support import adam_state, names, saved
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.candidates import quarantine
 from zero_engine.checkpoint.housekeeping import Keep, tidy
+from zero_engine.checkpoint.retention import Best
 
 
 def steps(root):
@@ -20,6 +24,33 @@ def test_only_the_newest_and_every_so_many_steps_stay(tmp_path):
         tidy(tmp_path, newest, Keep(last=2, every=3))
     assert steps(tmp_path) == [7, 6, 3]
     assert len(list(tmp_path.iterdir())) == 3 + 1  # and the hint
+
+
+@pytest.mark.parametrize(("mode", "stay"), [("min", [7, 6, 4, 2]), ("max", [7, 6, 5, 1])])
+def test_the_best_stay_by_the_number_that_the_script_has_given(tmp_path, mode, stay):
+    losses = {1: 9.0, 2: 2.0, 3: math.nan, 4: 1, 5: 8.0, 6: 3.0}
+    best = Best(metric="eval_loss", mode=mode, count=2)
+    for step in range(1, 8):
+        client = {"eval_loss": losses[step]} if step in losses else {}
+        newest = saved(tmp_path, adam_state(), step=step, meta={"client": client})
+        tidy(tmp_path, newest, Keep(last=2, best=best))
+    assert steps(tmp_path) == stay
+
+
+def test_of_equally_good_ones_the_newer_stays(tmp_path):
+    for step in range(1, 5):
+        newest = saved(tmp_path, adam_state(), step=step, meta={"client": {"loss": 1.0}})
+        tidy(tmp_path, newest, Keep(last=2, best=Best(metric="loss")))
+    assert steps(tmp_path) == [4, 3]
+
+
+@pytest.mark.parametrize("value", [None, "1.0", True, [1], {}])
+def test_what_is_no_number_is_not_the_best(tmp_path, value):
+    first = saved(tmp_path, adam_state(), step=1, meta={"client": {"loss": value}})
+    second = saved(tmp_path, adam_state(), step=2, meta={"client": {"loss": 5.0}})
+    best = Best(metric="loss", count=2).among(find(tmp_path).candidates)
+    assert [candidate.path for candidate in best] == [second]
+    assert first.exists()
 
 
 def test_by_default_everything_stays(tmp_path):

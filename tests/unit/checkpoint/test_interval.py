@@ -143,6 +143,10 @@ def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
     [
         ({"keep_last": 1}, "checkpoint.keep_last: 1 is less than 2"),
         ({"keep_every": 5}, "only with keep_last"),
+        ({"keep_best": {"metric": "loss"}}, "checkpoint.keep_best: only with keep_last"),
+        ({"keep_best": {"mode": "max"}, "keep_last": 2}, "checkpoint.keep_best.metric: missing"),
+        ({"keep_best": {"metric": "x", "mode": "up"}}, '\'up\' is not "min" or "max"'),
+        ({"keep_best": {"metric": "x", "n": 0}}, "checkpoint.keep_best.n: 0 is less than 1"),
         ({"every_s": -1}, "checkpoint.every_s: -1 is less than 0"),
         ({"every_s": "often"}, "checkpoint.every_s: 'often' is not a number or \"auto\""),
         ({"every_s": 5, "every_steps": 5}, "are both set; keep one"),

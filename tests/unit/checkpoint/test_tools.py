@@ -12,7 +12,9 @@ from tests.unit.checkpoint.support import adam_state, every_dtype, same_bits, sa
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.candidates import quarantine
 from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.tools import locate, upkeep
+from zero_engine.checkpoint.tools.cli import main
 from zero_engine.checkpoint.tools.compare import Relation, compare, distance
 from zero_engine.checkpoint.tools.describe import describe, l2_norm
 from zero_engine.checkpoint.tools.listing import Status, list_root
@@ -277,6 +279,25 @@ def test_prune_does_what_it_says(tmp_path):
     for action in plan.actions:
         action.act()
     assert [c.manifest.step for c in find(tmp_path).candidates] == [6, 5, 3]
+
+
+def test_prune_keeps_the_best_and_says_why(tmp_path):
+    for step in range(1, 7):
+        saved(tmp_path, adam_state(), step=step, meta={"client": {"loss": abs(step - 2.9)}})
+    best = Best(metric="loss", count=2)
+    plan = upkeep.plan_prune(tmp_path, keep_last=2, keep_every=None, keep_best=best, check=verify)
+    assert steps(plan) == [1, 4]
+    assert [note.partition(": ")[2] for note in plan.notes[1:]] == [
+        "stays, among the best: loss = 0.1",
+        "stays, among the best: loss = 0.9",
+    ]
+
+
+@pytest.mark.parametrize("text", ["loss", "loss:low", "loss:min:0", ":min", "loss:min:2:3"])
+def test_a_best_that_cannot_be_read_is_refused(root, text, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", str(root), "--keep-last", "2", "--keep-best", text])
+    assert "write METRIC:min or METRIC:max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hint", [None, "step-000000001.g0.0000\n", "\xff"])

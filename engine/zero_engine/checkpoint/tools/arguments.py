@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from zero_engine.checkpoint.retention import Best
+
 _SIZES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20}
 _SIZES["GIB"] = 1 << 30
 _DURATIONS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -62,5 +64,13 @@ def _parse_pair(text: str) -> tuple[str, str]:
     return other, name
 
 
-pair = _checked(_parse_pair)
+def _parse_best(text: str) -> Best:
+    """`eval_loss:min` or `accuracy:max:3`."""
+    match = re.fullmatch(r"(?P<metric>.+?):(?P<mode>min|max)(:(?P<count>[1-9]\d*))?", text)
+    if match is None:
+        raise ValueError(f"{text!r}: write METRIC:min or METRIC:max, then :N for more than one")
+    return Best(metric=match["metric"], mode=match["mode"], count=int(match["count"] or 1))
+
+
+pair, best = _checked(_parse_pair), _checked(_parse_best)
 size, duration_s = _checked(_parse_size), _checked(_parse_duration_s)

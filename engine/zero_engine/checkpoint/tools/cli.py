@@ -177,6 +177,12 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR")
     parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="at least 2")
     parser.add_argument("--keep-every", type=int, metavar="M", help="and steps divisible by M")
+    parser.add_argument(
+        "--keep-best",
+        type=arguments.best,
+        metavar="METRIC:min[:N]",
+        help="and the N best by a number in the script's client_state, or METRIC:max[:N]",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
 
@@ -185,6 +191,7 @@ def _prune(options: argparse.Namespace) -> int:
         locate.root(options.dir),
         keep_last=options.keep_last,
         keep_every=options.keep_every,
+        keep_best=options.keep_best,
         check=_checker(options),
     )
     return _carry_out(options, plan)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from zero_engine.checkpoint.candidates import LATEST, Candidate, Why, find
 from zero_engine.checkpoint.object_disk import disk_of
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.retention import abandoned, check_policy, expired, remove, sweep
+from zero_engine.checkpoint.retention import Best, abandoned, check_policy, expired, remove, sweep
 from zero_engine.checkpoint.tools.listing import Check
 from zero_engine.checkpoint.tools.verify import present_bytes
 from zero_engine.errors import CheckpointError
@@ -40,13 +40,21 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_prune(root: Place, *, keep_last: int, keep_every: int | None, check: Check) -> Plan:
+def plan_prune(
+    root: Place,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: Best | None = None,
+    check: Check,
+) -> Plan:
     """Which checkpoints to delete.
 
     Args:
         root: The directory of checkpoints.
         keep_last: See `retention.expired`.
         keep_every: See `retention.expired`.
+        keep_best: See `retention.expired`.
         check: Finds the damage of a checkpoint; asked newest first, until one is whole.
 
     Raises:
@@ -60,12 +68,26 @@ def plan_prune(root: Place, *, keep_last: int, keep_every: int | None, check: Ch
     if candidates:
         whole, plan.notes = _newest_whole(root, candidates, check)
         protected = (whole.path,)
-    paths = expired(candidates, keep_last=keep_last, keep_every=keep_every, protected=protected)
+    paths = expired(
+        candidates,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        protected=protected,
+    )
     reason = f"not among the newest {keep_last}"
     if keep_every is not None:
         reason += f", and its step is no multiple of {keep_every}"
+    if keep_best is not None:
+        reason += f", nor among the best {keep_best.count} by {keep_best.metric}"
+        plan.notes += [_best_note(keep_best, c) for c in keep_best.among(candidates)]
     plan.actions = [_removal(path, reason) for path in paths]
     return plan
+
+
+def _best_note(best: Best, candidate: Candidate) -> str:
+    value = best.value(candidate)
+    return f"{candidate.path}: stays, among the best: {best.metric} = {value:.6g}"
 
 
 def _removal(path: Place, reason: str) -> Action:
