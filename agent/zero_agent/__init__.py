@@ -1,1 +1,8 @@
-"""Node level: whatever touches a pid, a file descriptor or a signal. No torch."""
+"""The node level: starts, watches and stops this node's workers. Imports no torch.
+
+A worker's own script may call `heartbeat`, which is all that it needs of this package.
+"""
+
+from zero_agent.pulse import heartbeat
+
+__all__ = ["heartbeat"]

@@ -22,6 +22,7 @@ from pathlib import Path
 from zero_agent.config import AgentConfig
 from zero_agent.crew import Crew
 from zero_agent.ending import failure_of, root_cause, tell_end
+from zero_agent.fitness import Fitness
 from zero_agent.health import Status
 from zero_agent.leaving import Leaving
 from zero_agent.limits import Limits
@@ -79,15 +80,7 @@ class Agent:
             store,
             job,
             config.spec,
-            Node(
-                id=config.node_id,
-                incarnation=incarnation,
-                address=config.address,
-                slots=config.slots,
-                ring=self._ring.address,
-                role=config.role,
-                host=config.host,
-            ),
+            config.node(incarnation, self._ring.address),
             clock=clock,
             journal=self._journal,
             timing=config.timing,
@@ -96,6 +89,9 @@ class Agent:
         )
         self._limits = Limits(config, clock, self._journal)
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
+        self._fitness = Fitness(
+            config, environ, clock=clock, journal=self._journal, post=self._post
+        )
         self._said = ""
         self._turned_s = clock.now()
         self.took_part = False
@@ -167,6 +163,7 @@ class Agent:
             self._limits.store_answers()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
+            self._say_fitness()
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node))
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
@@ -204,12 +201,14 @@ class Agent:
             asked_to_leave=crew.asked_to_leave,
             can_leave=crew.can_leave,
             overdue=crew.overdue,
+            checking=self._fitness.checking,
             hosting=crew.hosts_store_of(job.n),
         )
 
     def _check_limits(self) -> None:
         self._crew.check_limits()
         self._leaving.check_limit()
+        self._fitness.check_limit()
         self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason)
 
     # ---- actions ----
@@ -231,7 +230,10 @@ class Agent:
         self._rdzv.report_quiet(self._rdzv.snapshot.n)
 
     def _report_failure(self, reason: str) -> None:
-        self._rdzv.report_failure(self._crew.round, failure_of(self._crew, self._rdzv.node.id))
+        failure = failure_of(self._crew, self._rdzv.node.id)
+        if not failure.symptom:
+            self._fitness.examine()
+        self._rdzv.report_failure(self._crew.round, failure)
 
     # ---- events ----
 
@@ -281,6 +283,11 @@ class Agent:
             self._journal.tell("drained", f"node {self._rdzv.node.id} has left the job")
             return self._leaving.code
         return code
+
+    def _say_fitness(self) -> None:
+        """Before this node says that it is quiet, the others know whether it is fit."""
+        if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
+            self._rdzv.set_unfit(self._fitness.complaint)
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

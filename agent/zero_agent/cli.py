@@ -21,9 +21,11 @@ from zero_agent.agent import Agent
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_agent.etcd_access import Access, check_is_etcd
 from zero_agent.exits import leave_error_file
+from zero_agent.fitness import await_fit, surroundings
 from zero_agent.health import Health, served
 from zero_agent.meeting import Static, Way
 from zero_agent.network import address_towards
+from zero_agent.preflight import preflight
 from zero_agent.rdzv_conf import check_backend, parse_rdzv_conf
 from zero_agent.resolve import resolve, signals_to_handle
 from zero_agent.worker_main import ENV_ERROR_FILE
@@ -68,6 +70,8 @@ def _set_up_logging() -> None:
 
 def _run(args: argparse.Namespace) -> int:
     backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
+    if args.preflight:
+        return preflight(args, conf)
     way, note = meeting.choose(args)
     access = Access.of(args, conf, args.rdzv_endpoint)
     if access.is_secure and way is not Way.NAMED:
@@ -135,6 +139,7 @@ def _take_part(
     health: Health | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
+    await_fit(surroundings(config, os.environ), config.join_timeout_s)
     while True:
         name = command_name(Path(config.program.target).stem, config.spec.command)
         job = config.job or current_run(store, name)

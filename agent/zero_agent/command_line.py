@@ -32,9 +32,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
     """
     flags, command = _split(argv)
     args = _parser().parse_args([*_from_environment(environ), *flags])
-    if not command:
+    if not command and not args.preflight:
         raise SpecError(f"no script is given; write {USAGE}; --help lists the flags")
-    args.script, args.arguments = command[0], command[1:]
+    args.script, args.arguments = command[0] if command else "", command[1:]
     return args
 
 
@@ -116,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "the job goes on.",
         epilog="A flag may be written with - or _, shortened, or set as PET_<FLAG> in the "
         "environment. Exit codes: 0 done, 1 job failed, 2 wrong usage, 3 etcd out of reach, "
-        "4 too few nodes, 5 job stopped, 6 node drained, 7 no progress, 128+N ended by signal N.",
+        "4 too few nodes, 5 job stopped, 6 node drained, 7 no progress, 8 node not fit, "
+        "128+N ended by signal N.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )

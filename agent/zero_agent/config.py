@@ -11,6 +11,7 @@ from zero_agent.hang import HangPolicy
 from zero_agent.streams import Streams
 from zero_agent.worker_main import Program
 from zero_orchestrator.errors import ZeroError
+from zero_orchestrator.job_state import Node
 from zero_orchestrator.rounds import Timing
 from zero_orchestrator.spec import JobSpec
 
@@ -34,6 +35,8 @@ class AgentExit(IntEnum):
     """This node left because of `zero-ctl drain`; the job goes on without it."""
     NO_PROGRESS = 7
     """The job failed early: it restarted again and again and finished no new step."""
+    UNFIT = 8
+    """This node did not become fit to take part within --join-timeout; the job is not over."""
 
 
 class AgentFailed(ZeroError):
@@ -60,6 +63,11 @@ class AgentConfig:
     host: str = ""
     """What an exclusion of this node is about; empty: the node's name."""
     timing: Timing
+    gpus: bool = False
+    """Each of the workers is to have a GPU."""
+    health_check: str = ""
+    """The user's own check of this node, a shell command; empty: none."""
+    health_check_timeout_s: float = 60.0
     role: str = "default"
     """What this node's workers are called, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""
     lease_ttl_s: int = 3
@@ -82,3 +90,20 @@ class AgentConfig:
     """How long the workers may go on while etcd cannot be reached."""
     join_timeout_s: float = 600.0
     """How long to wait for enough nodes."""
+
+    def node(self, incarnation: str, ring: str) -> Node:
+        """The agent as the others know it.
+
+        Args:
+            incarnation: Of this process.
+            ring: Where its liveness ring listens.
+        """
+        return Node(
+            id=self.node_id,
+            incarnation=incarnation,
+            address=self.address,
+            slots=self.slots,
+            ring=ring,
+            role=self.role,
+            host=self.host,
+        )

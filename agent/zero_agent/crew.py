@@ -22,6 +22,7 @@ from zero_agent.exits import Exit
 from zero_agent.hang import StepClock
 from zero_agent.hub import Hub
 from zero_agent.network import interface_of
+from zero_agent.pulse import Pulses
 from zero_agent.streams import Std
 from zero_agent.supervise import Workers
 from zero_agent.worker_env import Place, nursery_env, own_device, places, worker_env
@@ -97,6 +98,7 @@ class Crew:
         self._stop_s: float | None = None
         self._kill_s: float | None = None
         self._steps: dict[int, StepClock] = {}
+        self._pulses = Pulses({})
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
         self.progress: Progress | None = None
@@ -168,6 +170,8 @@ class Crew:
         """Start the workers of the job's round on this node."""
         self._forget_last_round(job.n)
         self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
+        ranks = [place.rank for place in places(job, node)]
+        self._pulses = Pulses({rank: self._pulse_file(job.n, rank) for rank in ranks})
         orders = [self._order(job, node, place) for place in places(job, node)]
         self._group.start(self._config.program, orders)
         self._journal.tell(
@@ -191,6 +195,7 @@ class Crew:
             name=self._job,
             socket_path=self._channel.path,
             error_file=str(own / "error.json"),
+            heartbeat_file=str(self._pulse_file(job.n, place.rank)),
         )
         if config.virtual_local_rank:
             env |= own_device(self._env, place.local_rank)
@@ -206,6 +211,10 @@ class Crew:
             err=err,
             cpus=config.cpus[place.local_rank] if config.cpus else (),
         )
+
+    def _pulse_file(self, n: int, rank: int) -> Path:
+        """Beside the socket: that is a local disk, wherever the logs go."""
+        return Path(self._channel.path).with_name(f"heartbeat-{n}-{rank}")
 
     def ask_to_leave(self, reason: str) -> None:
         """Ask the workers to stop at their next step boundary."""
@@ -238,6 +247,8 @@ class Crew:
             self._kill_s = None
             self._group.stop(signal.SIGKILL)
         if self.state is Workers.RUNNING:
+            for rank, step in self._pulses.beats():
+                self._on_beat(rank, None if step is None else Progress(step=step))
             self._check_steps()
 
     def _check_steps(self) -> None:
@@ -332,9 +343,13 @@ class Crew:
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Progress():
-                self.progress = message
-                clock = self._steps.setdefault(rank, StepClock(self._config.hang))
-                clock.beat(self._clock.now())
-                log.debug("rank %d: step %d, loss %.4f", rank, message.step, message.loss)
+                self._on_beat(rank, message)
+                log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case _:
                 pass
+
+    def _on_beat(self, rank: int, progress: Progress | None) -> None:
+        """A worker gets on."""
+        self.progress = progress or self.progress
+        clock = self._steps.setdefault(rank, StepClock(self._config.hang))
+        clock.beat(self._clock.now())

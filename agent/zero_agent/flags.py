@@ -219,6 +219,22 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="keep each worker on the CPUs near its GPU: node, socket, exclusive, core-complex",
         ),
         Flag(
+            name="health-check",
+            metavar="COMMAND",
+            help="a shell command that must end with 0 before this node joins, and joins again",
+        ),
+        Flag(
+            name="health-check-timeout",
+            kind=seconds,
+            default=60.0,
+            help="it is given so long (60)",
+        ),
+        Flag(
+            name="preflight",
+            kind=None,
+            help="check this node, print what was found, and start nothing",
+        ),
+        Flag(
             name="health-port",
             kind=_port,
             default=None,

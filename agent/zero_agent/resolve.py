@@ -49,7 +49,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     program = _program(args, environ)
     streams = _streams(args, environ)
     settle_s = Timing().settle_s if conf.settle_s is None else conf.settle_s
-    slots = _slots(args.nproc_per_node)
+    slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
         own_device(environ, slots - 1)  # or there is an error, now rather than in the workers
     return AgentConfig(
@@ -62,6 +62,9 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         address=args.local_addr,
         timing=Timing(settle_s=settle_s),
         role=args.role,
+        gpus=wants_gpus(args),
+        health_check=args.health_check,
+        health_check_timeout_s=args.health_check_timeout,
         lease_ttl_s=conf.lease_ttl_s or AgentConfig.lease_ttl_s,
         log_dir=_log_dir(args.log_dir, streams),
         streams=streams,
@@ -232,7 +235,12 @@ def _log_dir(path: Path | None, streams: Streams) -> Path | None:
 # ---- workers on this node ----
 
 
-def _slots(text: str) -> int:
+def wants_gpus(args: argparse.Namespace) -> bool:
+    """Whether each worker is to have a GPU."""
+    return args.nproc_per_node == "gpu" or bool(args.virtual_local_rank)
+
+
+def count_slots(text: str) -> int:
     """`--nproc-per-node`: a number, or what the machine has."""
     gpus = _gpus() if text in {"auto", "gpu"} else 0
     cpus = len(os.sched_getaffinity(0))

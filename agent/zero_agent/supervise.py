@@ -55,6 +55,8 @@ class Situation:
     """Every worker has said that it can stop at a step boundary."""
     overdue: bool = False
     """The workers were asked to leave and have not for too long."""
+    checking: bool = False
+    """This node is being examined: whether it is fit for the next round is not known yet."""
     hosting: bool = False
     """This agent hosts, or is about to host, the TCPStore of the job's round."""
 
@@ -87,6 +89,8 @@ def _forming(now: Situation) -> Step:
     if now.busy:
         return _kill(now, f"round {job.n} is over: {job.cause}")
     if job.has_member(now.node) and now.node.id not in job.quiet:
+        if now.checking:
+            return Action.WAIT, "this node is being checked"
         return Action.REPORT_QUIET, f"the workers of round {job.n} are gone"
     if now.node.draining:
         return Action.EXIT, "drained"

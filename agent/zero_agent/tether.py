@@ -6,8 +6,8 @@ command, under the same pid. No code runs between fork and exec in the parent's 
 starting it is safe in a process with threads.
 
 Must always hold: the command runs only with the tie in place. The kernel ties a child to the
-*thread* that started it: start it from a thread that lives as long as the process, normally the
-main thread. Who calls it: `etcd_process`.
+*thread* that started it: start it from a thread that lives as long as the command is to, normally
+the main thread. Who calls it: `etcd_process`, `checks`.
 
 Source: prctl(2), PR_SET_PDEATHSIG.
 """
@@ -23,9 +23,15 @@ import threading
 _PR_SET_PDEATHSIG = 1
 
 
-def tethered(command: list[str]) -> list[str]:
-    """The command line that runs `command` (its first word a path) as long as this process."""
-    assert threading.current_thread() is threading.main_thread(), "it would die with this thread"
+def tethered(command: list[str], *, to_thread: bool = False) -> list[str]:
+    """The command line that runs `command` (its first word a path) as long as this process.
+
+    Args:
+        command: What to run.
+        to_thread: It may die with the thread that calls this; otherwise that is the main one.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    assert main or to_thread, "it would die with this thread"
     # Isolated and without site packages the interpreter is up in some 10 ms.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 

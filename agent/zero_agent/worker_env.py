@@ -10,7 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_orchestrator.contract import ENV_FENCE, ENV_JOB, ENV_NODE, ENV_ROUND, ENV_SOCKET
+from zero_orchestrator.contract import (
+    ENV_FENCE,
+    ENV_HEARTBEAT,
+    ENV_JOB,
+    ENV_NODE,
+    ENV_ROUND,
+    ENV_SOCKET,
+)
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.job_state import Node, Snapshot
 
@@ -32,7 +39,14 @@ def places(job: Snapshot, node: Node) -> list[Place]:
 
 
 def worker_env(
-    job: Snapshot, node: Node, place: Place, *, name: str, socket_path: str, error_file: str
+    job: Snapshot,
+    node: Node,
+    place: Place,
+    *,
+    name: str,
+    socket_path: str,
+    error_file: str,
+    heartbeat_file: str,
 ) -> dict[str, str]:
     """What to add to the agent's own environment for one worker of the job's round.
 
@@ -43,6 +57,7 @@ def worker_env(
         name: The job's name.
         socket_path: Where the worker reaches its agent.
         error_file: Where it leaves its traceback.
+        heartbeat_file: Which it touches to say that it gets on.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
     host, _, port = job.master.rpartition(":")
@@ -70,6 +85,7 @@ def worker_env(
         ENV_ROUND: job.n,
         ENV_FENCE: job.fence,
         ENV_SOCKET: socket_path,
+        ENV_HEARTBEAT: heartbeat_file,
     }
     return {key: str(value) for key, value in values.items()}
 

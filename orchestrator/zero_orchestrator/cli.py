@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
-import json
 import logging
 import os
 import signal
@@ -24,13 +23,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_orchestrator import events, retry, status
+from zero_orchestrator import events, retry, status, wishes
 from zero_orchestrator.arguments import seconds, with_dashes
-from zero_orchestrator.errors import LeaseLost, SpecError, StoreError, StoreUnavailable, ZeroError
-from zero_orchestrator.job_state import DrainOrder, Keys
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
+from zero_orchestrator.job_state import Keys
 from zero_orchestrator.jobfile import command as job_files
-from zero_orchestrator.kv import KeyValueStore, Put, absent, unchanged
-from zero_orchestrator.status import JobStatus, NoSuchJob, NoSuchNode
+from zero_orchestrator.kv import KeyValueStore
+from zero_orchestrator.status import JobStatus, NoSuchJob
 from zero_orchestrator.views import JsonView, TableView, View
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     "launch": ("zero_agent.launch", "start agents on the hosts of a hostfile"),
 }
 """Commands that start processes, and so are the agent's: another program takes over."""
+_FOR = "for so long, such as 30, 10m or 2h (until it is included)"
 _ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
 
 
@@ -122,6 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     stop = command("stop", "end a job for all its nodes, with a checkpoint")
     stop.add_argument("job", nargs="?", help="which (the one that runs)")
     stop.add_argument("--reason", default="", help="why; every agent will say so")
+    bar = command("exclude", "go on without a host for a while; a spare takes its place")
+    bar.add_argument("node", help="its name, or that of a node on it")
+    bar.add_argument("--for", dest="for_s", type=seconds, default=0.0, metavar="SECONDS", help=_FOR)
+    bar.add_argument("--reason", default="", help="why; it is shown")
+    admit = command("include", "let the nodes of an excluded host take part again")
+    admit.add_argument("node", help="the host, or a node on it")
+    for sub in (bar, admit):
+        sub.add_argument("job", nargs="?", help="of which job (the one that runs)")
     for sub in (drain, stop):
         text = "wait so many seconds for it to have happened (0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
@@ -222,7 +230,7 @@ def _has_ended(store: KeyValueStore, job: str) -> bool:
 
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = status.choose_node(status.read_all(store), args.node, args.job).job
-    ask_to_drain(store, job, args.node, _who())
+    wishes.ask_to_drain(store, job, args.node, _who())
     view.say(f"node {args.node} will leave job {job} at its next step boundary")
     left = _wait(args.wait, lambda: store.get(Keys(job).node(args.node)) is None)
     return _say_outcome(view, args.wait, left, f"node {args.node} has left job {job}")
@@ -233,7 +241,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if job.ended:
         view.say(f"job {job.job} has ended already: {job.now}")
         return CtlExit.OK
-    asked = ask_to_stop(store, job.job, _who(), args.reason)
+    asked = wishes.ask_to_stop(store, job.job, _who(), args.reason)
     if not job.live_nodes:
         view.say(f"no agent of job {job.job} is alive; the first that comes will end it")
     else:
@@ -241,6 +249,29 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         view.say(f"job {job.job} {how}; its workers leave at the next step boundary")
     ended = _wait(args.wait, lambda: status.read(store, job.job).ended)
     return _say_outcome(view, args.wait, ended, f"job {job.job} has ended")
+
+
+def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = _running(store, args.job)
+    why = f"asked for by {_who()}" + (f" ({args.reason})" if args.reason else "")
+    found = wishes.exclude(store, job, args.node, why, round(args.for_s))
+    view.say(f"job {job} goes on without it: {found}")
+    return CtlExit.OK
+
+
+def _include(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = _running(store, args.job)
+    host = wishes.include(store, job, args.node)
+    view.say(f"{host} may take part in job {job} again")
+    return CtlExit.OK
+
+
+def _running(store: KeyValueStore, name: str | None) -> str:
+    """The job that a wish is about; it must go on."""
+    job = status.choose_job(status.read_all(store), name)
+    if job.ended:
+        raise NoSuchJob(f"job {job.job} has ended: {job.now}")
+    return job.job
 
 
 def _say_outcome(view: View, wait_s: float, happened: bool, sentence: str) -> int:
@@ -264,38 +295,9 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "events": _events,
     "drain": _drain,
     "stop": _stop,
+    "exclude": _exclude,
+    "include": _include,
 }
-
-
-# ---- what is asked of a job ----
-
-
-def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
-    """Ask the agent that now runs under this name to leave.
-
-    The wish has the agent's own lease: it vanishes with the agent, however that ends, and can
-    not be taken for a wish about the next agent of that name.
-
-    Raises:
-        NoSuchNode: The agent has just gone, or registered anew.
-    """
-    keys = Keys(job)
-    agent = store.get(keys.node(node))
-    if agent is not None:
-        order = DrainOrder(node, json.loads(agent.value)["incarnation"], by)
-        same = unchanged(agent.key, agent.mod_revision)
-        put = Put(keys.drain(node), order.to_json(), agent.lease)
-        with contextlib.suppress(LeaseLost):
-            if store.txn([same], [put]).succeeded:
-                return
-    raise NoSuchNode(f"node {node} of job {job} has just gone or come back; look, and try again")
-
-
-def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
-    """Ask for the end of a job; False if somebody has already."""
-    key = Keys(job).stop
-    wish = f"stop asked by {by}" + (f" ({reason})" if reason else "")
-    return store.txn([absent(key)], [Put(key, json.dumps(wish))]).succeeded
 
 
 def _who() -> str:

@@ -25,6 +25,7 @@ ENV_NODE = "ZERO_NODE"
 ENV_ROUND = "ZERO_ROUND"
 ENV_FENCE = "ZERO_FENCE"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
+ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
 
 
 class ExitCode(IntEnum):
@@ -103,9 +104,9 @@ class Progress:
     """An optimizer step has ended: the heartbeat, and what a status page shows."""
 
     step: int
-    samples: int
+    samples: int = 0
     """Samples consumed by committed steps since the run began."""
-    loss: float
+    loss: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
@@ -170,7 +171,14 @@ class Rendezvous:
 
     def drain(self) -> int:
         """Ask to leave: no further round includes this node. Returns the revision of the wish."""
-        self._node = dataclasses.replace(self._node, draining=True)
+        return self._describe(draining=True)
+
+    def set_unfit(self, why: str) -> int:
+        """Say why this node can take part in no round now; empty: it can."""
+        return self._describe(unfit=why)
+
+    def _describe(self, **facts: Any) -> int:
+        self._node = dataclasses.replace(self._node, **facts)
         return self._announce()
 
     def publish_master(self, n: int, address: str) -> None:

@@ -121,8 +121,13 @@ class Cluster:
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)
 
-    def start(self, *nodes: str) -> None:
-        """Start agents; a node that was started before is started again."""
+    def start(self, *nodes: str, **variables: str) -> None:
+        """Start agents; a node that was started before is started again.
+
+        Args:
+            nodes: Their names.
+            variables: Added to their environment.
+        """
         script = self.script or paced(training(self.directory), self.pause_s)
         for node in nodes:
             flags = [
@@ -133,7 +138,11 @@ class Cluster:
             log = self.directory / f"{node}.{len(self.everyone)}.log"
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    command, stdout=file, stderr=file, env=environment(), start_new_session=True
+                    command,
+                    stdout=file,
+                    stderr=file,
+                    env={**environment(), **variables},
+                    start_new_session=True,
                 )
             self.agents[node] = AgentProcess(process, log)
             self.everyone.append(self.agents[node])

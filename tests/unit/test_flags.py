@@ -16,7 +16,7 @@ from zero_orchestrator.errors import SpecError
 OURS = {
     *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
     *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
-    *("exclude-after", "exclude-for"),
+    *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
 }
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from zero_orchestrator import status
 from zero_orchestrator.budget import Charge
-from zero_orchestrator.cli import ask_to_drain, ask_to_stop
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import progress_prefix
 from zero_orchestrator.exclusion import Exclusion
@@ -21,6 +20,7 @@ from zero_orchestrator.status import (
     choose_job,
     choose_node,
 )
+from zero_orchestrator.wishes import TooFewNodes, ask_to_drain, ask_to_stop, exclude, include
 
 SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))
 
@@ -164,6 +164,34 @@ def test_a_wish_to_drain_is_of_one_agent_process_and_goes_when_it_goes(memory):
     assert memory.range(job.keys.drain("")).items == ()
     with pytest.raises(NoSuchNode, match="node b of job gpt has just gone"):
         ask_to_drain(memory, "gpt", "b", "me")
+
+
+def test_a_host_is_excluded_by_its_name_or_a_nodes_until_it_is_included_again(memory):
+    job = Job(memory)
+    job.live("ab")
+    spare = replace(node("c"), host="h1")
+    memory.put(job.keys.node("c"), spare.to_json(), lease=memory.grant(3))
+    job.round(1, "ACTIVE", "ab")
+    assert exclude(memory, "gpt", "c", "me", 600).host == "h1"
+    assert memory.get(job.keys.excluded("h1")).lease != 0
+    exclude(memory, "gpt", "b", "me", 0)
+    assert memory.get(job.keys.excluded("b")).lease == 0
+    assert conditions(job)["c"] is Condition.EXCLUDED
+    with pytest.raises(NoSuchNode, match="a is not excluded in job gpt; b, h1 is"):
+        include(memory, "gpt", "a")
+    assert [include(memory, "gpt", name) for name in ("h1", "b")] == ["h1", "b"]
+    assert read(job).exclusions == ()
+
+
+def test_an_exclusion_that_a_user_asks_for_leaves_enough_nodes_or_is_refused(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    with pytest.raises(TooFewNodes, match="without a job gpt has 0 nodes and needs 1"):
+        exclude(memory, "gpt", "a", "me", 60)
+    with pytest.raises(NoSuchNode, match="there is no node or host z; there are: a"):
+        exclude(memory, "gpt", "z", "me", 60)
+    assert read(job).exclusions == ()
 
 
 def test_the_first_wish_to_stop_is_kept_and_shown(memory):

@@ -46,6 +46,11 @@ def test_an_agent_without_workers(snapshot, workers, expected):
     assert action(snapshot, workers, round=0) is expected
 
 
+def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
+    assert action(FORMS, Workers.FAILED, checking=True) is Action.WAIT
+    assert action(FORMS, Workers.FAILED) is Action.REPORT_QUIET
+
+
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [

@@ -24,12 +24,12 @@ JOB = Snapshot(
 )
 
 
+FILES = {"socket_path": "/s", "error_file": "/e", "heartbeat_file": "/h"}
+
+
 def environments(index: int) -> list[dict[str, str]]:
     node = NODES[index]
-    return [
-        worker_env(JOB, node, place, name="job", socket_path="/s", error_file="/e")
-        for place in places(JOB, node)
-    ]
+    return [worker_env(JOB, node, place, name="job", **FILES) for place in places(JOB, node)]
 
 
 def test_ranks_are_contiguous_on_a_node_and_role_ranks_within_a_role():
@@ -70,6 +70,7 @@ def test_a_worker_finds_every_variable_of_torchrun():
         "ZERO_ROUND": "7",
         "ZERO_FENCE": "42",
         "ZERO_AGENT_SOCKET": "/s",
+        "ZERO_HEARTBEAT_FILE": "/h",
     }
 
 
