@@ -26,6 +26,7 @@ from zero_agent.fitness import Fitness
 from zero_agent.health import Status
 from zero_agent.leaving import Leaving
 from zero_agent.limits import Limits
+from zero_agent.ram import Ram
 from zero_agent.ring import Ring
 from zero_agent.supervise import Action, Situation, next_action
 from zero_orchestrator.clock import Clock
@@ -74,7 +75,9 @@ class Agent:
             post=self._post,
             on_port=self._store_listens,
             on_commit=self._commit,
+            on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )
+        self._ram = Ram(job, config.node_id, config.address)
         self._ring = Ring(config.address, self._post(self._peer_is_dead))
         self._rdzv = Rendezvous(
             store,
@@ -143,6 +146,7 @@ class Agent:
     def close(self) -> None:
         """Stop everything that belongs to this agent and leave the job."""
         self._crew.close()
+        self._ram.close()
         self._rdzv.close()
         self._ring.close()
         self._publisher.close()
@@ -263,6 +267,7 @@ class Agent:
                 tag=request.tag,
                 digest=request.digest,
                 samples=request.samples,
+                in_ram=request.in_ram,
             )
         except StoreUnavailable as error:
             return False, f"etcd cannot be reached: {error}"

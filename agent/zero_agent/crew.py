@@ -37,6 +37,8 @@ from zero_orchestrator.contract import (
     Left,
     Message,
     Progress,
+    RamReply,
+    RamRequest,
     When,
 )
 from zero_orchestrator.job_state import Node, Snapshot
@@ -66,6 +68,7 @@ class Crew:
         post: Post,
         on_port: Callable[[int, int], None],
         on_commit: Callable[[CommitRequest], tuple[bool, str]],
+        on_ram: Callable[[RamRequest], RamReply],
     ) -> None:
         """Start the nursery, so that its imports overlap with the rendezvous.
 
@@ -79,6 +82,7 @@ class Crew:
             post: Wraps handlers so that they run on the agent's thread.
             on_port: Called with a round and the port of the TCPStore opened for it.
             on_commit: Answers a worker's wish to publish a checkpoint: granted, and why not.
+            on_ram: Answers a worker that wants to keep checkpoints in memory.
         """
         self._config = config
         self._job = job
@@ -88,6 +92,7 @@ class Crew:
         self._post = post
         self._on_port = on_port
         self._on_commit = on_commit
+        self._on_ram = on_ram
         self._env = nursery_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
         self._channel = Channel(self._hub, post(self._on_message))
@@ -340,6 +345,8 @@ class Crew:
                 granted, reason = self._on_commit(message)
                 reply = CommitReply(request=message.request, granted=granted, reason=reason)
                 self._channel.send(rank, reply)
+            case RamRequest():
+                self._channel.send(rank, self._on_ram(message))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Progress():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from enum import IntEnum, StrEnum
+from typing import get_args
 
 # Environment of a worker under zero-agent, beside torchrun's.
 ENV_JOB = "ZERO_JOB"
@@ -87,6 +88,22 @@ class CommitReply:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RamReply:
+    """The answer to `RamRequest` `request`; without a directory, `reason` says why."""
+
+    request: int
+    directory: str = ""
+    """On a tmpfs of this node; belongs to the agent and outlives its workers."""
+    address: str = ""
+    """Where the agent serves it, `host:port`, as `ram_wire` says."""
+    key: str = ""
+    """Opens that, here and at every other agent of the job."""
+    budget_bytes: int = 0
+    """What may lie in the directory."""
+    reason: str = ""
+
+
 # ---- worker -> agent ----
 
 
@@ -118,6 +135,17 @@ class CommitRequest:
     tag: str
     digest: str
     samples: int
+    in_ram: bool = False
+    """It is one in the memory of the nodes, not on disk."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RamRequest:
+    """Where may this worker keep checkpoints in memory?"""
+
+    request: int
+    budget_bytes: int | None = None
+    """How much the node may give for it; None: as the agent finds right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,12 +156,11 @@ class Left:
     step: int
 
 
-Message = Leave | Join | CommitReply | Hello | Progress | CommitRequest | Left
+Message = (
+    Leave | Join | CommitReply | RamReply | Hello | Progress | CommitRequest | RamRequest | Left
+)
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind
-    for kind in (Leave, Join, CommitReply, Hello, Progress, CommitRequest, Left)
-}
+_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

@@ -19,6 +19,9 @@ Keys, under `/zero/v1/<job>/` (all values JSON):
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
 
+Outside of them, because it may change with every step: `/zero/ram/<job>`, the newest checkpoint in
+the memory of the nodes.
+
 `rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them. What starts
 with `round` is the job's *course*: a handful of changes in each round, which every agent watches
 (`sight.py`). What every node writes is elsewhere, and only the first few agents watch that.
@@ -82,6 +85,11 @@ class Keys:
     def latest(self) -> str:
         """The newest published checkpoint."""
         return self.prefix + "ckpt/latest"
+
+    @property
+    def in_ram(self) -> str:
+        """The newest checkpoint in memory; written at every step, so not where agents watch."""
+        return f"/zero/ram/{self.job}"
 
     @property
     def stop(self) -> str:

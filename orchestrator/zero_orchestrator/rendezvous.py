@@ -199,14 +199,16 @@ class Rendezvous:
         """This node's workers of round n failed."""
         self._report(n, "symptom" if failure.symptom else "fail", failure.to_json())
 
-    def commit(self, fence: int, *, step: int, tag: str, digest: str, samples: int) -> bool:
+    def commit(
+        self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_ram: bool = False
+    ) -> bool:
         """Publish a checkpoint, if the round with this fence still is the current one.
 
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
         record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
-        put = Put(self.keys.latest, json.dumps(record))
+        put = Put(self.keys.in_ram if in_ram else self.keys.latest, json.dumps(record))
         return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
 
     def close(self) -> None:

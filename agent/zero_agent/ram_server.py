@@ -1,0 +1,207 @@
+"""Serves the node's memory for checkpoints to the workers of the job: ranges out, copies in.
+
+Must always hold: a copy appears under its name only when it is whole and every block of it has
+the digest that came with it; what is refused or breaks off leaves nothing; no more is taken than
+the budget; a caller that does not know the key, or stops in mid-sentence, costs a thread for
+seconds and nothing else.
+
+Called by `ram`. The protocol is `zero_orchestrator.ram_wire`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import socketserver
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from zero_orchestrator import ram_wire
+from zero_orchestrator.ram_wire import FILE, Get, Put, Reply, WireError
+
+log = logging.getLogger("zero")
+
+_DIGEST_CHARACTERS = 16
+_BLOCK_LIMIT_BYTES = 64 << 20
+"""One block is in memory while it is verified."""
+
+
+class RamServer:
+    """Serves one directory, on threads of its own, until closed."""
+
+    def __init__(self, directory: Path, address: str, key: str, budget_bytes: int) -> None:
+        """Listen on a free port of the node's own address. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = type("Server", (_Server,), {"address_family": family})
+        self._server: _Server = server((address, 0), _Caller)
+        self._server.directory, self._server.key = directory, key
+        self._server.budget_bytes = budget_bytes
+        port = self._server.server_address[1]
+        self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        threading.Thread(
+            target=self._server.serve_forever, name="zero-ram-server", daemon=True
+        ).start()
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all files here may take together."""
+        return self._server.budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, budget_bytes: int) -> None:
+        self._server.budget_bytes = budget_bytes
+
+    def close(self) -> None:
+        """Stop listening; returns at once."""
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = False
+    block_on_close = False
+    request_queue_size = 128
+    directory: Path
+    key: str
+    budget_bytes: int
+
+    def __init__(self, *args: object) -> None:
+        self.taking = threading.Lock()
+        """Held while room is reserved: two callers must not be given the same bytes."""
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("memory: the connection with %s broke", client_address)
+
+
+class _Caller(socketserver.BaseRequestHandler):
+    """One worker's connection."""
+
+    server: _Server
+    request: socket.socket
+
+    def handle(self) -> None:
+        connection = self.request
+        connection.settimeout(ram_wire.TRANSFER_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            ram_wire.serve_greeting(connection, self.server.key)
+        except WireError as error:
+            log.warning("memory: refused %s: %s", self.client_address[0], error)
+            return
+        with suppress(EOFError):
+            while True:
+                self._answer(ram_wire.hear(connection))
+
+    def _answer(self, record: ram_wire.Record) -> None:
+        match record:
+            case Get():
+                self._send_range(record)
+            case Put():
+                self._take(record)
+            case Reply():
+                raise WireError("a reply to nothing")
+
+    # ---- ranges out ----
+
+    def _send_range(self, wish: Get) -> None:
+        connection = self.request
+        try:
+            file = self._path(wish.path).open("rb")
+        except (OSError, WireError) as error:
+            ram_wire.send(connection, Reply(ok=False, reason=str(error)))
+            return
+        with file:
+            there = max(os.fstat(file.fileno()).st_size - wish.offset, 0)
+            length = min(wish.length, there)
+            ram_wire.send(connection, Reply(ok=True, length=length))
+            if length:
+                connection.sendfile(file, wish.offset, length)
+
+    # ---- copies in ----
+
+    def _take(self, wish: Put) -> None:
+        try:
+            path = self._path(wish.path)
+            digests = _digests(wish)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            descriptor = self._reserve(incoming, wish.size_bytes)
+        except (OSError, WireError) as error:
+            ram_wire.send(self.request, Reply(ok=False, reason=str(error)))
+            return
+        try:
+            ram_wire.send(self.request, Reply(ok=True))
+            problem = self._receive(descriptor, wish, digests)
+            if not problem:
+                incoming.replace(path)
+        finally:
+            os.close(descriptor)
+            incoming.unlink(missing_ok=True)
+        ram_wire.send(self.request, Reply(ok=not problem, reason=problem))
+
+    def _reserve(self, path: Path, size_bytes: int) -> int:
+        """A file whose pages are there, or nothing; its descriptor."""
+        with self.server.taking:
+            used = used_bytes(self.server.directory)
+            if used + size_bytes > self.server.budget_bytes:
+                raise WireError(
+                    f"{size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed the "
+                    f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes)"
+                )
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size_bytes)
+            except OSError:
+                os.close(descriptor)
+                path.unlink()
+                raise
+            return descriptor
+
+    def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
+        """Take in all blocks; what is wrong with them, if anything."""
+        buffer = memoryview(bytearray(min(wish.block_bytes, wish.size_bytes)))
+        problem = ""
+        for number, digest in enumerate(digests):
+            offset = number * wish.block_bytes
+            block = buffer[: min(wish.block_bytes, wish.size_bytes - offset)]
+            ram_wire.receive_into(self.request, block)
+            if xxhash.xxh3_64_intdigest(block) != digest:
+                problem = problem or f"block {number} arrived damaged"
+            os.pwrite(descriptor, block, offset)
+        return problem
+
+    def _path(self, name: str) -> Path:
+        if not FILE.fullmatch(name):
+            raise WireError(f"{name[:100]!r} is no file of a checkpoint")
+        return self.server.directory / name
+
+
+def _digests(wish: Put) -> list[int]:
+    """The digests of a Put, if they fit its size."""
+    if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
+        raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
+    count = -(-wish.size_bytes // wish.block_bytes)
+    if len(wish.digests) != count * _DIGEST_CHARACTERS:
+        raise WireError(f"not one digest for each of {count} blocks")
+    try:
+        words = bytes.fromhex(wish.digests)
+    except ValueError:
+        raise WireError("digests that are not hexadecimal") from None
+    return [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
+
+
+def used_bytes(directory: Path) -> int:
+    """What the files below a directory take; one with several names counts once."""
+    sizes: dict[int, int] = {}
+    for path in directory.rglob("*"):
+        with suppress(OSError):  # gone meanwhile
+            facts = path.lstat()
+            sizes[facts.st_ino] = facts.st_blocks * 512
+    return sum(sizes.values())
