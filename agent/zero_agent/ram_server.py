@@ -18,6 +18,7 @@ import socketserver
 import threading
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 
 import xxhash
 
@@ -147,7 +148,7 @@ class _Caller(socketserver.BaseRequestHandler):
         ram_wire.send(self.request, Reply(ok=not problem, reason=problem))
 
     def _reserve(self, path: Path, size_bytes: int) -> int:
-        """A file whose pages are there, or nothing; its descriptor."""
+        """A file of this size within the budget; its descriptor. Pages come as it is written."""
         with self.server.taking:
             used = used_bytes(self.server.directory)
             if used + size_bytes > self.server.budget_bytes:
@@ -156,12 +157,7 @@ class _Caller(socketserver.BaseRequestHandler):
                     f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes)"
                 )
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, size_bytes)
-            except OSError:
-                os.close(descriptor)
-                path.unlink()
-                raise
+            os.truncate(descriptor, size_bytes)
             return descriptor
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
@@ -203,5 +199,5 @@ def used_bytes(directory: Path) -> int:
     for path in directory.rglob("*"):
         with suppress(OSError):  # gone meanwhile
             facts = path.lstat()
-            sizes[facts.st_ino] = facts.st_blocks * 512
+            sizes[facts.st_ino] = facts.st_size if S_ISREG(facts.st_mode) else 0
     return sum(sizes.values())

@@ -25,11 +25,20 @@ import torch.distributed as dist
 from zero_engine.errors import CommitRefused, PeerLost
 from zero_engine.waiting import Interrupt
 from zero_orchestrator import contract
-from zero_orchestrator.contract import Ability, CommitReply, ExitCode, Leave, Message, When
+from zero_orchestrator.contract import (
+    Ability,
+    CommitReply,
+    ExitCode,
+    Leave,
+    Message,
+    RamReply,
+    When,
+)
 
 _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 30.0
+RAM_TIMEOUT_S = 10.0
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
 """An agent that does not read for this long counts as gone: a step must not wait for it."""
 
@@ -52,7 +61,7 @@ class AgentLink:
         self.round = current_round()
         self._leave = threading.Event()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, CommitReply] = {}
+        self._answers: dict[int, CommitReply | RamReply] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         path = path or os.environ.get(contract.ENV_SOCKET)
@@ -81,15 +90,44 @@ class AgentLink:
         self._send(contract.Left(round=self.round, step=step))
 
     def request_commit(
-        self, step: int, tag: str, digest: str, samples: int, timeout_s: float = COMMIT_TIMEOUT_S
+        self,
+        step: int,
+        tag: str,
+        digest: str,
+        samples: int,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+        *,
+        in_ram: bool = False,
     ) -> CommitReply:
         """Ask whether a checkpoint may be published; no answer in time is a refusal."""
         number = next(self._numbers)
-        self._send(
+        answer = self._ask(
             contract.CommitRequest(
-                request=number, step=step, tag=tag, digest=digest, samples=samples
-            )
+                request=number, step=step, tag=tag, digest=digest, samples=samples, in_ram=in_ram
+            ),
+            timeout_s,
         )
+        if isinstance(answer, CommitReply):
+            return answer
+        return CommitReply(request=number, granted=False, reason=str(answer))
+
+    def request_ram(self, budget_bytes: int | None, timeout_s: float = RAM_TIMEOUT_S) -> RamReply:
+        """Ask where this node keeps checkpoints in memory; no answer in time is a refusal."""
+        number = next(self._numbers)
+        if not self.present:
+            return RamReply(request=number, reason="there is no zero-agent to keep them")
+        request = contract.RamRequest(request=number, budget_bytes=budget_bytes)
+        answer = self._ask(request, timeout_s)
+        if isinstance(answer, RamReply):
+            return answer
+        return RamReply(request=number, reason=str(answer))
+
+    def _ask(
+        self, request: contract.CommitRequest | contract.RamRequest, timeout_s: float
+    ) -> CommitReply | RamReply | str:
+        """The agent's answer, or why there is none."""
+        number = request.request
+        self._send(request)
         with self._changed:
             self._changed.wait_for(
                 lambda: number in self._answers or self._socket is None, timeout_s
@@ -97,20 +135,19 @@ class AgentLink:
             answer = self._answers.pop(number, None)
         if answer is not None:
             return answer
-        reason = (
-            "the agent is gone"
-            if self._socket is None
-            else f"the agent did not answer within {timeout_s:g} s"
-        )
-        return CommitReply(request=number, granted=False, reason=reason)
+        if self._socket is None:
+            return "the agent is gone"
+        return f"the agent did not answer within {timeout_s:g} s"
 
-    def fence(self, step: int, tag: str, samples: int) -> Callable[[str], None] | None:
+    def fence(
+        self, step: int, tag: str, samples: int, *, in_ram: bool = False
+    ) -> Callable[[str], None] | None:
         """What to call with a manifest's digest before publishing it; raises CommitRefused."""
         if not self.present:
             return None
 
         def check(digest: str) -> None:
-            reply = self.request_commit(step, tag, digest, samples)
+            reply = self.request_commit(step, tag, digest, samples, in_ram=in_ram)
             if not reply.granted:
                 raise CommitRefused(f"checkpoint {tag} may not be published: {reply.reason}")
 
@@ -150,7 +187,7 @@ class AgentLink:
                 if message.when is When.NOW:
                     self.interrupt.request(message.reason)
                     self.group_lost.set()
-            case CommitReply():
+            case CommitReply() | RamReply():
                 with self._changed:
                     self._answers[message.request] = message
                     self._changed.notify_all()

@@ -152,6 +152,7 @@ class Engine(Batching, Checkpointing, Accessors):
             return
         with peers_may_vanish(self._link):
             self._end_step()
+            self._persistence.keep_in_ram()
             self._persistence.depart_if_asked()
 
     def _end_step(self) -> None:

@@ -36,6 +36,7 @@ from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
 from zero_engine.engine_state import EngineState
 from zero_engine.errors import CheckpointError, CommitRefused, EngineError
 from zero_engine.parts import Core, Run
+from zero_engine.ram_tier import RamTier
 from zero_engine.saver import Request, Saver
 from zero_engine.schedule import Schedule
 from zero_engine.selection import LoadOptions, Selection
@@ -43,7 +44,7 @@ from zero_engine.weights import weight_hash
 
 _log = logging.getLogger(__name__)
 
-NOTES = 4
+NOTES = 5
 """How many numbers `Persistence.notes` adds to the consensus of a step."""
 
 
@@ -57,6 +58,8 @@ class Persistence:
         self.state = state
         self.saver = Saver(config.checkpoint, run.rank, run.world, link)
         self.schedule = Schedule(config.checkpoint, restarts, run.rank)
+        ram = config.checkpoint.ram
+        self.ram = RamTier(ram, run.rank, run.world, link) if ram is not None else None
         self.leaving = False
         """Some rank was asked to leave; known to all ranks since the same step."""
         self._config = config
@@ -65,10 +68,13 @@ class Persistence:
         self._link = link
         self._ballot = checkpoint.Ballot(group_store("ballot"), run.rank, run.world)
         self._directory: Place | None = None
+        self._ram_root: Place | None = None
+        """The directory of this very run; what is loaded in part, or by a tag, is another's."""
         self._script_has_state = False
         self._script_asks = False
         self._departure: Departure | None = None
         self._some_rank_busy = False
+        self._some_ram_busy = False
         self._last_failed = False
         self._told_of_metric = False
 
@@ -88,7 +94,7 @@ class Persistence:
         self._check_boundary()
         check_json(client, "client_state")
         self._check_metric(client)
-        self._directory = directory
+        self._directory = self._ram_root = directory
         self._script_has_state |= bool(client)
         waits = self._must_wait(blocking)
         if self._skips(waits):
@@ -98,7 +104,7 @@ class Persistence:
         copied = self.saver.begin(
             Request(
                 root=directory,
-                state=self._capture(client, exclude_frozen, hashed=waits),
+                state=self._capture(client, exclude_frozen, hashed=self._hashes(waits)),
                 step=step,
                 tag=tag,
                 fence=self._link.fence(step, tag, self._run.cursor.samples),
@@ -115,7 +121,9 @@ class Persistence:
         return saved
 
     def close(self) -> None:
-        """Finish the save in flight."""
+        """Finish the saves in flight."""
+        if self.ram is not None:
+            self.ram.close()
         self.saver.close()
 
     def _check_boundary(self) -> None:
@@ -152,11 +160,13 @@ class Persistence:
             _log.info("no checkpoint of step %d: the one before is still being written", step)
         return skips
 
-    def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
+    def _hashes(self, waits: bool) -> bool:
         wanted = self._config.checkpoint.weight_hash
+        return waits if wanted is None else wanted
+
+    def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
         run = run_meta.describe(self._config, self._core, self._run)
         run["elapsed_s"] = self.schedule.elapsed_s
-        hashed = hashed if wanted is None else wanted
         run["weight_hash"] = weight_hash(self._core.units) if hashed else None
         state = self.state.capture(run, client, exclude_frozen=exclude_frozen)
         # The script and its scheduler go on changing theirs.
@@ -187,6 +197,19 @@ class Persistence:
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
 
+    # ---- in memory ----
+
+    def keep_in_ram(self) -> None:
+        """At the end of a step: keep it in memory, if that is due."""
+        root, cursor = self._ram_root, self._run.cursor
+        if self.ram is None or root is None or self.leaving:
+            return
+        if self._script_has_state:
+            self.ram.give_up("client_state is known to the script alone")
+        if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
+            state = self._capture({}, exclude_frozen=False, hashed=False)
+            self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
+
     # ---- loading ----
 
     def load(
@@ -206,7 +229,13 @@ class Persistence:
             selection = self.state.wanted(manifest, options)
             return selection.state
 
-        loaded = checkpoint.load(directory, self._ballot, wanted, tag=tag)
+        ram = self.ram if tag is None and options.whole else None
+        search = ram.search() if ram is not None else None
+        loaded = checkpoint.load(directory, self._ballot, wanted, tag=tag, ram=search)
+        if self.ram is not None and options.whole:
+            self._ram_root = directory
+            step = loaded.manifest.step if loaded is not None else 0
+            self.ram.loaded(directory, loaded, step)
         if loaded is None:
             return None, {}
         meta = loaded.manifest.meta
@@ -223,15 +252,17 @@ class Persistence:
     # ---- at the end of a step ----
 
     def notes(self) -> Tensor:
-        """[NOTES] for all ranks: whether to leave, whether a save is in flight, the schedule's."""
-        own = [self._link.leave_asked, self.saver.busy, *self.schedule.notes()]
+        """[NOTES] for all ranks: whether to leave, which saves are in flight, the schedule's."""
+        in_ram = self.ram is not None and self.ram.busy
+        own = [self._link.leave_asked, self.saver.busy, in_ram, *self.schedule.notes()]
         return torch.tensor([float(note) for note in own], device=self._core.device)
 
     def hear(self, notes: Tensor) -> None:
         """Take everybody's notes [world, NOTES], and tell of a save that has ended."""
         self.leaving |= bool(notes[:, 0].any())
         self._some_rank_busy = bool(notes[:, 1].any())
-        self.schedule.hear(notes[0, 2:].tolist())
+        self._some_ram_busy = bool(notes[:, 2].any())
+        self.schedule.hear(notes[0, 3:].tolist())
         self._tell(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
@@ -268,7 +299,7 @@ class Persistence:
             self._leave()
 
     def _leave(self) -> None:
-        self.saver.close()
+        self.close()
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)

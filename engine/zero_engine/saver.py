@@ -133,7 +133,7 @@ class Saver:
     def _freeze(self, state: State) -> Image | None:
         """A copy of this rank's share; None if it cannot be copied, or not be stored."""
         try:
-            return self.arena.freeze(self._lay_out(state))
+            return self.arena.freeze(self.lay_out(state))
         except NoArena as error:
             if self._copies:
                 _log.warning("training waits for checkpoints to be written: %s", error)
@@ -142,7 +142,7 @@ class Saver:
             pass  # the save itself will say it, to all ranks
         return None
 
-    def _lay_out(self, state: State) -> FileLayout:
+    def lay_out(self, state: State) -> FileLayout:
         """The layout; where tensors are many it takes as long as the copy, so it is kept."""
         if self._layout is None or self._layout[0] is not state.pieces:
             self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))

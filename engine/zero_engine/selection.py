@@ -45,6 +45,11 @@ class LoadOptions:
         """Whether the scheduler's state is asked for."""
         return self.scheduler and not self.module_only
 
+    @property
+    def whole(self) -> bool:
+        """Whether everything is asked for: the run goes on."""
+        return self.wants_optimizer and self.wants_scheduler
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

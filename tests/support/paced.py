@@ -3,8 +3,10 @@
     python paced.py SECONDS SCRIPT ARGUMENT...
 
 How long a step takes has no influence on what it computes: the hash stays that of the script.
+What the engine logs is shown, too.
 """
 
+import logging
 import runpy
 import sys
 import time
@@ -24,6 +26,8 @@ def slower(step: Callable[[Engine], None], pause_s: float) -> Callable[[Engine],
     return paced
 
 
+logging.getLogger("zero_engine").addHandler(logging.StreamHandler())
+logging.getLogger("zero_engine").setLevel(logging.INFO)
 Engine.step = slower(Engine.step, float(sys.argv[1]))  # type: ignore[method-assign]
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")

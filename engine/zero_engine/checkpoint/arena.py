@@ -51,6 +51,8 @@ class FrozenImage:
     layout: FileLayout
     memory: mmap.mmap
     """Begins with the image; may be longer."""
+    path: Path
+    """The file of this memory, for as long as the arena is not closed."""
 
     def slabs(self) -> Iterator[memoryview]:
         """Parts of 16 MiB, each beginning on a page, as direct writing wants it."""
@@ -72,6 +74,7 @@ class Arena:
         """
         self._name = f"{_PREFIX}{re.sub(r'[^0-9A-Za-z_-]', '-', job)[:64]}.r{rank:05d}"
         self._directory = directory
+        self._path = directory
         self._memory: mmap.mmap | None = None
         self._bytes: Tensor | None = None
         self._copy: _Copy | None = None
@@ -90,7 +93,7 @@ class Arena:
         if self._copy is None or self._copy.layout is not layout:
             self._copy = _plan(layout, self._bytes)
         torch._foreach_copy_(self._copy.targets, self._copy.sources)  # tensors may be many
-        return FrozenImage(layout, self._memory)
+        return FrozenImage(layout, self._memory, self._path)
 
     def forget(self) -> None:
         """Let go of the tensors of the last image, but not of its memory."""
@@ -109,6 +112,7 @@ class Arena:
             path, descriptor = self._create()
         except OSError as error:
             raise NoArena(f"no arena in {self._directory}: {error.strerror}") from error
+        self._path = path
         self._remove = weakref.finalize(self, _remove, path, descriptor, os.getpid())
         try:
             os.posix_fallocate(descriptor, 0, capacity)

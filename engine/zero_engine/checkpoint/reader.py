@@ -11,7 +11,9 @@ Called by `restore` on every rank.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -30,6 +32,8 @@ from zero_engine.checkpoint.plan import BlockRead, Part, Want, plan
 from zero_engine.checkpoint.source import Source, Span, open_source
 from zero_engine.errors import DamagedCheckpoint
 
+_log = logging.getLogger(__name__)
+
 _AHEAD_BYTES = 64 << 20
 """What a source is told to expect at once."""
 _SHOWN = 4
@@ -37,8 +41,22 @@ _DAMAGE = frozenset({errno.ENOENT, errno.EIO})
 """What reading a damaged checkpoint fails with; any other error is this node's own problem."""
 
 
-def fill(directory: Place, manifest: Manifest, state: State) -> int:
+Opener = Callable[[], AbstractContextManager[Source]]
+"""Opens one copy of a file; raises OSError."""
+Copies = Callable[[str], Sequence[Opener]]
+"""From a file's name to its copies, those to be tried first in front; none: it is lost."""
+
+
+def fill(
+    directory: Place, manifest: Manifest, state: State, *, copies: Copies | None = None
+) -> int:
     """Read `state.pieces` in place; returns how many bytes were read from files.
+
+    Args:
+        directory: Of the checkpoint; for messages, and where its files are by default.
+        manifest: Of the checkpoint.
+        state: What to fill.
+        copies: Where the files are, if there is more than one copy of each or they are elsewhere.
 
     Raises:
         ModelMismatch: See `match.resolve`; nothing was read.
@@ -55,11 +73,15 @@ def fill(directory: Place, manifest: Manifest, state: State) -> int:
         for p in state.pieces
     ]
     reads = plan(wants, manifest.fragments, len(index), manifest.block_bytes)
-    reader = _Reader(directory, manifest, state.pieces)
+    reader = _Reader(directory, manifest, state.pieces, copies or _only_copy(directory))
     return sum(
         reader.read_file(manifest.files[file], list(group))
         for file, group in groupby(reads, key=lambda read: read.file)
     )
+
+
+def _only_copy(directory: Place) -> Copies:
+    return lambda name: [lambda: open_source(directory / name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +98,32 @@ def _target(piece: Piece) -> _Target:
 
 
 class _Reader:
-    def __init__(self, directory: Place, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, directory: Place, manifest: Manifest, pieces: Sequence[Piece], copies: Copies
+    ) -> None:
         self._directory = directory
+        self._copies = copies
         self._manifest = manifest
         self._targets = [_target(piece) for piece in pieces]
         longest = max((file.size_bytes for file in manifest.files), default=0)
         self._scratch = torch.empty(min(longest, manifest.block_bytes), dtype=torch.uint8)
 
     def read_file(self, file: FileRecord, reads: list[BlockRead]) -> int:
-        """Carry out the reads of one file; returns the bytes read."""
+        """Carry out the reads of one file, from its first good copy; returns the bytes read."""
+        damage = self._damage(file, reads[0], "is held by nobody any more")
+        for copy in self._copies(file.name):
+            try:
+                return self._read_copy(copy, file, reads)
+            except DamagedCheckpoint as error:
+                _log.debug("this copy is no good: %s", error)
+                damage = error
+        raise damage
+
+    def _read_copy(self, copy: Opener, file: FileRecord, reads: list[BlockRead]) -> int:
         read = reads[0]
         ahead = max(_AHEAD_BYTES // self._manifest.block_bytes, 1)
         try:
-            with open_source(self._directory / file.name) as source:
+            with copy() as source:
                 for first in range(0, len(reads), ahead):
                     batch = reads[first : first + ahead]
                     source.expect([self._span(file, read) for read in batch])

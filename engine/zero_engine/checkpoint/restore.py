@@ -8,13 +8,15 @@
 Must always hold: all ranks end with pieces of the same checkpoint, or all raise the same error.
 Damage makes everybody fall back; a checkpoint of another model does not, because the one before
 it is of that model too. A root in which every checkpoint is unusable is an error: starting
-from scratch there would silently throw the training away.
+from scratch there would silently throw the training away. Checkpoints in the memory of the nodes
+take their place in the same order; what is lost there is lost with its nodes, and only said.
 
 Called by the engine on every rank, in step.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,11 +35,15 @@ from zero_engine.checkpoint.manifest import MANIFEST, Manifest
 from zero_engine.checkpoint.parse import ManifestError, read_manifest
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.reader import fill
+from zero_engine.checkpoint.ram_node import age
+from zero_engine.checkpoint.ram_search import RamCheckpoint, RamSearch
+from zero_engine.checkpoint.reader import Copies, fill
 from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 
 _log = logging.getLogger(__name__)
 
+_InRam = tuple[RamCheckpoint, Manifest]
+_Entry = Candidate | Rejected | _InRam
 Wanted = Callable[[Manifest], State]
 """From a manifest to the state whose pieces are to be filled in place."""
 
@@ -70,9 +76,18 @@ class Loaded:
     manifest: Manifest
     bytes_read: int = 0
     """By this rank from the files of this checkpoint, edges of blocks included."""
+    in_ram: bool = False
+    """It was in the memory of the nodes; `path` is this node's part of it."""
 
 
-def load(root: Place, ballot: Ballot, wanted: Wanted, *, tag: str | None = None) -> Loaded | None:
+def load(
+    root: Place,
+    ballot: Ballot,
+    wanted: Wanted,
+    *,
+    tag: str | None = None,
+    ram: RamSearch | None = None,
+) -> Loaded | None:
     """Fill the wanted pieces from the newest valid checkpoint; every rank calls it.
 
     Args:
@@ -81,6 +96,7 @@ def load(root: Place, ballot: Ballot, wanted: Wanted, *, tag: str | None = None)
         wanted: Called with each manifest that is tried; its pieces are filled in place. After
             an error they hold anything.
         tag: Only checkpoints of this tag.
+        ram: To look into the memory of the nodes as well; on all ranks or on none.
 
     Returns:
         What was loaded, or None if nothing was ever saved here.
@@ -91,15 +107,17 @@ def load(root: Place, ballot: Ballot, wanted: Wanted, *, tag: str | None = None)
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
         PeerLost: The store of the ballot is gone.
     """
-    search = _Search(root, tag)
+    search = _Search(root, tag, ram)
+    if ram is not None:
+        ram.gather(ballot)
     while True:
         offer = ballot.announce(search.next_offer)
         if "name" not in offer:
             _raise(offer)
             return None
-        path = root / str(offer["name"])
-        attempt = _try(path, str(offer["digest"]), wanted, ballot.rank)
-        verdict = ballot.ask(attempt.vote, partial(search.judge, path))
+        offered = _open(root, ram, offer)
+        attempt = _try(offered, str(offer["digest"]), wanted, ballot.rank)
+        verdict = ballot.ask(attempt.vote, partial(search.judge, offered))
         if verdict["outcome"] == Outcome.GOOD:
             assert attempt.loaded is not None
             return attempt.loaded
@@ -114,6 +132,35 @@ def _raise(verdict: Record, cause: Exception | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """A checkpoint on disk, in the words of `RamCheckpoint`."""
+
+    path: Place
+    copies: Copies | None = None
+
+    def read_manifest(self) -> Manifest:
+        try:
+            return read_manifest(self.path / MANIFEST)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"rank {COORDINATOR} sees it, this rank does not; "
+                f"put {self.path.parent} on storage that all nodes share"
+            ) from None
+
+
+_Offered = _OnDisk | RamCheckpoint
+
+
+def _open(root: Place, ram: RamSearch | None, offer: Record) -> _Offered:
+    """What rank 0 offers, as this rank sees it."""
+    name = str(offer["name"])
+    if "home" not in offer:
+        return _OnDisk(root / name)
+    assert ram is not None, "rank 0 looks into memory only if all ranks do"
+    return ram.open(offer["home"], name, offer["places"])
+
+
+@dataclass(frozen=True, slots=True)
 class _Attempt:
     """What came of one checkpoint on one rank."""
 
@@ -122,12 +169,16 @@ class _Attempt:
     error: Exception | None = None
 
 
-def _try(path: Place, digest: str, wanted: Wanted, rank: int) -> _Attempt:
+def _try(offered: _Offered, digest: str, wanted: Wanted, rank: int) -> _Attempt:
     """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
+    path = offered.path
     try:
-        manifest = _read_same_manifest(path, digest)
-        count = fill(path, manifest, wanted(manifest))
-        return _Attempt({"outcome": Outcome.GOOD}, Loaded(path, manifest, count))
+        manifest = offered.read_manifest()
+        if manifest.digest != digest:
+            raise DamagedCheckpoint(f"{path / MANIFEST}: differs from what rank {COORDINATOR} read")
+        count = fill(path, manifest, wanted(manifest), copies=offered.copies)
+        loaded = Loaded(path, manifest, count, isinstance(offered, RamCheckpoint))
+        return _Attempt({"outcome": Outcome.GOOD}, loaded)
     except ModelMismatch as error:
         return _Attempt({"outcome": Outcome.MISMATCHED, "reason": str(error)}, error=error)
     except (DamagedCheckpoint, ManifestError) as error:
@@ -137,29 +188,17 @@ def _try(path: Place, digest: str, wanted: Wanted, rank: int) -> _Attempt:
         return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
 
 
-def _read_same_manifest(path: Place, digest: str) -> Manifest:
-    try:
-        manifest = read_manifest(path / MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"rank {COORDINATOR} sees it, this rank does not; "
-            f"put {path.parent} on storage that all nodes share"
-        ) from None
-    if manifest.digest != digest:
-        raise DamagedCheckpoint(f"{path / MANIFEST}: differs from what rank {COORDINATOR} read")
-    return manifest
-
-
 @dataclass(slots=True)
 class _Search:
     """Rank 0's walk through the candidates, newest first; idle on the other ranks."""
 
     root: Place
     tag: str | None
+    ram: RamSearch | None
     damaged: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
-    _entries: Iterator[Candidate | Rejected] | None = None
+    _entries: Iterator[_Entry] | None = None
 
     def next_offer(self) -> Record:
         """The next checkpoint to try; without a name, there is none: with the reason, or {}."""
@@ -168,13 +207,20 @@ class _Search:
         except Exception as error:
             reason = f"rank {COORDINATOR} could not search {self.root}: {error}"
             return {"outcome": Outcome.FAILED, "reason": reason}
-        if candidate is None:
-            return self._conclusion()
-        return {"name": candidate.path.name, "digest": candidate.manifest.digest}
+        match candidate:
+            case None:
+                return self._conclusion()
+            case Candidate(path=path, manifest=manifest):
+                return {"name": path.name, "digest": manifest.digest}
+            case (RamCheckpoint() as kept, manifest):
+                where = {"home": kept.home, "places": kept.places}
+                return {"name": kept.name, "digest": manifest.digest, **where}
 
-    def _next_candidate(self) -> Candidate | None:
-        self._entries = self._entries or scan(self.root)
+    def _next_candidate(self) -> Candidate | _InRam | None:
+        self._entries = self._entries or _newest_first(self.root, self.ram)
         for entry in self._entries:
+            if isinstance(entry, tuple):
+                return entry
             if isinstance(entry, Rejected):
                 self._note(entry)
             elif self.tag in (None, entry.manifest.tag):
@@ -206,14 +252,25 @@ class _Search:
         )
         return {"outcome": Outcome.FAILED, "reason": reason}
 
-    def judge(self, path: Place, votes: list[Record | None]) -> Record:
+    def judge(self, offered: _Offered, votes: list[Record | None]) -> Record:
         """The worst vote is everybody's; damage is marked for good."""
-        verdict = worst(path, votes)
+        verdict = worst(offered.path, votes)
         if verdict["outcome"] == Outcome.DAMAGED:
             _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
-            self.damaged.append(verdict["reason"])
-            quarantine(path, verdict["reason"])
+            if isinstance(offered, _OnDisk):
+                self.damaged.append(verdict["reason"])
+                quarantine(offered.path, verdict["reason"])
         return verdict
+
+
+def _newest_first(root: Place, ram: RamSearch | None) -> Iterator[_Entry]:
+    """Both kinds in one order; of two that are equally new, the one in memory first."""
+    in_memory = ram.candidates(root) if ram is not None else iter(())
+    return heapq.merge(in_memory, scan(root), key=_age, reverse=True)
+
+
+def _age(entry: _Entry) -> tuple[int, int]:
+    return age(entry[0].name if isinstance(entry, tuple) else entry.path.name)
 
 
 def worst(path: Place, votes: list[Record | None]) -> Record:

@@ -5,6 +5,7 @@ DeepSpeed's block of that name has none of these keys. `persistence` reads it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,27 @@ from zero_engine.errors import ConfigError
 AUTO = "auto"
 SecondsOrAuto = float | Literal["auto"]
 WAIT, SKIP = "wait", "skip"
+MOST_REPLICAS = 2
+"""Each costs every node as much memory, and every step as much traffic, as the image itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ram:
+    """Checkpoints in the memory of the nodes, between those on disk; needs zero-agent."""
+
+    every_steps: int = 1
+    """Every so many steps."""
+    replicas: int = 1
+    """Other nodes that keep a copy of each node's share: so many neighbours may be lost at once."""
+    budget_bytes: int | None = None
+    """What they may take of a node's /dev/shm; None: half of what is free there."""
+
+    def __post_init__(self) -> None:
+        _check_least("checkpoint.ram", self, {"every_steps": 1, "replicas": 0, "budget_bytes": 1})
+        if self.replicas > MOST_REPLICAS:
+            raise ConfigError(
+                f"checkpoint.ram.replicas: {self.replicas} is more than {MOST_REPLICAS}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +76,8 @@ class Checkpoint:
     weight_hash: bool | None = None
     """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. At
     stage 3 they are gathered for that; so None means: in saves that training waits for anyway."""
+    ram: Ram | None = None
+    """Checkpoints in memory; None: none."""
 
     def __post_init__(self) -> None:
         if self.when_busy not in (WAIT, SKIP):
@@ -63,10 +87,14 @@ class Checkpoint:
         for name in ("keep_every", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
                 raise ConfigError(f"checkpoint.{name}: only with keep_last; without it all stay")
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not value >= least:
-                raise ConfigError(f"checkpoint.{name}: {value:g} is less than {least}")
+        _check_least("checkpoint", self, _AT_LEAST)
 
 
 _AT_LEAST = {"every_steps": 1, "every_s": 0, "keep_last": 2, "keep_every": 1}
+
+
+def _check_least(section: str, values: object, least: Mapping[str, int]) -> None:
+    for name, limit in least.items():
+        value = getattr(values, name)
+        if isinstance(value, int | float) and not value >= limit:
+            raise ConfigError(f"{section}.{name}: {value:g} is less than {limit}")

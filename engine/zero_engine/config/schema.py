@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
-from zero_engine.config.saving import Checkpoint, KeepBest
+from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
 from zero_engine.stages import STAGES
 
@@ -219,6 +219,7 @@ SECTIONS: dict[str, type[Any]] = {
         SchedulerConfig,
         Checkpoint,
         KeepBest,
+        Ram,
         Elastic,
     )
 }

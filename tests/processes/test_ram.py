@@ -1,0 +1,116 @@
+"""Checkpoints in memory: what is lost when processes die, and it is not more than a step.
+
+No checkpoint is written to disk before the last step, unless a test says so. Every test ends
+in the same claim as those of `test_elastic`: the hash of an undisturbed run, the exact ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import ROOT, Cluster, final_hash, paced, run_alone, training
+from tests.support.waiting import wait_for
+from zero_engine.ledger import Report, read_ledger, verify
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+STEPS = 41
+SAMPLES = 32 * 40 + 10
+PAUSE_S = 0.1
+NEVER = 10_000
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    return run_alone(tmp_path_factory.mktemp("undisturbed"), f"--samples={SAMPLES}")
+
+
+@pytest.fixture
+def ram_job(cluster):
+    """Makes jobs that keep every step in memory."""
+    made: list[Cluster] = []
+
+    def make(flags: tuple[str, ...], *, save_every: int = NEVER, **ram: Any) -> Cluster:
+        job = cluster(flags=flags)
+        config = json.loads((ROOT / "examples" / "gpt.json").read_text())
+        config["checkpoint"] = {"ram": ram}
+        path = job.directory / "config.json"
+        path.write_text(json.dumps(config))
+        more = (f"--samples={SAMPLES}", f"--save-every={save_every}", f"--config={path}")
+        job.script = paced(training(job.directory, *more), PAUSE_S)
+        made.append(job)
+        return job
+
+    yield make
+    for job in made:
+        job.close()
+        for memory in memories(job):  # of agents that were killed, and never started again
+            shutil.rmtree(memory)
+
+
+def ended_well(job: Cluster, undisturbed: str) -> Report:
+    job.wait_for_end()
+    report = verify(read_ledger(job.directory / "ledger"), SAMPLES)
+    assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+    assert final_hash(job.output) == undisturbed
+    assert {memory for memory in memories(job) if memory.name.split(".")[2] in job.agents} == set()
+    return report
+
+
+def memories(job: Cluster) -> list[Path]:
+    return sorted(Path("/dev/shm").glob(f"zero-ram.{job.job}.*"))
+
+
+def loaded_steps(job: Cluster, source: str) -> list[int]:
+    """The steps that rounds went on from, of those that were loaded from below a directory."""
+    lines = [line for line in job.output.splitlines() if f"loaded {source}" in line]
+    return [int(line.split(", step ")[1].split(",")[0]) for line in lines]
+
+
+def saved_to_disk(job: Cluster) -> int:
+    return job.output.count("saved /")
+
+
+def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, undisturbed):
+    job = ram_job(("--nnodes=2", "--max-restarts=1"))
+    job.start("a", "b")
+    job.wait_for_step(15, world=2)
+    os.kill(job.worker_of("b"), signal.SIGKILL)
+    report = ended_well(job, undisturbed)
+    assert report.repeated_steps <= 1
+    (step,) = loaded_steps(job, "/dev/shm/")
+    assert step >= 14
+    assert saved_to_disk(job) == 1, "the one at the end of the script"
+
+
+def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_job, undisturbed):
+    job = ram_job(("--nnodes=2:3", "--max-restarts=1"))
+    job.start("a", "b", "c")
+    job.wait_for_step(15, world=3)
+    (left,) = [path for path in memories(job) if ".b." in path.name]
+    job.agents["b"].kill_node()
+    job.wait_for_step(17, world=2)
+    assert saved_to_disk(job) == 0
+    job.start("b")
+    wait_for(lambda: not left.exists(), 30, "the sweep of what the dead agent has left")
+    report = ended_well(job, undisturbed)
+    assert report.repeated_steps <= 1
+    assert loaded_steps(job, "/dev/shm/")[0] >= 14
+
+
+def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undisturbed):
+    job = ram_job(("--nnodes=1:3", "--max-restarts=2"), save_every=10)
+    job.start("a", "b", "c")
+    job.wait_for_step(15, world=3)
+    for node in ("b", "c"):
+        job.agents.pop(node).kill_node()
+    ended_well(job, undisturbed)
+    assert loaded_steps(job, f"{job.directory}/checkpoints/")[-1] == 10
+    assert "went with the nodes that held" in job.output
