@@ -29,8 +29,10 @@ with `round` is the job's *course*: a handful of changes in each round, which ev
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -192,10 +194,22 @@ class Members:
         fields = [field.name for field in dataclasses.fields(Node)]
         rows = [[getattr(node, name) for name in fields] for node in self.nodes]
         record = {"restarts": self.restarts, "fields": fields, "nodes": rows}
-        return json.dumps(record, separators=(",", ":"))
+        text = json.dumps(record, separators=(",", ":"))
+        return text if len(text) < _LONG else json.dumps({"zlib": _packed(text)})
 
 
 NOBODY = Members()
+
+_LONG = 8192
+"""A longer membership is compressed: it is sent to as many agents as it names."""
+
+
+def _packed(text: str) -> str:
+    return base64.b85encode(zlib.compress(text.encode())).decode()
+
+
+def _unpacked(packed: str) -> str:
+    return zlib.decompress(base64.b85decode(packed)).decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +403,8 @@ def _node(value: str) -> Node:
 @lru_cache(maxsize=4)
 def _members(value: str) -> Members:
     record = json.loads(value)
+    if "zlib" in record:
+        record = json.loads(_unpacked(record["zlib"]))
     nodes = (Node(**dict(zip(record["fields"], row, strict=True))) for row in record["nodes"])
     return Members(tuple(nodes), record["restarts"])
 

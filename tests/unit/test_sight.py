@@ -9,11 +9,13 @@ import pytest
 from tests.unit.test_rendezvous import Cluster
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import StoreReplaced
-from zero_orchestrator.job_state import Failure, Keys, State
+from zero_orchestrator.job_state import Failure, Keys, Members, Node, State, parse
 from zero_orchestrator.kv_memory import Database, MemoryStore
 from zero_orchestrator.replica import Replica
 from zero_orchestrator.sight import REREAD_S
+from zero_orchestrator.spec import JobSpec
 
+KEYS = Keys("job")
 NAMES = tuple(f"n{index:02}" for index in range(12))
 
 
@@ -131,7 +133,7 @@ def test_an_agent_outside_is_told_to_drain():
     cluster = running()
     agent = cluster.agents["n10"]
     order = '{"node": "n10", "incarnation": "1", "by": "me"}'
-    cluster.store.put(Keys("job").drain("n10"), order)
+    cluster.store.put(KEYS.drain("n10"), order)
     assert agent.poll().drain_order(agent.node).by == "me"
 
 
@@ -201,3 +203,21 @@ def test_a_reading_that_is_older_than_the_watch_is_not_believed():
     copy.distrust()
     store.late = True
     assert [item.key for item in copy.look().items] == ["a/2"]
+
+
+# ---- the membership ----
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_a_membership_is_read_as_it_was_written_and_takes_a_few_bytes_for_each_node(count):
+    nodes = [
+        Node(id=f"node-{i:04}", incarnation=f"{i:08x}", address=f"10.0.{i % 250}.{i}", slots=8)
+        for i in range(count)
+    ]
+    members = Members(tuple(nodes), restarts=2)
+    store = MemoryStore(ManualClock())
+    store.put(KEYS.round, '{"n": 3, "state": "ACTIVE", "cause": ""}')
+    store.put(KEYS.of_round(3, "members"), members.to_json())
+    spec = JobSpec(min_nodes=1, max_nodes=1000)
+    assert parse(KEYS, store.range(KEYS.prefix), spec).members == members
+    assert len(members.to_json()) < 300 + 40 * count

@@ -1,0 +1,220 @@
+"""How fast do N agents agree on a round? The real round machine and client, without workers.
+
+    python benchmarks/rendezvous.py --sizes 16,64,256,1000,2000 --trials 3
+
+Each agent is a `Rendezvous` with a lease, a node and watches of its own, against a cluster of
+three etcd servers on this machine; `rendezvous_agents.py` runs up to 100 of them in a process, on
+one connection. Their workers are imaginary: they start at once and are gone at once. Measured:
+
+- join: all but one agent wait. From the last one's first call to the moment when every agent
+  knows its place in the round and where the round's TCPStore listens (p50, p99 and last agent).
+- loss: one agent is found dead. From then to the moment when every other one knows its place in
+  the next round.
+- changes, calls: what one agent is told by its watches, and what it asks the store, on average
+  in that second round (leases apart). Both stay the same with N if a round costs O(N) in total.
+- floor: one key is written, and every agent has a watch on it: until the last one has been told.
+
+torch's c10d dynamic rendezvous does the same `join` with all its handlers in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from rendezvous_agents import Command, serve
+from rendezvous_c10d import c10d_join
+from rich.console import Console
+from rich.table import Table
+
+from zero_agent.etcd_process import EtcdProcess, Member, free_port
+from zero_orchestrator.etcd import EtcdStore
+
+PER_PROCESS = 100
+LIMIT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One job of one size. Seconds, and counts for each agent."""
+
+    join_s: list[float]
+    loss_s: list[float]
+    floor_s: float
+    changes: float
+    calls: float
+    transactions: float
+
+
+@contextlib.contextmanager
+def three_members(directory: Path) -> Iterator[str]:
+    """A cluster that serves; its endpoints."""
+    directory.mkdir()
+    members = [
+        Member(
+            name=f"m{i}", data=directory / f"m{i}", client_port=free_port(), peer_port=free_port()
+        )
+        for i in range(3)
+    ]
+    peers = ",".join(f"{member.name}={member.peer_url}" for member in members)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for member in members:
+            server = EtcdProcess(
+                dataclasses.replace(member, peers=peers), directory / f"{member.name}.log"
+            )
+            stack.callback(server.kill)
+            started.append(server)
+        for server in started:
+            server.wait_healthy()
+        yield ",".join(member.endpoint for member in members)
+
+
+class Hosts:
+    """The processes that run the agents; each obeys one command at a time."""
+
+    def __init__(self, endpoints: str, job: str, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        names = [f"node-{index:05}" for index in range(count)]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for first in range(0, count, PER_PROCESS):
+            ours, theirs = context.Pipe()
+            mine = names[first : first + PER_PROCESS]
+            process = context.Process(
+                target=serve, args=(theirs, endpoints, job, mine, count), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers()
+
+    def all(self, command: Command, *args: Any) -> list[Any]:
+        """What each process answers."""
+        for pipe in self._pipes:
+            pipe.send((command, args))
+        return self._answers()
+
+    def last(self, command: Command, *args: Any) -> Any:
+        """What the process with the last agent answers."""
+        self._pipes[-1].send((command, args))
+        return self._answer(self._pipes[-1])
+
+    def wait_for_round(self, n: int, began: float) -> list[float]:
+        """For each agent, the seconds from `began` until it knew its place in the round."""
+        answers = self.all(Command.WAIT_FOR_ROUND, n)
+        return [known - began for answer in answers for known in answer]
+
+    def _answers(self) -> list[Any]:
+        return [self._answer(pipe) for pipe in self._pipes]
+
+    def _answer(self, pipe: Connection) -> Any:
+        if not wait([pipe], LIMIT_S):
+            raise TimeoutError(f"a process of agents did not answer within {LIMIT_S:g} s")
+        answer = pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def trial(endpoints: str, count: int) -> Trial:
+    """A job of `count` agents: they join, and lose one."""
+    job = f"bench-{uuid.uuid4().hex[:8]}"
+    with contextlib.closing(Hosts(endpoints, job, count)) as hosts:
+        hosts.all(Command.JOIN_ALL_BUT_LAST)
+        began = hosts.last(Command.JOIN_LAST)
+        join = hosts.wait_for_round(1, began)
+        hosts.all(Command.RESET_COUNTS)
+        began = hosts.last(Command.LOSE_LAST)
+        loss = hosts.wait_for_round(2, began)
+        counts = [sum(kind) / count for kind in zip(*hosts.all(Command.COUNTS), strict=True)]
+        floor = _floor(hosts, endpoints, job)
+    changes, calls, transactions = counts
+    return Trial(
+        join_s=join,
+        loss_s=loss,
+        floor_s=floor,
+        changes=changes,
+        calls=calls,
+        transactions=transactions,
+    )
+
+
+def _floor(hosts: Hosts, endpoints: str, job: str) -> float:
+    key = f"/floor/{job}"
+    hosts.all(Command.WATCH, key)
+    store = EtcdStore(endpoints)
+    began = time.monotonic()
+    store.put(key, "")
+    told = hosts.all(Command.WAIT_FOR_CHANGE)
+    store.close()
+    return max(told) - began
+
+
+def row(name: str, trials: Sequence[Trial]) -> list[str]:
+    def spread(values: Sequence[float]) -> str:
+        return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+    def mean(what: str) -> str:
+        return f"{statistics.mean(getattr(trial, what) for trial in trials):.1f}"
+
+    return [
+        name,
+        *(spread([quantile(trial.join_s, q) for trial in trials]) for q in (0.5, 0.99, 1.0)),
+        spread([max(trial.loss_s) for trial in trials]),
+        *(mean(what) for what in ("changes", "calls", "transactions")),
+        spread([trial.floor_s for trial in trials]),
+    ]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The smallest value that is not below a share `q` of all."""
+    ordered = sorted(values)
+    return ordered[math.ceil(q * len(ordered)) - 1]
+
+
+COLUMNS = ("agents", "join p50", "p99", "last", "loss", "changes", "calls", "txns", "floor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", default="16,64,256,1000")
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--c10d-up-to", type=int, default=64, help="agents; 0: not at all")
+    args = parser.parse_args()
+    table = Table(*COLUMNS, title="seconds: median (range); counts for each agent in one round")
+    for count in map(int, args.sizes.split(",")):
+        trials, peers = [], []
+        with tempfile.TemporaryDirectory(prefix="rendezvous-") as name:
+            for number in range(args.trials):
+                with three_members(Path(name) / str(number)) as endpoints:
+                    trials.append(trial(endpoints, count))
+                print(f"{count} agents: {row('', trials[-1:])}", flush=True)
+                if count <= args.c10d_up_to:
+                    peers.append(c10d_join(count))
+                    print(f"c10d, {count} handlers: {peers[-1]:.2f}", flush=True)
+        table.add_row(*row(str(count), trials))
+        if peers:
+            last = f"{statistics.median(peers):.2f} ({min(peers):.2f}-{max(peers):.2f})"
+            table.add_row(f"{count}, c10d", "", "", last)
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Many agents in one process, for `rendezvous.py`: real rendezvous, imaginary workers.
+
+A process obeys one command at a time, each answered when it is done. Between commands, and during
+them, its loop polls every agent whose watch has told it something, and all of them now and then,
+as an agent's own loop does. Times are of the system's monotonic clock, one for all processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+from zero_orchestrator.clock import SystemClock
+from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.job_state import Node, Snapshot, State
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.kv import Change, Range, TxnResult, Watch, Write
+from zero_orchestrator.rendezvous import Rendezvous
+from zero_orchestrator.rounds import Timing
+from zero_orchestrator.spec import JobSpec
+
+TICK_S = 0.25
+LEASE_S = 30
+"""Long, because all agents of all machines share this one: keep-alives are not measured."""
+TIMEOUT_S = 60.0
+PATIENT = Timing(settle_s=1e9, grow_after_s=1e9)
+"""No round begins before all are there."""
+
+
+class Command(StrEnum):
+    """What a process can be told to do."""
+
+    JOIN_ALL_BUT_LAST = "join all but last"
+    JOIN_LAST = "join last"
+    WAIT_FOR_ROUND = "wait for round"
+    LOSE_LAST = "lose last"
+    RESET_COUNTS = "reset counts"
+    COUNTS = "counts"
+    WATCH = "watch"
+    WAIT_FOR_CHANGE = "wait for change"
+
+
+class CountingStore(EtcdStore):
+    """Counts what is asked and what is told; leases are not counted."""
+
+    def __init__(self, endpoints: str) -> None:
+        super().__init__(endpoints, timeout_s=TIMEOUT_S)
+        self.changes = self.calls = self.transactions = 0
+
+    def get(self, key: str) -> Any:
+        self.calls += 1
+        return super().get(key)
+
+    def range(self, prefix: str, **how: Any) -> Range:
+        self.calls += 1
+        return super().range(prefix, **how)
+
+    def txn(self, compares: Sequence[Any], writes: Sequence[Write]) -> TxnResult:
+        self.calls += 1
+        self.transactions += 1
+        return super().txn(compares, writes)
+
+    def watch(
+        self, prefix: str, on_changes: Callable[[Sequence[Change]], None], **how: Any
+    ) -> Watch:
+        def count(changes: Sequence[Change]) -> None:
+            self.changes += len(changes)
+            on_changes(changes)
+
+        return super().watch(prefix, count, **how)
+
+
+class Hosted:
+    """One agent with imaginary workers."""
+
+    def __init__(self, store: CountingStore, job: str, name: str, count: int, wake: Any) -> None:
+        node = Node(
+            id=name,
+            incarnation=f"{abs(hash(name)):016x}"[:8],
+            address=f"{name}.cluster.local",
+            slots=8,
+            ring=f"{name}.cluster.local:40000",
+        )
+        self.rdzv = Rendezvous(
+            store,
+            job,
+            JobSpec(min_nodes=max(1, count - 1), max_nodes=count, max_restarts=9),
+            node,
+            clock=SystemClock(),
+            journal=Journal(name),
+            timing=PATIENT,
+            lease_ttl_s=LEASE_S,
+            on_change=lambda: wake(self),
+        )
+        self.known_s: dict[int, float] = {}
+        """When it knew its place in a round, by round."""
+
+    def poll(self) -> None:
+        """What an agent's loop does, with workers that take no time."""
+        job = self.rdzv.poll()
+        index = job.members.index(self.rdzv.node)
+        if index is None:
+            return
+        if job.state is State.FORMING and self._is_news(job):
+            self.rdzv.report_quiet(job.n)
+        elif job.state is State.ACTIVE and job.master is not None:
+            self.known_s.setdefault(job.n, time.monotonic())
+        elif job.state is State.ACTIVE and index == 0:
+            self.rdzv.publish_master(job.n, "node:1")
+
+    def _is_news(self, job: Snapshot) -> bool:
+        return self.rdzv.node.id not in job.quiet
+
+
+class Process:
+    """The agents of one process and their one loop."""
+
+    def __init__(self, endpoints: str, job: str, names: Sequence[str], count: int) -> None:
+        self._store = CountingStore(endpoints)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._agents = [Hosted(self._store, job, n, count, self._inbox.put) for n in names]
+        self._joined: list[Hosted] = []
+        self._has_last = names[-1].endswith(f"{count - 1:05}")
+        self._told: list[float] = []
+        self._due_s = 0.0
+
+    def obey(self, command: Command, args: tuple[Any, ...]) -> Any:
+        return _COMMANDS[command](self, *args)
+
+    def turn(self) -> None:
+        """Poll the agents that have been told something, or all when that is due."""
+        woken = set()
+        try:
+            woken.add(self._inbox.get(timeout=0.01))
+            while True:
+                woken.add(self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+        if time.monotonic() >= self._due_s:
+            woken |= set(self._joined)
+            self._due_s = time.monotonic() + TICK_S
+        for agent in woken & set(self._joined):
+            agent.poll()
+
+    def join_all_but_last(self) -> None:
+        for agent in self._agents[: -1 if self._has_last else None]:
+            self._join(agent)
+
+    def join_last(self) -> float:
+        began = time.monotonic()
+        self._join(self._agents[-1])
+        return began
+
+    def _join(self, agent: Hosted) -> None:
+        agent.rdzv.register()
+        self._joined.append(agent)
+        self.turn()
+
+    def wait_for_round(self, n: int) -> list[float]:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(n in agent.known_s for agent in self._joined):
+            if time.monotonic() > deadline:
+                waiting = [a.rdzv.reason for a in self._joined if n not in a.known_s]
+                raise TimeoutError(f"round {n} did not begin: {waiting[0]}")
+            self.turn()
+        return [agent.known_s[n] for agent in self._joined]
+
+    def lose_last(self) -> float:
+        """The last agent stops, and its neighbour finds it dead."""
+        dead = self._joined.pop()
+        began = time.monotonic()
+        (self._joined or self._agents)[0].rdzv.evict(dead.rdzv.node)
+        return began
+
+    def reset_counts(self) -> None:
+        self._store.changes = self._store.calls = self._store.transactions = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        return self._store.changes, self._store.calls, self._store.transactions
+
+    def watch(self, key: str) -> None:
+        after = self._store.range(key).revision
+        for _ in self._joined:
+            EtcdStore.watch(
+                self._store, key, lambda changes: self._told.append(time.monotonic()), after=after
+            )
+
+    def wait_for_change(self) -> float:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self._told) < len(self._joined):
+            if time.monotonic() > deadline:
+                raise TimeoutError("a watch has not been told")
+            time.sleep(0.001)
+        return max(self._told, default=0.0)
+
+
+_COMMANDS: dict[Command, Callable[..., Any]] = {
+    Command.JOIN_ALL_BUT_LAST: Process.join_all_but_last,
+    Command.JOIN_LAST: Process.join_last,
+    Command.WAIT_FOR_ROUND: Process.wait_for_round,
+    Command.LOSE_LAST: Process.lose_last,
+    Command.RESET_COUNTS: Process.reset_counts,
+    Command.COUNTS: Process.counts,
+    Command.WATCH: Process.watch,
+    Command.WAIT_FOR_CHANGE: Process.wait_for_change,
+}
+
+
+def serve(pipe: Connection, endpoints: str, job: str, names: Sequence[str], count: int) -> None:
+    """A process's life: commands until it is killed."""
+    logging.disable(logging.CRITICAL)
+    threading.stack_size(256 * 1024)
+    process = Process(endpoints, job, names, count)
+    pipe.send(None)
+    while True:
+        process.turn()
+        if not pipe.poll():
+            continue
+        try:
+            pipe.send(process.obey(*pipe.recv()))
+        except Exception as error:
+            pipe.send(error)
