@@ -76,6 +76,8 @@ def _run(args: argparse.Namespace) -> int:
     access = Access.of(args, conf, args.rdzv_endpoint)
     if access.is_secure and way is not Way.NAMED:
         raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
+    if way is Way.NAMED:
+        _ = access.first  # is it written correctly?
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
     backend = backend if way is Way.NAMED else ""

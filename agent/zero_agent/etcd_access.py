@@ -80,7 +80,10 @@ class Access:
         _etcd()  # as silent as it is to stay
         from zero_orchestrator.etcd_connection import parse_endpoints
 
-        return parse_endpoints(self.endpoints)[0]
+        try:
+            return parse_endpoints(self.endpoints)[0]
+        except SpecError as error:
+            raise SpecError(f"--rdzv-endpoint={self.endpoints}: {error}") from error
 
     @contextlib.contextmanager
     def store(self) -> Iterator[EtcdStore]:

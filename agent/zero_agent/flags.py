@@ -48,9 +48,15 @@ def _hang(text: str) -> str:
         parse_hang_timeout(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text}: write seconds, such as 600, or auto, or off"
+            f"{text}: write seconds, such as 600, or 10m, or auto, or off"
         ) from None
     return text
+
+
+def _some_seconds(text: str) -> float:
+    if not (length_s := seconds(text)):
+        raise argparse.ArgumentTypeError(f"{text}: write more than 0 seconds, such as 30")
+    return length_s
 
 
 def _port(text: str) -> int:
@@ -96,7 +102,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="exclude-for",
-            kind=seconds,
+            kind=_some_seconds,
             default=60.0,
             help="for so long at first, twice as long each time (60)",
         ),
@@ -199,7 +205,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             default="auto",
             metavar="SECONDS|auto|off",
             help="kill workers that take no step for so long; auto: learnt from their steps "
-            "(workers under zero_engine only)",
+            "(workers under zero_engine, or with zero_agent.heartbeat())",
         ),
         Flag(
             name="signals-to-handle",
@@ -225,7 +231,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="health-check-timeout",
-            kind=seconds,
+            kind=_some_seconds,
             default=60.0,
             help="it is given so long (60)",
         ),
@@ -267,5 +273,11 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 }
 
 FLAGS = {flag.name: flag for flags in GROUPS.values() for flag in flags}
-METAVARS: Mapping[object, str] = {seconds: "SECONDS", _port: "PORT", _whole: "N", Path: "FILE"}
+METAVARS: Mapping[object, str] = {
+    seconds: "SECONDS",
+    _some_seconds: "SECONDS",
+    _port: "PORT",
+    _whole: "N",
+    Path: "FILE",
+}
 """What a value is called in the help, by its kind."""

@@ -13,7 +13,10 @@ Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest inte
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
+
+from zero_orchestrator.arguments import seconds
 
 FACTOR = 10.0
 FLOOR_S = 300.0
@@ -62,7 +65,7 @@ class StepClock:
 
 
 def parse_hang_timeout(text: str) -> HangPolicy:
-    """`auto`, `off`, or seconds.
+    """`auto`, `off`, or a length of time, such as `600` or `10m`.
 
     Raises:
         ValueError: None of these.
@@ -71,7 +74,10 @@ def parse_hang_timeout(text: str) -> HangPolicy:
         return HangPolicy()
     if text == "off":
         return HangPolicy(enabled=False)
-    limit_s = float(text)
-    if not limit_s > 0:
+    try:
+        limit_s = seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(text) from error
+    if limit_s == 0:
         raise ValueError(text)
     return HangPolicy(limit_s=limit_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -31,7 +32,7 @@ from zero_agent.worker_env import own_device
 from zero_agent.worker_main import Program
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.rounds import Timing
-from zero_orchestrator.spec import JobSpec, check_job_name, parse_nnodes
+from zero_orchestrator.spec import JobSpec, check_name, parse_nnodes
 
 log = logging.getLogger("zero")
 
@@ -56,7 +57,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         spec=_job_spec(args),
         program=program,
         slots=slots,
-        job=check_job_name(args.rdzv_id) if args.rdzv_id else None,
+        job=check_name("--rdzv-id", args.rdzv_id) if args.rdzv_id else None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host="" if args.node_id else socket.gethostname(),
         address=args.local_addr,
@@ -79,6 +80,8 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.node_id:
+        check_name("--node-id", args.node_id)
     if args.logs_specs:
         raise SpecError(
             f"--logs-specs={args.logs_specs}: torchrun's plug-ins do not work here; use "
@@ -140,7 +143,7 @@ def _job_spec(args: argparse.Namespace) -> JobSpec:
         refill_after_steps=args.refill_after_steps,
         max_restarts_without_progress=args.max_restarts_without_progress,
         exclude_after=args.exclude_after,
-        exclude_for_s=int(args.exclude_for),
+        exclude_for_s=math.ceil(args.exclude_for),
         command=(where, *args.arguments),
     )
 

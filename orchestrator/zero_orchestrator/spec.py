@@ -16,7 +16,7 @@ from zero_orchestrator.errors import SpecError
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 _COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
@@ -39,14 +39,23 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def check_job_name(name: str) -> str:
+    """`name` itself, if a job can have it. Raises SpecError."""
+    return check_name("--rdzv-id", name)
+
+
+def check_name(flag: str, name: str) -> str:
     """`name` itself, if it can be part of a key and of a directory name.
+
+    Args:
+        flag: With which it was given.
+        name: Of a job, or of a node.
 
     Raises:
         SpecError: It cannot.
     """
-    if _JOB_NAME.fullmatch(name) is None:
+    if _NAME.fullmatch(name) is None:
         raise SpecError(
-            f"--rdzv-id={name}: use letters, digits, '.', '_' and '-', at most 128 of them, "
+            f"{flag}={name}: use letters, digits, '.', '_' and '-', at most 128 of them, "
             "starting with a letter or a digit"
         )
     return name

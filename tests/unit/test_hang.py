@@ -42,7 +42,12 @@ def test_it_can_be_switched_off():
 
 @pytest.mark.parametrize(
     ("text", "policy"),
-    [("auto", HangPolicy()), ("off", HangPolicy(enabled=False)), ("2.5", HangPolicy(limit_s=2.5))],
+    [
+        ("auto", HangPolicy()),
+        ("off", HangPolicy(enabled=False)),
+        ("2.5", HangPolicy(limit_s=2.5)),
+        ("10m", HangPolicy(limit_s=600.0)),
+    ],
 )
 def test_what_can_be_written(text, policy):
     assert parse_hang_timeout(text) == policy

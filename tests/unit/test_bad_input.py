@@ -1,0 +1,92 @@
+"""Every flag that can be wrong: the message names the flag and the right form."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_agent import cli, command_line
+from zero_agent.flags import FLAGS
+from zero_orchestrator.errors import SpecError
+
+LENGTH = "write seconds, such as 30"
+COUNT = "is no whole number; write one"
+STREAMS = "write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"
+NAME = "use letters, digits, '.', '_' and '-'"
+
+WRONG: dict[str, tuple[tuple[str, str], ...]] = {
+    "nnodes": (("x", "write 4, or 1:4"), ("4:2", "write 2:4"), ("0:2", "write 1:2")),
+    "nproc-per-node": (("0", "write a number from 1"), ("some", "or auto, cpu, gpu")),
+    "max-restarts": (("1.5", COUNT), ("-1", "must not be negative; write 0")),
+    "refill-after-steps": (("x", COUNT), ("-1", "must not be negative; write 0")),
+    "max-restarts-without-progress": (("x", COUNT), ("-1", "must not be negative; write 0")),
+    "exclude-after": (("x", COUNT), ("-1", "must not be negative; write 0")),
+    "exclude-for": (("1y", LENGTH), ("0", "write more than 0 seconds")),
+    "node-unit": (("x", COUNT), ("0", "from 1"), ("3", "write --nnodes=3:3")),
+    "rdzv-id": (("a/b", NAME), ("-x", NAME)),
+    "rdzv-backend": (("zookeeper", "known are static, etcd-v3"),),
+    "rdzv-endpoint": (
+        ("a:b", "write HOST:PORT with a port"),
+        ("http://a:1", "without the scheme"),
+        (",", "write HOST:PORT[,HOST:PORT...]"),
+    ),
+    "rdzv-conf": (
+        ("x", "write KEY=VALUE"),
+        ("join_timeout=x", "write a number above 0, such as join_timeout=30"),
+        ("jointimeout=3", "did you mean join_timeout?"),
+    ),
+    "master-addr": (("10.0.0.1 --nnodes=1:2", "write --nnodes=2"),),
+    "master-port": (("x", "write a number up to 65535"), ("70000", "is no port")),
+    "node-rank": (("x", COUNT), ("5 --nnodes=2", "with --nnodes=2 write 0 to 1")),
+    "node-id": (("a/b", NAME), ("-a", NAME)),
+    "local-addr": (("192.0.2.1", "not an address of this machine; leave it out"),),
+    "join-timeout": (("soon", LENGTH), ("-1", LENGTH), ("nan", LENGTH)),
+    "etcd-ca": (("/nowhere", "cannot be read"),),
+    "etcd-cert": (("/nowhere", "cannot be read"), (__file__, "give both, or neither")),
+    "etcd-key": (("/nowhere", "cannot be read"), (__file__, "give both, or neither")),
+    "etcd-user": (("me", "give both, or neither"),),
+    "etcd-password-file": (("/nowhere", "cannot be read"), (__file__, "give both, or neither")),
+    "etcd-grace": (("x", LENGTH), ("inf", LENGTH)),
+    "log-dir": ((f"{__file__}/x", "name a directory that can be written"),),
+    "redirects": (("9", STREAMS), ("0:9", STREAMS)),
+    "tee": (("x", STREAMS), ("0:1,", STREAMS)),
+    "local-ranks-filter": (("a", "write local ranks, such as 0,1,2"),),
+    "shutdown-timeout": (("x", LENGTH),),
+    "hang-timeout": (("soon", "or auto, or off"), ("0", "write seconds, such as 600")),
+    "signals-to-handle": (("SIGKILL", "no signal that can be handled"), ("FOO", "SIGUSR1")),
+    "numa-binding": (("x", "choose from 'node'"),),
+    "health-check-timeout": (("x", LENGTH), ("0", "write more than 0 seconds")),
+    "health-port": (("x", "is no port"), ("70000", "is no port")),
+    "health-host": (("192.0.2.1 --health-port=0", "another --health-host"),),
+    "start-method": (("x", "choose from 'spawn'"),),
+    "monitor-interval": (("x", LENGTH),),
+    "logs-specs": (("x", "use --log-dir, --redirects and --tee"),),
+}
+ANYTHING_GOES = {
+    *("role", "duplicate-stdout-filters", "duplicate-stderr-filters"),
+    *("health-check", "event-log-handler"),
+}
+"""Flags whose every text means something."""
+CASES = [(flag, *case) for flag, cases in WRONG.items() for case in cases]
+
+
+@pytest.mark.parametrize(("flag", "value", "remedy"), CASES, ids=[f"{f}={v}" for f, v, _ in CASES])
+def test_a_wrong_value_is_refused_with_the_flag_and_the_right_form(
+    flag, value, remedy, monkeypatch, tmp_path
+):
+    def accepted(*arguments: object) -> None:
+        raise AssertionError(f"--{flag}={value} was accepted")
+
+    monkeypatch.setattr(cli, "_endpoint", accepted)
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SpecError) as refused:
+        cli._run(command_line.parse([*f"--{flag}={value}".split(), str(script)], {}))
+    message = str(refused.value)
+    assert f"--{flag}" in message
+    assert remedy in message
+
+
+def test_no_flag_is_forgotten():
+    takes_a_value = {name for name, flag in FLAGS.items() if flag.kind is not None}
+    assert set(WRONG) | ANYTHING_GOES == takes_a_value
+    assert not set(WRONG) & ANYTHING_GOES
