@@ -25,13 +25,12 @@ from zero_agent.ending import failure_of, root_cause, tell_end
 from zero_agent.fitness import Fitness
 from zero_agent.health import Status
 from zero_agent.leaving import Leaving
-from zero_agent.limits import Limits
+from zero_agent.limits import STORE_FAILS, Limits
 from zero_agent.ram import Ram
 from zero_agent.ring import Ring
 from zero_agent.supervise import Action, Situation, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
-from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
 from zero_orchestrator.job_state import ENDED, Failure, Node
 from zero_orchestrator.journal import Journal
@@ -164,19 +163,20 @@ class Agent:
         self._turned_s = self._clock.now()
         try:
             self._rdzv.poll()
-            self._limits.store_answers()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
             self._say_fitness()
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node))
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
-                return self._exit_code()
+                return tell_end(self._job, self._rdzv, self._journal, self._leaving.code)
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
+            self._limits.store_answers()
+            if action is not Action.WAIT:
                 return None
-        except StoreUnavailable as error:
-            self._limits.store_is_silent(error)
+        except STORE_FAILS as error:
+            self._limits.store_fails(error)
         self._say(self._rdzv.reason)
         self._check_limits()
         self._handle_events()
@@ -217,9 +217,6 @@ class Agent:
 
     # ---- actions ----
 
-    def _host_store(self, reason: str) -> None:
-        self._crew.host_store(self._rdzv.snapshot.n)
-
     def _start(self, reason: str) -> None:
         self._crew.start(self._rdzv.snapshot, self._rdzv.node)
 
@@ -227,31 +224,25 @@ class Agent:
         hang = any(failure.hang for failure in self._rdzv.snapshot.failures)
         self._crew.kill(reason, show_stacks=hang)
 
-    def _report_done(self, reason: str) -> None:
-        self._rdzv.report_done(self._rdzv.snapshot.n)
-
-    def _report_quiet(self, reason: str) -> None:
-        self._rdzv.report_quiet(self._rdzv.snapshot.n)
-
     def _report_failure(self, reason: str) -> None:
         failure = failure_of(self._crew, self._rdzv.node.id)
-        if not failure.symptom:
-            self._fitness.examine()
         self._rdzv.report_failure(self._crew.round, failure)
+        if not failure.symptom:
+            self._fitness.examine()  # ends before this node says that it is quiet
 
     # ---- events ----
 
     def _store_listens(self, n: int, port: int) -> None:
         try:
             self._rdzv.publish_master(n, f"{self._config.address}:{port}")
-        except StoreUnavailable as error:
-            self._limits.store_is_silent(error)
+        except STORE_FAILS as error:
+            self._limits.store_fails(error)
             self._inbox.put(lambda: self._store_listens(n, port))  # the loop polls in between
 
     def _peer_is_dead(self, node: Node) -> None:
         try:
             evicted = self._rdzv.evict(node)
-        except StoreUnavailable:
+        except STORE_FAILS:
             return  # its lease will say the same
         if evicted:
             self._journal.tell(
@@ -269,8 +260,8 @@ class Agent:
                 samples=request.samples,
                 in_ram=request.in_ram,
             )
-        except StoreUnavailable as error:
-            return False, f"etcd cannot be reached: {error}"
+        except STORE_FAILS as error:
+            return False, f"etcd did not take it: {error}"
         return granted, "" if granted else f"round {self._crew.round} is over"
 
     def _show(self) -> None:
@@ -281,13 +272,6 @@ class Agent:
         if self._crew.progress is not None:
             nodes = len(job.members.nodes)
             self._publisher.progress(self._crew.progress, lease=self._rdzv.lease, nodes=nodes)
-
-    def _exit_code(self) -> int:
-        code = tell_end(self._job, self._rdzv.snapshot, self._journal)
-        if code is None:
-            self._journal.tell("drained", f"node {self._rdzv.node.id} has left the job")
-            return self._leaving.code
-        return code
 
     def _say_fitness(self) -> None:
         """Before this node says that it is quiet, the others know whether it is fit."""
@@ -301,12 +285,12 @@ class Agent:
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
-    Action.HOST_STORE: Agent._host_store,
+    Action.HOST_STORE: lambda agent, reason: agent._crew.host_store(agent._rdzv.snapshot.n),
     Action.START: Agent._start,
     Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(reason),
     Action.STOP: lambda agent, reason: agent._crew.stop(reason),
     Action.KILL: Agent._kill,
-    Action.REPORT_DONE: Agent._report_done,
-    Action.REPORT_QUIET: Agent._report_quiet,
+    Action.REPORT_DONE: lambda agent, reason: agent._rdzv.report_done(agent._rdzv.snapshot.n),
+    Action.REPORT_QUIET: lambda agent, reason: agent._rdzv.report_quiet(agent._rdzv.snapshot.n),
     Action.REPORT_FAILURE: Agent._report_failure,
 }

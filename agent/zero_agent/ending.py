@@ -13,6 +13,7 @@ from zero_agent.supervise import Workers
 from zero_orchestrator.job_state import Failure, Snapshot, State
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.moves import Move
+from zero_orchestrator.rendezvous import Rendezvous
 
 log = logging.getLogger("zero")
 
@@ -36,8 +37,16 @@ def failure_of(crew: Crew, node: str) -> Failure:
     )
 
 
-def tell_end(name: str, job: Snapshot, journal: Journal) -> int | None:
-    """Say how the job `name` ended; the agent's exit code, None if the job goes on."""
+def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int) -> int:
+    """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
+
+    Args:
+        name: Of the job.
+        rdzv: The agent's.
+        journal: Of the agent.
+        left: The exit code if the job goes on without this node.
+    """
+    job = rdzv.snapshot
     if job.state is State.FAILED:
         _tell_failure(name, job, journal)
         return AgentExit.NO_PROGRESS if job.by == Move.GIVE_UP else AgentExit.JOB_FAILED
@@ -48,7 +57,8 @@ def tell_end(name: str, job: Snapshot, journal: Journal) -> int | None:
         text = f"job {name} has been stopped: {job.cause}"
         journal.tell("stopped", f"{text}; to run it again, give another --rdzv-id")
         return AgentExit.STOPPED
-    return None
+    journal.tell("drained", f"node {rdzv.node.id} has left the job")
+    return left
 
 
 def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import signal
 
 from zero_agent.config import AgentExit, AgentFailed
-from zero_agent.limits import Stopwatch
+from zero_agent.limits import STORE_FAILS, Stopwatch
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.job_state import DrainOrder
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.rendezvous import Rendezvous
@@ -44,7 +43,7 @@ class Leaving:
         why = f"{name}: leaving at the next step boundary; once more to leave at once"
         try:
             self._leave(128 + number, why)
-        except StoreUnavailable as error:
+        except STORE_FAILS as error:
             raise AgentFailed(128 + number, f"{name} while etcd is away: {error}") from error
 
     def obey(self, order: DrainOrder | None) -> None:

@@ -10,9 +10,12 @@ import logging
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.errors import StoreError, StoreRefused, StoreUnavailable
 from zero_orchestrator.job_state import Snapshot, State
 from zero_orchestrator.journal import Journal
+
+STORE_FAILS = (StoreUnavailable, StoreRefused)
+"""What an agent outlives for a while, once it has joined."""
 
 
 class Stopwatch:
@@ -63,16 +66,17 @@ class Limits:
         """For how long etcd has not answered; None while it does."""
         return self._outage.elapsed_s
 
-    def store_is_silent(self, error: StoreUnavailable) -> None:
-        """Etcd did not answer a call.
+    def store_fails(self, error: StoreError) -> None:
+        """Etcd did not answer a call, or refused it: it may be full, and be mended.
 
         Raises:
-            AgentFailed: It has not for longer than --etcd-grace.
+            AgentFailed: It has not done what it was asked for longer than --etcd-grace.
         """
+        how = "refuses" if isinstance(error, StoreRefused) else "cannot be reached"
         if self._outage.start():
             self._journal.tell(
                 "store",
-                f"etcd cannot be reached ({error}); the workers go on, nothing is committed",
+                f"etcd {how} ({error}); the workers go on, nothing is committed",
                 level=logging.WARNING,
             )
         if self._outage.past(self._config.etcd_grace_s):

@@ -1,0 +1,165 @@
+"""What cannot go well is said once, with the remedy: a full etcd, another job, a name taken."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.etcd_server import EtcdServer
+from tests.support.waiting import wait_for
+from zero_agent.etcd_process import Member, free_port
+from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.kv import KeyValueStore
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+QUOTA_BYTES = 1 << 20
+FILLER = "/filler/"
+WAITS = """
+import os, pathlib, time
+print("works", flush=True)
+while not pathlib.Path("{enough}").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd that is soon full."""
+    data = tmp_path / "etcd"
+    data.mkdir()
+    member = Member(
+        data=data, client_port=free_port(), options=(f"--quota-backend-bytes={QUOTA_BYTES}",)
+    )
+    with contextlib.closing(EtcdServer(tmp_path, member)) as etcd:
+        yield etcd.start()
+
+
+def fill(store: KeyValueStore) -> None:
+    """Write until there is no room left."""
+    with pytest.raises(StoreRefused, match="database space exceeded"):
+        write_for_ever(store)
+
+
+def write_for_ever(store: KeyValueStore) -> None:
+    for number in itertools.count():
+        store.put(f"{FILLER}{number}", "x" * 50_000)
+
+
+def make_room(etcd: EtcdServer, store: KeyValueStore) -> None:
+    """What the message says: compact, defragment, disarm."""
+    for item in store.range(FILLER).items:
+        store.delete(item.key)
+    etcd.call("kv/compaction", revision=store.range(FILLER).revision, physical=True)
+    etcd.call("maintenance/defragment")
+    member = etcd.call("maintenance/status")["header"]["member_id"]  # type: ignore[index]
+    etcd.call("maintenance/alarm", action="DEACTIVATE", alarm="NOSPACE", memberID=member)
+
+
+def cpu_s(pid: int) -> float:
+    """What a process has used so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def job_on(etcd: EtcdServer, directory: Path, **facts: object) -> Iterator[Cluster]:
+    enough, script = directory / "enough", directory / "waits.py"
+    script.write_text(WAITS.format(enough=enough))
+    job = Cluster(directory, etcd.endpoint, script=[str(script)], **facts)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def test_an_agent_does_not_begin_on_a_full_etcd_and_says_how_to_mend_it(small, tmp_path):
+    with contextlib.closing(EtcdStore(small.endpoint)) as store:
+        fill(store)
+    with job_on(small, tmp_path, flags=("--nnodes=1",)) as job:
+        job.start("a")
+        assert job.agents["a"].wait() == 3
+        assert job.output.count("database space exceeded") == 1
+        assert "compact and defragment etcd, then disarm its alarm" in job.output
+        assert "Traceback" not in job.output
+
+
+def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
+    with (
+        contextlib.closing(EtcdStore(small.endpoint)) as store,
+        job_on(small, tmp_path, flags=("--nnodes=1", "--max-restarts=1")) as job,
+    ):
+        job.start("a")
+        wait_for(lambda: job.output.count("works") and job.events("worker"), 60, "the worker")
+        agent = job.agents["a"].process.pid
+        fill(store)
+        os.kill(job.worker_of("a"), 9)
+        wait_for(lambda: job.events("store"), 30, "the refusal")
+        before_s = cpu_s(agent)
+        wait_for(lambda: job.output.count("database space exceeded") == 1, 5, "its message")
+        make_room(small, store)
+        wait_for(lambda: job.output.count("works") == 2, 60, "the next round")
+        assert cpu_s(agent) - before_s < 5.0, "it has not been busy"
+        (tmp_path / "enough").touch()
+        job.wait_for_end()
+        refused, mended = job.events("store")
+        assert refused["text"].startswith("etcd refuses (")
+        assert mended["text"] == "etcd answers again"
+        assert len(job.events("interrupt")) == 1
+
+
+def test_two_agents_that_disagree_about_the_job_are_told_the_difference(etcd, tmp_path):
+    with job_on(etcd, tmp_path, flags=("--nnodes=1:2",), job=f"differ-{tmp_path.name}") as job:
+        job.start("a")
+        wait_for(lambda: job.output.count("works"), 60, "the worker")
+        job.flags = ("--nnodes=1:3", "--max-restarts=4")
+        job.start("b")
+        assert job.agents.pop("b").wait() == 2
+        assert (
+            f"job {job.job} runs with another specification: max_nodes is 2 there and 3 here; "
+            "max_restarts is 0 there and 4 here. Start this agent with the same values"
+        ) in job.output
+        (tmp_path / "enough").touch()
+        job.wait_for_end()
+
+
+def test_of_two_agents_with_one_name_the_first_says_so_and_ends(etcd, tmp_path):
+    flags = ("--nnodes=1:2", "--max-restarts=1")
+    with job_on(etcd, tmp_path, flags=flags, job=f"twice-{tmp_path.name}") as job:
+        job.start("a")
+        wait_for(lambda: job.output.count("works"), 60, "the worker")
+        first = job.agents["a"]
+        job.start("a")
+        assert first.wait() == 2
+        assert "another agent has registered as node a; this one stops" in first.output
+        assert "Give each agent its own --node-id" in first.output
+        wait_for(lambda: job.output.count("works") == 2, 60, "the worker of the second")
+        (tmp_path / "enough").touch()
+        assert job.agents["a"].wait() == 0
+
+
+def test_a_message_is_never_a_traceback(tmp_path):
+    """An address that cannot be resolved, at the moment when etcd is first asked."""
+    with job_on_nowhere(tmp_path) as job:
+        job.start("a")
+        assert job.agents["a"].wait() == 3
+        assert "no.such.host.invalid" in job.output
+        assert "Traceback" not in job.output
+
+
+@contextlib.contextmanager
+def job_on_nowhere(directory: Path) -> Iterator[Cluster]:
+    script = directory / "never.py"
+    script.touch()
+    job = Cluster(directory, "no.such.host.invalid:2379", script=[str(script)])
+    try:
+        yield job
+    finally:
+        job.close()
