@@ -42,10 +42,13 @@ class _Worker:
 class WorldPool:
     """Runs functions as the ranks of a world. `close` it when done."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, method: str = "spawn") -> None:
+        """Start `size` processes; by "forkserver" they share one import of torch."""
         import torch.distributed as dist
 
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload(["torch", "torch.distributed", "zero_engine"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers = [self._start() for _ in range(size)]
         self._calls = 0

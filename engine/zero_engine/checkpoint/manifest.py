@@ -33,8 +33,12 @@ FORMAT = 1
 """The format that this release writes, and the newest that it reads."""
 MIN_READER = 1
 """The oldest format a reader must know to read what this release writes."""
-BLOCK_BYTES = 4 << 20
-"""A file is hashed, and verified on load, in blocks of this size, unless its manifest differs."""
+BLOCK_BYTES = 512 << 10
+"""A file is hashed, and verified on load, in blocks of this size, unless its manifest differs.
+
+A rank reads all of a block of which it needs a part, so blocks cost bytes where the world size
+changes: with these, 1.01 times the checkpoint for 1.5 GB and 8 ranks, with 4 MiB 1.06 times.
+Shorter ones would cost the manifest more than they save."""
 MANIFEST = "MANIFEST.json"
 TOMBSTONE = b"removed\n"
 """In place of a manifest, where a directory cannot be renamed: what is here is being deleted."""

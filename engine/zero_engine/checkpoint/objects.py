@@ -25,6 +25,9 @@ from zero_engine.checkpoint.source import Source, Span
 PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "memory": ""}
 """Protocol -> the extra of this distribution that brings its file system."""
 
+_REQUEST_BYTES = 8 << 20
+"""What one request fetches: large enough for its latency not to matter."""
+
 
 def file_system(url: str) -> Any:
     """The file system of a URL; fsspec keeps one for each process and protocol.
@@ -138,15 +141,21 @@ class _ObjectSource:
     """Ranges of one object; those expected are fetched side by side."""
 
     path: ObjectPath
-    fetched: dict[Span, bytes] = field(default_factory=dict)
+    fetched: dict[Span, memoryview] = field(default_factory=dict)
 
     def expect(self, spans: Sequence[Span]) -> None:
-        self.fetched = dict(zip(spans, self._fetch(spans), strict=True))
+        self.fetched = {}
+        runs = list(_runs(spans))
+        whole = [(run[0][0], sum(length for _, length in run)) for run in runs]
+        for run, body in zip(runs, self._fetch(whole), strict=True):
+            for begin, length in run:
+                at = begin - run[0][0]
+                self.fetched[begin, length] = memoryview(body)[at : at + length]
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         span = (offset, sum(map(len, buffers)))
-        found = self.fetched.pop(span) if span in self.fetched else self._fetch([span])[0]
-        data = memoryview(found)
+        found = self.fetched.pop(span, None)
+        data = memoryview(self._fetch([span])[0]) if found is None else found
         missing = span[1] - len(data)
         for buffer in buffers:
             part, data = data[: len(buffer)], data[len(buffer) :]
@@ -167,6 +176,18 @@ class _ObjectSource:
         if isinstance(item, OSError) and self.path.stat().st_size <= start:
             return b""  # a store refuses a range that begins beyond the end
         raise item
+
+
+def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Neighbours together, as far as one request goes."""
+    run: list[Span] = []
+    for begin, length in spans:
+        if run and (begin != sum(run[-1]) or begin + length > run[0][0] + _REQUEST_BYTES):
+            yield run
+            run = []
+        run.append((begin, length))
+    if run:
+        yield run
 
 
 def _changed_s(info: Mapping[str, Any]) -> float:

@@ -392,7 +392,7 @@ for number in range(2):
 def test_an_engine_saves_to_a_url_and_goes_on_from_it(s3, s3_root):
     """The script ends while its last save is in flight."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(s3_root)]
-    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=150)
     newest, first = find(s3_root).candidates
     assert done.stdout.splitlines() == ["None {}", f"{first.path} {{'seen': 0}}"]
     assert (newest.manifest.step, newest.manifest.meta["client"]) == (2, {"seen": 1})

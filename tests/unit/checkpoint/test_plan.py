@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_engine.checkpoint.fragments import check_cover, from_lists
+from tests.unit.checkpoint.support import share
+from zero_engine.checkpoint import own_layout
+from zero_engine.checkpoint.fragments import check_cover, first_break, from_lists
+from zero_engine.checkpoint.manifest import BLOCK_BYTES
+from zero_engine.checkpoint.pieces import PARAM, TensorId
 from zero_engine.checkpoint.plan import Part, Want, plan
 
 BLOCK = 64
@@ -81,19 +88,104 @@ def test_adjacent_runs_share_the_read_of_their_block():
     assert reads[0].parts == (Part(128, 16, 0, 0), Part(144, 16, 1, 0))
 
 
-def test_a_thousand_ranks_by_a_thousand_tensors_are_planned_within_a_second():
-    world, tensors, length = 1024, 1000, 1_000_000
-    rows = [
-        (t, (t * 7 + f) % world, f * length // 100, length // 100, 4096 + t * length)
-        for t in range(tensors)
-        for f in range(100)
+# ---- whole jobs, without their memory ----
+
+
+def gpt2_shapes():
+    """124,439,808 parameters in 148 tensors."""
+    width, shapes = 768, {"wte": (50257, 768), "wpe": (1024, 768)}
+    for layer in range(12):
+        for name, shape in {
+            "ln_1": (width,), "qkv": (width, 3 * width), "proj": (width, width),
+            "ln_2": (width,), "fc": (width, 4 * width), "out": (4 * width, width),
+        }.items():  # fmt: skip
+            shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[-1:]}
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+def shadow(shapes):
+    """Tensors of these shapes, with moments, that take no memory."""
+    return {
+        TensorId(kind, name): torch.empty(shape, device="meta")
+        for kind in (PARAM, "exp_avg", "exp_avg_sq")
+        for name, shape in shapes.items()
+    }
+
+
+def saved_by(full, world):
+    """The fragments and file sizes of a save by so many ranks."""
+    layouts = [own_layout(share(full, rank, world), rank) for rank in range(world)]
+    columns = [
+        layout.columns() | {"file": [r] * len(layout.placed)} for r, layout in enumerate(layouts)
     ]
-    names = ("tensor", "file", "start", "length", "offset")
-    fragments = from_lists(dict(zip(names, zip(*rows, strict=True), strict=True)))
-    begin = time.process_time()
-    reads = plan([Want(t, 5, length - 9, 4) for t in range(3)], fragments, tensors, 4 << 20)
-    assert time.process_time() - begin < 1
-    assert sum(part.length for read in reads for part in read.parts) == 3 * (length - 9) * 4
+    joined = {name: [n for c in columns for n in c[name]] for name in columns[0]}
+    return from_lists(joined), [layout.size_bytes for layout in layouts]
+
+
+def reads_of(full, rank, world, fragments):
+    index = {tensor: position for position, tensor in enumerate(full)}
+    wants = [Want(index[p.id], p.start, p.data.numel(), 4) for p in share(full, rank, world).pieces]
+    return plan(wants, fragments, len(index), BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("loaded_by", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("saved_by_ranks", [1, 2, 4])
+def test_all_ranks_together_read_hardly_more_than_the_checkpoint(saved_by_ranks, loaded_by):
+    full = shadow(gpt2_shapes())
+    fragments, sizes = saved_by(full, saved_by_ranks)
+    read = sum(
+        min(BLOCK_BYTES, sizes[read.file] - read.block * BLOCK_BYTES)
+        for rank in range(loaded_by)
+        for read in reads_of(full, rank, loaded_by, fragments)
+    )
+    assert sum(sizes) > 12 * 124_439_808
+    assert 0.999 * sum(sizes) < read < 1.01 * sum(sizes)
+
+
+def cut_evenly(numels, world):
+    """Rows (tensor, rank, start, length) of three kinds of tensors, each kind cut by itself."""
+    ends = np.cumsum(numels)
+    starts, total = ends - numels, int(ends[-1])
+    edges = np.unique([*starts, *(total * np.arange(world) // world)])
+    tensor = np.searchsorted(ends, edges, side="right")
+    rank = np.searchsorted(total * np.arange(1, world) // world, edges, side="right")
+    length = np.diff([*edges, total])
+    kinds = [tensor + kind * len(numels) for kind in range(3)]
+    own = [np.stack([each, rank, edges - starts[tensor], length]) for each in kinds]
+    return np.concatenate(own, axis=1)
+
+
+def test_a_thousand_ranks_read_every_byte_exactly_once_and_ask_nobody_for_their_plan():
+    """There is no process group here: a collective would raise."""
+    assert not dist.is_initialized()
+    numels = [4099 * 129 + 7 * n for n in range(1000)]
+    tensor, file, start, length = cut_evenly(np.array(numels), 1024)
+    order = np.lexsort((start, tensor, file))
+    tensor, file, start, length = tensor[order], file[order], start[order], length[order]
+    offset = 4096 + 4 * (np.cumsum(length) - length)
+    heads = np.array([offset[file == rank][0] - 4096 for rank in range(1024)])
+    offset -= heads[file]
+    fragments = from_lists(
+        {"tensor": tensor, "file": file, "start": start, "length": length, "offset": offset}
+    )
+    assert check_cover(fragments, numels * 3, str) is None
+
+    wants = [[] for _ in range(1000)]
+    for tensor, rank, start, length in cut_evenly(np.array(numels), 1000).T.tolist():
+        wants[rank].append(Want(tensor, start, length, 4))
+    parts = np.array(
+        [
+            (read.file, part.offset, part.length)
+            for own in wants
+            for read in plan(own, fragments, 3000, BLOCK_BYTES)
+            for part in read.parts
+        ]
+    )
+    file, begin, length = parts[np.lexsort((parts[:, 1], parts[:, 0]))].T
+    last = fragments.offset + 4 * fragments.length
+    ends = np.array([last[fragments.file == rank].max() for rank in range(1024)])
+    low = np.full(1024, 4096)
+    assert first_break(file, begin, begin + length, low, ends) is None
 
 
 def test_a_gap_and_an_overlap_are_found_and_named():

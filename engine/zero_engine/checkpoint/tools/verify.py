@@ -24,7 +24,7 @@ from zero_engine.checkpoint.source import Source, Span, open_source
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""
 
-_JOB_BLOCKS = 8
+_JOB_BLOCKS = 64
 """Blocks that a thread checks before it looks for more work; a source may fetch all of them."""
 
 
