@@ -41,7 +41,7 @@ from zero_engine.loss_scaler import LossScaling
 from zero_engine.lr_schedules import make_schedule
 from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
 from zero_engine.param_access import adopt_parameters
-from zero_engine.param_coordinator import ParamCoordinator
+from zero_engine.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.partition import aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES
@@ -160,7 +160,16 @@ def _make_core(
         FlatUnit(spec, stage, collectives, device, resting)
         for spec, resting in zip(specs, tiers, strict=True)
     )
-    coordinator = ParamCoordinator(model, units if stage.shards_parameters else (), guard)
+    coordinator = ParamCoordinator(
+        model,
+        units if stage.shards_parameters else (),
+        collectives,
+        Prefetch(
+            budget=config.zero_optimization.stage3_prefetch_bucket_size,
+            max_live=config.zero_optimization.stage3_max_live_parameters,
+        ),
+        guard,
+    )
     trained = [unit for unit in units if unit.trained]
     zero = reducer = None
     if optimizer is not None and trained:

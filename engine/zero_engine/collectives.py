@@ -74,6 +74,11 @@ def wait(pending: Pending) -> None:
         pending.group.finish(pending)
 
 
+def has_ended(pending: Pending) -> bool:
+    """Whether a `wait` would return at once; an exchange of a gather never says so."""
+    return all(work.is_completed() for work in pending.works)
+
+
 class Collectives:
     """The exchanges within one process group. At world 1 nothing travels."""
 
@@ -102,12 +107,10 @@ class Collectives:
                 for work in pending.works:  # holds up the stream, not this process
                     work.wait()
                 return
-            try:
-                ended = self._waiter.wait(pending.works, lambda: self._look(pending))
-            finally:
-                self._standstill.go_on()
+            ended = self._waiter.wait(pending.works, lambda: self._look(pending))
         if not ended:
             self._leave(pending)
+        self._standstill.go_on()  # a wait that was given up stays posted: the rank is not coming
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")

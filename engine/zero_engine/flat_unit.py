@@ -113,6 +113,7 @@ class FlatUnit:
     """One unit on one rank.
 
     Attributes:
+        label: The name, with the first and the last parameter.
         full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
             between uses at stage 3.
         shard: [padded / world], this rank's interval in the highest precision there is: fp32
@@ -131,6 +132,7 @@ class FlatUnit:
         tiers: UnitTiers | None = None,
     ) -> None:
         self.name = spec.name
+        self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
         self.module = spec.module
         self.is_root = spec.is_root
         self.trained = spec.trained
@@ -145,6 +147,7 @@ class FlatUnit:
         self._collectives = collectives
         near = Memory(device, used_on=device)
         self.tiers = tiers or UnitTiers(near, near)
+        self._arriving: Pending | None = None
         self._build(spec, device)
         self._install_views()
         self.gathered = True
@@ -184,15 +187,23 @@ class FlatUnit:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             param.data = self.full[slot.start : slot.stop].view(slot.shape)
 
+    def begin_gather(self) -> None:
+        """Let the full parameters come (stage 3); `gather` waits for them."""
+        if not self.gathered and self._arriving is None:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self._arriving = self._publish()
+
     def gather(self) -> None:
         """Make the full parameters be there (stage 3)."""
-        if not self.gathered:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            wait(self._publish())
-            self.gathered = True
+        self.begin_gather()
+        if self._arriving is not None:
+            wait(self._arriving)
+            self._arriving, self.gathered = None, True
 
     def release(self) -> None:
         """Free the full parameters (stage 3); a gather brings them back."""
+        if self._arriving is not None:  # they must not arrive in memory that is freed
+            self.gather()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 
@@ -251,4 +262,4 @@ class FlatUnit:
 
     def _publish(self) -> Pending:
         self._rests.fetch(self.local, self._collectives.own(self.full))
-        return self._collectives.all_gather(self.full, f"parameters of {self.name}")
+        return self._collectives.all_gather(self.full, f"parameters of {self.label}")

@@ -2,9 +2,9 @@
 
 Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
 
-- Units are reduced in one fixed order on every rank, at most two at a time. A unit that is
-  ready early waits for its turn; one that lacks gradients when backward ends is completed with
-  zeros. So a rank that skipped a branch stays in step with the others.
+- Units are reduced in one fixed order on every rank, two at a time, at stage 3 perhaps more. A
+  unit that is ready early waits for its turn; one that lacks gradients when backward ends is
+  completed with zeros. So a rank that skipped a branch stays in step with the others.
 - The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
 
 `engine.backward` calls `begin`, lets autograd run, and calls `finish`.
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_engine.collectives import Collectives, Pending, wait
+from zero_engine.collectives import Collectives, Pending, has_ended, wait
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.stages import Stage
@@ -188,7 +188,7 @@ class GradReducer:
             self._next += 1
 
     def _issue(self, gradient: UnitGradient) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_wait():
             self._complete(self._in_flight.popleft())
         leaves = gradient.buffer
         assert leaves is not None
@@ -196,9 +196,18 @@ class GradReducer:
             self._complete(_Exchange(None, gradient, leaves))
             return
         received = self._pool.take(leaves.numel(), leaves.dtype)
-        what = f"gradients of {gradient.unit.name}"
+        what = f"gradients of {gradient.unit.label}"
         pending = self._collectives.exchange_leaves(leaves, received, what)
         self._in_flight.append(_Exchange(pending, gradient, received))
+
+    def _may_wait(self) -> bool:
+        """Whether to wait for the oldest exchange.
+
+        Where parameters are gathered in backward, a rank that waits here for another could keep
+        it waiting there: one whose branch left this unit out sends its zeros at the end.
+        """
+        pending = self._in_flight[0].pending
+        return not self._stage.shards_parameters or pending is None or has_ended(pending)
 
     def _complete(self, exchange: _Exchange) -> None:
         """Wait for the leaves of a unit, add them to its total, give the buffers back."""

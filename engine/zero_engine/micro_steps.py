@@ -132,6 +132,7 @@ class MicroSteps:
         assert core.reducer is not None
         assert core.zero is not None
         with core.guard():
+            core.coordinator.end_gathers()
             core.reducer.finish()
         core.coordinator.end_backward()
         core.zero.accumulating = True

@@ -100,6 +100,10 @@ class ZeroOptimization:
     offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
     sub_group_size: int = 1_000_000_000
     """Elements of offloaded state that are stepped at a time."""
+    stage3_prefetch_bucket_size: int | None = None
+    """Elements that are gathered ahead of their use; None: one unit, 0: nothing."""
+    stage3_max_live_parameters: int = 1_000_000_000
+    """Elements up to which units are gathered ahead; what is used now is gathered anyway."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -108,6 +112,9 @@ class ZeroOptimization:
             raise ConfigError(
                 f"zero_optimization.sub_group_size: {self.sub_group_size} is less than 1"
             )
+        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"zero_optimization.{name}: {getattr(self, name)} is negative")
         check_stage(self.stage, self.offload_optimizer, self.offload_param)
 
 
