@@ -1,10 +1,10 @@
 """How much memory a rank needs for the state of training, before anything is allocated.
 
-Owns the arithmetic, which follows `flat_unit`, `zero_optimizer` and `grad_reducer` line by line;
-tests hold it against what an engine really allocates. Left out: activations, and the buffers in
-flight, which are at most four times the largest unit (two being gathered, two being reduced).
+Owns the arithmetic, which follows `flat_unit`, `zero_optimizer`, `grad_reducer` and `tiers` line by
+line; tests hold it against what an engine really allocates. Left out: activations, and the
+gradients of the module that backward is in.
 
-Called by `python -m zero_engine.config`.
+Called by `python -m zero_engine.config` and by `memory_needs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_engine.config.schema import Config, OptimizerConfig
+from zero_engine.config.offload import CPU, NONE, NVME
+from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
 
 _FP32_BYTES = 4
@@ -39,25 +40,52 @@ _STATES: dict[str, int] = {
 _OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
 """Option -> the further values that it takes when it is on."""
 
+_IN_FLIGHT = 4
+"""Units being gathered (two) and reduced (two) at the same time, at most."""
+_PUTS = 2
+"""Writes of stepped weights that may be under way, see `tiers.nvme`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes on one rank."""
+    """Bytes on one rank. Without a GPU, the device's memory and the host's are one."""
 
     weights: int
-    """What forward and backward read."""
+    """On the device: what forward and backward read."""
     master: int
-    """fp32 weights beside those."""
+    """On the device: fp32 weights beside those."""
     moments: int
+    """On the device."""
     gradients: int
+    """On the device."""
+    host: int = 0
+    """In the host's memory: what rests there, and buffers of what rests on the disk."""
+    disk: int = 0
+    in_flight: int = 0
+    """On the device, at most and for moments: units being gathered and reduced."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that stays on the device."""
         return self.weights + self.master + self.moments + self.gradients
 
+    @property
+    def without_gpu(self) -> int:
+        """All that is in memory where device and host are one."""
+        return self.total + self.host
 
-def estimate(parameters: int, *, stage: int, compute: str, states: int, world: int) -> Estimate:
+
+def estimate(
+    parameters: int,
+    *,
+    stage: int,
+    compute: str,
+    states: int,
+    world: int,
+    zero: ZeroOptimization | None = None,
+    largest: int | None = None,
+    gpu: bool = True,
+) -> Estimate:
     """The state of training `parameters` parameters.
 
     Args:
@@ -66,21 +94,105 @@ def estimate(parameters: int, *, stage: int, compute: str, states: int, world: i
         compute: "fp32", "bf16" or "fp16".
         states: fp32 values that the optimizer keeps per parameter.
         world: Ranks.
+        zero: What is offloaded; None: nothing.
+        largest: Parameters of the largest unit; None: of all.
+        gpu: Whether the device's memory is not the host's.
 
-    Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums.
+    Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
+    ZeRO-Offload and ZeRO-Infinity for what is where.
     """
     policy, size = STAGES[stage], _COMPUTE_BYTES[compute]
     shard = -(-parameters // world)
     stepped = shard if policy.shards_optimizer else parameters
-    has_own_master = compute != "fp32" or policy.shards_parameters
     sums = _FP32_BYTES * (shard + (0 if policy.shards_optimizer else parameters))
     unreduced = 0 if policy.shards_gradients else size * parameters
+    unit = largest or parameters
+    plan = _Resting(zero or ZeroOptimization(stage=stage), compute, stepped, gpu=gpu)
+    places = plan.master() + plan.moments(states) + plan.weights()
+    buffers = plan.buffers(states, -(-unit // world))
     return Estimate(
-        weights=0 if policy.shards_parameters else size * parameters,
-        master=_FP32_BYTES * stepped if has_own_master else 0,
-        moments=_FP32_BYTES * states * stepped,
+        weights=plan.at(NONE, plan.weights())
+        + (0 if policy.shards_parameters else size * parameters),
+        master=plan.at(NONE, plan.master()),
+        moments=plan.at(NONE, plan.moments(states)),
         gradients=sums + unreduced,
+        host=plan.at(CPU, places) + buffers,
+        disk=plan.at(NVME, places),
+        in_flight=_IN_FLIGHT * size * unit,
     )
+
+
+_Placed = list[tuple[str, float]]
+"""Device as the config names it -> bytes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resting:
+    """Where the shards of all units rest together."""
+
+    zero: ZeroOptimization
+    compute: str
+    stepped: int
+    gpu: bool = True
+
+    @staticmethod
+    def at(device: str, places: _Placed) -> int:
+        return round(sum(bytes_ for place, bytes_ in places if place == device))
+
+    def master(self) -> _Placed:
+        """fp32 weights, but where they are the buffer that the model computes with."""
+        home, away = self._parts()
+        shared = self.compute == "fp32" and not STAGES[self.zero.stage].shards_parameters
+        aliased_away = shared and not self.gpu
+        return [
+            (NONE, 0 if shared else _FP32_BYTES * home),
+            (self._device, 0 if aliased_away else _FP32_BYTES * away),
+        ]
+
+    def moments(self, states: int) -> _Placed:
+        home, away = self._parts()
+        return [(NONE, _FP32_BYTES * states * home), (self._device, _FP32_BYTES * states * away)]
+
+    def weights(self) -> _Placed:
+        """Of the part whose master weights are far: the copy that modules are gathered from."""
+        size, alike = _COMPUTE_BYTES[self.compute], self.compute == "fp32"
+        return [
+            (device, 0 if alike and device == self._device else size * count)
+            for device, count in self._gathered()
+        ]
+
+    def _gathered(self) -> _Placed:
+        """Elements, not bytes, of what is gathered from elsewhere than the master weights."""
+        _, away = self._parts()
+        param = self.zero.offload_param
+        near = self._device == NONE or (self._device == CPU and not self.gpu)
+        if near or not STAGES[self.zero.stage].shards_parameters:
+            return []
+        in_cpu = min(away, param.max_in_cpu) if param.device == NVME else 0.0
+        return [(CPU, in_cpu), (param.device, away - in_cpu)]
+
+    def buffers(self, states: int, unit_shard: int) -> int:
+        """Host memory for what is on its way from and to the disk."""
+        optimizer, param = self.zero.offload_optimizer, self.zero.offload_param
+        size, total = _COMPUTE_BYTES[self.compute], 0
+        sub_group = min(self.zero.sub_group_size, unit_shard)
+        if optimizer.device == NVME:
+            count = 1 + optimizer.pipeline_read + optimizer.pipeline_write
+            total += count * _FP32_BYTES * (1 + states) * sub_group
+        if self.at(NVME, self._gathered()):
+            total += max(param.buffer_count, 1) * size * unit_shard + _PUTS * size * sub_group
+        return total
+
+    @property
+    def _device(self) -> str:
+        return self.zero.offload_optimizer.device
+
+    def _parts(self) -> tuple[float, float]:
+        """Elements whose state stays on the device, and whose is offloaded."""
+        if self._device == NONE:
+            return self.stepped, 0.0
+        away = self.zero.offload_optimizer.ratio * self.stepped
+        return self.stepped - away, away
 
 
 def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
@@ -101,8 +213,10 @@ def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
     )
 
 
-def estimate_for(config: Config, parameters: int, world: int) -> Estimate:
-    """The estimate for a config; an unknown optimizer counts as Adam."""
+def estimate_for(
+    config: Config, parameters: int, world: int, largest: int | None = None
+) -> Estimate:
+    """The estimate for a config, on GPUs; an unknown optimizer counts as Adam."""
     states = optimizer_states(config.optimizer)
     return estimate(
         parameters,
@@ -110,4 +224,6 @@ def estimate_for(config: Config, parameters: int, world: int) -> Estimate:
         compute=config.compute,
         states=2 if states is None else states,
         world=world,
+        zero=config.zero_optimization,
+        largest=largest,
     )

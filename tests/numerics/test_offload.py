@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_engine.tiers.nvme import Nvme
 from zero_engine.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -211,3 +212,31 @@ def test_single_parameters_are_seen_and_changed_alike_in_every_tier(
     plain = worlds.run(2, look_and_change, "none", str(tmp_path))
     for where in ("cpu", "nvme", "nvme+nvme"):
         assert worlds.run(2, look_and_change, where, str(tmp_path)) == plain, where
+
+
+# ---- the working set ----
+
+
+def buffers_of(path: str, sub_group: int, pipelined: bool) -> tuple[int, int]:
+    """The most that the disk's buffers took, and what rests on the disk."""
+    settings = offloading(3, "nvme", path, bf16=True)
+    zero = settings["zero_optimization"]
+    zero["sub_group_size"] = sub_group
+    zero["offload_optimizer"] |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
+    engine = make_engine(settings)
+    train(engine, 3)
+    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.trained}
+    assert isinstance(tier, Nvme)
+    return tier.buffers.peak_bytes, tier.file.size_bytes
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_step_has_as_many_sub_groups_in_memory_as_asked_for(
+    worlds: WorldPool, tmp_path: Path, pipelined: bool
+) -> None:
+    peak, on_disk = worlds.run(1, buffers_of, str(tmp_path), SUB_GROUP, pipelined)[0]
+    sub_groups = 3 if pipelined else 1
+    assert peak <= sub_groups * 3 * 4 * SUB_GROUP  # weights and two moments, fp32
+    assert on_disk > 3 * peak
+    whole, _ = worlds.run(1, buffers_of, str(tmp_path), 10**9, pipelined)[0]
+    assert whole > peak  # the claim above is about sub-groups

@@ -45,9 +45,20 @@ def test_the_memory_of_a_rank_is_told_for_1_to_64_ranks() -> None:
     rows = [line.split() for line in lines(data, 2**30) if line.strip()[:1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64"]
     # weights 2, then 4 master + 8 moments + 4 gradient sums bytes per parameter over the ranks
-    assert rows[0][1:] == ["2.00", "4.00", "8.00", "4.00", "18.00", "48,", "100%"]
-    assert rows[3][1:] == ["2.00", "0.50", "1.00", "0.50", "4.00", "6,", "100%"]
-    assert rows[5][6:] == ["2,", "75%"]
+    assert rows[0][1:] == ["2.00", "4.00", "8.00", "4.00", "18.00", "0.00", "0.00", "48,", "100%"]
+    assert rows[3][1:] == ["2.00", "0.50", "1.00", "0.50", "4.00", "0.00", "0.00", "6,", "100%"]
+    assert rows[5][8:] == ["2,", "75%"]
+
+
+def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": {"device": "cpu"}}
+    data = {"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    rows = [line.split() for line in lines(data, 2**30) if line.strip()[:1].isdigit()]
+    # Gradient sums stay. On the host: weights in bf16, and three sub-groups of 12 bytes for each
+    # parameter of the largest module, a 32nd. On the disk: master weights and moments.
+    assert rows[0][1:8] == ["0.00", "0.00", "0.00", "4.00", "4.00", "3.12", "12.00"]
+    assert rows[2][1:8] == ["0.00", "0.00", "0.00", "1.00", "1.00", "0.78", "3.00"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from zero_engine.config import load_config
 from zero_engine.errors import ConfigError, TierError
@@ -116,7 +117,7 @@ class Failing(ScratchFile):
 
 
 def test_a_failing_disk_is_an_error_by_name(tmp_path: Path) -> None:
-    tier = Nvme(file := Failing(tmp_path))
+    tier = Nvme(file := Failing(tmp_path), ReadAhead(0, 0))
     held = tier.hold(torch.ones(GRAIN))
     file.good = 0
     named = "Input/output error; the disk is failing: name another one as nvme_path"
@@ -136,7 +137,7 @@ class Stuttering(ScratchFile):
 
 
 def test_a_short_read_is_gone_on_with(tmp_path: Path) -> None:
-    tier = Nvme(Stuttering(tmp_path))
+    tier = Nvme(Stuttering(tmp_path), ReadAhead(0, 0))
     values = torch.arange(3.0 * GRAIN)
     into = torch.empty_like(values)
     tier.fetch(tier.hold(values), into)
@@ -150,7 +151,7 @@ def test_a_file_system_without_direct_access_is_used_through_the_cache_and_said_
         def _probe(self, direct: int) -> str:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    tier = Nvme(Refusing(tmp_path))
+    tier = Nvme(Refusing(tmp_path), ReadAhead(0, 0))
     held, into = tier.hold(torch.ones(GRAIN)), torch.empty(GRAIN)
     tier.put(held, torch.full((GRAIN,), 7.0))
     tier.settle()
@@ -165,7 +166,7 @@ def test_a_file_system_without_direct_access_is_used_through_the_cache_and_said_
 
 
 def test_what_was_read_ahead_is_thrown_away_when_it_changes(tmp_path: Path) -> None:
-    tier = Nvme(ScratchFile(tmp_path), ahead_bytes=1 << 20)
+    tier = Nvme(ScratchFile(tmp_path), ReadAhead(2, 1 << 20))
     held = [tier.hold(torch.full((GRAIN,), float(n))) for n in range(3)]
     into = torch.empty(GRAIN)
     for change in range(4):
@@ -183,12 +184,27 @@ def test_what_was_read_ahead_is_thrown_away_when_it_changes(tmp_path: Path) -> N
         tier.settle()
 
 
-def test_reading_ahead_follows_the_order_of_the_last_time_within_its_room() -> None:
-    a, b, c = (torch.empty(256) for _ in range(3))
-    ahead = ReadAhead(2048)
-    for each in (a, b, c, a):
+def learnt(reads: int, room_bytes: int) -> tuple[ReadAhead, list[Tensor]]:
+    """What was asked for in the order a, b, c, a; each is of 1024 bytes."""
+    tensors = [torch.empty(256) for _ in range(3)]
+    ahead = ReadAhead(reads, room_bytes)
+    for each in (*tensors, tensors[0]):
         assert ahead.take(each) is None
-    assert [t is o for t, o in zip(ahead.wanted(a), (b, c), strict=True)] == [True, True]
+    return ahead, tensors
+
+
+@pytest.mark.parametrize(
+    ("reads", "room_bytes", "wanted"), [(2, 2048, 2), (9, 2047, 1), (1, 9999, 1), (9, 1023, 0)]
+)
+def test_reading_ahead_follows_the_order_of_the_last_time_within_its_room(
+    reads: int, room_bytes: int, wanted: int
+) -> None:
+    ahead, (a, b, c) = learnt(reads, room_bytes)
+    assert [id(each) for each in ahead.wanted(a)] == [id(b), id(c)][:wanted]
+
+
+def test_what_is_being_read_is_not_read_twice() -> None:
+    ahead, (a, b, c) = learnt(2, 2048)
     ahead.add(b, done(torch.empty(1)))
     assert [each is c for each in ahead.wanted(a)] == [True]
     ahead.add(c, done(torch.empty(1)))
@@ -196,7 +212,6 @@ def test_reading_ahead_follows_the_order_of_the_last_time_within_its_room() -> N
     assert ahead.take(b) is not None
     assert ahead.take(b) is None
     assert len(ahead.clear()) == 1
-    assert ReadAhead(1023).wanted(a) == []
 
 
 def test_buffers_are_as_many_as_were_in_use_and_as_large_as_the_largest() -> None:
@@ -211,7 +226,7 @@ def test_buffers_are_as_many_as_were_in_use_and_as_large_as_the_largest() -> Non
 
 
 def test_a_lease_is_the_working_set_and_goes_back_whole(tmp_path: Path) -> None:
-    tier = Nvme(ScratchFile(tmp_path))
+    tier = Nvme(ScratchFile(tmp_path), ReadAhead(0, 0))
     rows = {name: tier.hold(torch.rand(4 * GRAIN)) for name in ("a", "b")}
     rows["near"] = torch.rand(4 * GRAIN)
     expected = {name: row * 2 for name, row in rows.items()}

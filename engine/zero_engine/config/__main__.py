@@ -26,10 +26,17 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="trained parameters of the model, 7e9 for example (default: %(default)s)",
     )
+    parser.add_argument(
+        "--largest",
+        type=_count,
+        metavar="N",
+        help="trained parameters of its largest module (default: a 32nd of all)",
+    )
     options = parser.parse_args(arguments)
     try:
         written = read_json(options.file)
-        lines = list(explain(load_config(written), written, options.parameters))
+        config = load_config(written)
+        lines = list(explain(config, written, options.parameters, options.largest))
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -16,16 +16,22 @@ from zero_engine.global_batch import BatchShape, resolve_batch
 from zero_engine.memory import estimate_for, optimizer_states
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
+_COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
 _GIB = 1 << 30
+_MODULES = 32
+"""Of equal size, in a model about which nothing is said."""
 
 
-def explain(config: Config, written: Mapping[str, Any], parameters: int) -> Iterator[str]:
+def explain(
+    config: Config, written: Mapping[str, Any], parameters: int, largest: int | None = None
+) -> Iterator[str]:
     """The whole explanation, line by line.
 
     Args:
         config: The resolved config.
         written: The JSON it was made from.
         parameters: Trained parameters of the model that the memory is estimated for.
+        largest: Those of its largest module; None: a 32nd of all.
     """
     yield "Resolved values (* from the file):"
     yield from _values(config, _leaves(written))
@@ -36,8 +42,14 @@ def explain(config: Config, written: Mapping[str, Any], parameters: int) -> Iter
         yield "\nWarnings:"
         yield from (f"  {warning}" for warning in warnings)
     yield f"\nPer rank, {parameters:,} trained parameters, stage {config.zero_optimization.stage}:"
-    yield from _table(config, parameters)
-    yield "Activations, and buffers in flight of up to four times the largest module, come on top."
+    largest = largest or -(-parameters // _MODULES)
+    yield from _table(config, parameters, largest)
+    flight = estimate_for(config, parameters, 1, largest).in_flight / _GIB
+    yield (
+        "The first five columns are the device's memory; without a GPU it is the host's as well.\n"
+        "On top come activations, and modules being gathered and reduced: at most "
+        f"{flight:.2f} GiB,\nif the largest module has {largest:,} parameters."
+    )
 
 
 def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
@@ -93,11 +105,11 @@ def _warnings(config: Config) -> Iterator[str]:
         yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
 
 
-def _table(config: Config, parameters: int) -> Iterator[str]:
-    yield "  ranks   weights    master   moments gradients     total   GiB; micro-steps, busy"
+def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
+    yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
     for world in WORLDS:
-        memory = estimate_for(config, parameters, world)
-        columns = (memory.weights, memory.master, memory.moments, memory.gradients, memory.total)
+        memory = estimate_for(config, parameters, world, largest)
+        columns = (getattr(memory, name) for name in _COLUMNS)
         numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
         yield f"  {world:5d} {numbers}   {_work(config, world)}"
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 
 class ReadAhead:
-    """Reads under way, by what they read; `room_bytes` at most."""
+    """Reads under way, by what they read: so many at most, and so many bytes."""
 
-    def __init__(self, room_bytes: int) -> None:
+    def __init__(self, reads: int, room_bytes: int) -> None:
+        self._reads = reads
         self._room_bytes = room_bytes
         self._next: dict[int, Tensor] = {}
         self._last: Tensor | None = None
@@ -41,7 +42,7 @@ class ReadAhead:
             seen.add(following.data_ptr())
             if following.data_ptr() not in self._started:
                 room -= following.nbytes
-                if room < 0:
+                if room < 0 or len(self._started) + len(found) >= self._reads:
                     break
                 found.append(following)
             following = self._next.get(following.data_ptr())

@@ -17,6 +17,7 @@ from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer, Offloa
 from zero_engine.config.schema import ZeroOptimization
 from zero_engine.flat_unit import UnitTiers, plan_layout
 from zero_engine.partition import UnitSpec
+from zero_engine.tiers.ahead import ReadAhead
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
@@ -73,7 +74,7 @@ class Tiers:
 
     config: ZeroOptimization
     device: torch.device
-    _files: dict[Path, Nvme] = field(default_factory=dict)
+    _made: dict[tuple[str, str | None], Tier] = field(default_factory=dict)
 
     def choose(self, sizes: Sequence[UnitSize]) -> list[UnitTiers]:
         """The tiers of each unit, in the order of the units.
@@ -98,16 +99,21 @@ class Tiers:
         return UnitTiers(self._tier(optimizer.device if away else NONE, optimizer), weights, away)
 
     def _tier(self, device: str, section: OffloadOptimizer | OffloadParam) -> Tier:
+        """The tier on a device: one for all that rests there."""
+        key = device, section.nvme_path if device == NVME else None
+        if key not in self._made:
+            self._made[key] = self._make_tier(device, section)
+        return self._made[key]
+
+    def _make_tier(self, device: str, section: OffloadOptimizer | OffloadParam) -> Tier:
         pin = section.pin_memory and self.device.type == "cuda"
         if device != NVME:
             rests_on = torch.device("cpu") if device == CPU else self.device
             return Memory(rests_on, used_on=self.device, pin=pin)
         assert section.nvme_path is not None
-        path = Path(section.nvme_path)
-        if path not in self._files:
-            self._files[path] = Nvme(ScratchFile(path), pin=pin, ahead_bytes=self._ahead_bytes())
-        return self._files[path]
+        return Nvme(ScratchFile(Path(section.nvme_path)), self._read_ahead(), pin=pin)
 
-    def _ahead_bytes(self) -> int:
-        param = self.config.offload_param  # one of its buffers is for what is needed now
-        return max(param.buffer_count - 1, 0) * param.buffer_size * _WIDEST_BYTES
+    def _read_ahead(self) -> ReadAhead:
+        param = self.config.offload_param
+        reads = max(param.buffer_count - 1, 0)  # one of the buffers is for what is needed now
+        return ReadAhead(reads, reads * param.buffer_size * _WIDEST_BYTES)

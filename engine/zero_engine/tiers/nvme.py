@@ -30,19 +30,19 @@ class Nvme:
 
     far = True
 
-    def __init__(self, file: ScratchFile, *, pin: bool = False, ahead_bytes: int = 0) -> None:
+    def __init__(self, file: ScratchFile, ahead: ReadAhead, *, pin: bool = False) -> None:
         """A tier on a scratch file.
 
         Args:
             file: Where to.
+            ahead: What `fetch` reads before it is asked for.
             pin: Page-locked buffers, for a GPU's copies.
-            ahead_bytes: What `fetch` may read before it is asked for.
         """
         self.file = file
         self.buffers = Buffers(pin=pin)
         self._threads = ThreadPoolExecutor(_THREADS, "zero-nvme")
         self._puts: deque[tuple[Future[None], Tensor]] = deque()
-        self._ahead = ReadAhead(ahead_bytes)
+        self._ahead = ahead
 
     # ---- whole tensors ----
 

@@ -1,0 +1,97 @@
+"""The memory estimate is what a process really takes, offloading included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numerics.peak_memory import PARAMETERS, WIDTH
+from tests.numerics.test_offload import offloading
+from zero_engine.config import load_config
+from zero_engine.memory import Estimate, estimate
+
+CASES = [
+    (0, "none", True),
+    (1, "none", True),
+    (2, "none", False),
+    (3, "none", True),
+    (1, "cpu", True),
+    (2, "nvme", False),
+    (2, "nvme", True),
+    (3, "nvme", False),
+    (3, "nvme+nvme", True),
+    (3, "nvme+nvme", False),
+    (3, "cpu+nvme", True),
+]
+_STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+"""Every tensor is mapped by itself, so that freed memory is given back at once."""
+
+
+def settings_of(stage: int, where: str, bf16: bool, path: str) -> dict[str, Any]:
+    settings = offloading(stage, where, path, bf16=bf16)
+    settings["zero_optimization"]["sub_group_size"] = 10**9
+    return settings | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], int]]:
+    """Each case's config and peak, in bytes."""
+    path = str(tmp_path_factory.mktemp("scratch"))
+    settings = [settings_of(*case, path) for case in CASES]
+    # The first one warms the process up: libraries, thread pools.
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.numerics.peak_memory"],
+        input=json.dumps([settings[0], *settings]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **_STEADY_MALLOC, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert run.returncode == 0, run.stderr
+    peaks = json.loads(run.stdout.splitlines()[-1])
+    return list(zip(settings, peaks[1:], strict=True))
+
+
+def estimated(settings: dict[str, Any]) -> Estimate:
+    config = load_config(settings)
+    return estimate(
+        PARAMETERS,
+        stage=config.zero_optimization.stage,
+        compute=config.compute,
+        states=2,
+        world=1,
+        zero=config.zero_optimization,
+        largest=WIDTH * (WIDTH + 1),
+        gpu=False,
+    )
+
+
+def test_the_peak_of_a_process_is_within_a_tenth_of_the_estimate(
+    measured: list[tuple[dict[str, Any], int]],
+) -> None:
+    wrong = {}
+    for case, (settings, peak) in zip(CASES, measured, strict=True):
+        memory = estimated(settings)
+        expected = memory.without_gpu + memory.in_flight
+        if peak != pytest.approx(expected, rel=0.1):
+            wrong[case] = f"{peak / 2**20:.1f} MiB, estimated {expected / 2**20:.1f}"
+    assert wrong == {}
+
+
+def test_what_rests_on_a_disk_is_not_in_memory(
+    measured: list[tuple[dict[str, Any], int]],
+) -> None:
+    peaks = {case: peak for case, (_, peak) in zip(CASES, measured, strict=True)}
+    on_disk = estimated(measured[CASES.index((3, "nvme+nvme", True))][0]).disk
+    assert on_disk > 80 << 20
+    saved = peaks[3, "none", True] - peaks[3, "nvme+nvme", True]
+    # All 12 bytes of a parameter, but for the buffers: three units' state and five units' weights.
+    assert saved > 12 * PARAMETERS - (20 << 20)
