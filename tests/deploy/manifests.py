@@ -6,7 +6,7 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,21 @@ def named(objects: list[Object], kind: str, name: str) -> Object:
     return found[0]
 
 
+_TEMPLATES: dict[str, Callable[[Object], Object]] = {
+    "JobSet": lambda one: one["spec"],
+    "TrainingRuntime": lambda one: one["spec"]["template"]["spec"],
+}
+"""Kind -> the JobSet's spec in it."""
+
+
 def jobs(objects: list[Object]) -> Iterator[Object]:
-    """All Jobs, those that a JobSet would create included."""
+    """All Jobs, those that a JobSet or a TrainJob would create included."""
     yield from of_kind(objects, "Job")
-    for jobset in of_kind(objects, "JobSet"):
-        for one in jobset["spec"]["replicatedJobs"]:
-            name = f"{jobset['metadata']['name']}-{one['name']}-0"
-            template = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}}
-            yield template | one["template"]
+    for owner in of_kind(objects, *_TEMPLATES):
+        for one in _TEMPLATES[owner["kind"]](owner)["replicatedJobs"]:
+            name = f"{owner['metadata']['name']}-{one['name']}-0"
+            head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}}
+            yield head | {"spec": one["template"]["spec"]}
 
 
 def workloads(objects: list[Object]) -> Iterator[Object]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -35,7 +36,7 @@ VERSIONS = ("1.31", "1.33", "1.35", "1.37")
 
 README = (DEPLOY / "README.md").read_text()
 
-NOT_KUBERNETES = {"JobSet", "Certificate", "Issuer"}
+NOT_KUBERNETES = {"JobSet", "TrainingRuntime", "TrainJob", "Certificate", "Issuer"}
 """Kinds with a schema of their own project's."""
 
 
@@ -156,6 +157,67 @@ def test_a_jobset_runs_the_very_job_of_the_base():
     assert of_kind(render(OVERLAYS["jobset"]), "Job") == []
 
 
+# ---- Kubeflow Trainer and Kueue ----
+
+
+def test_a_trainjob_runs_the_job_of_the_base_in_the_container_that_trainer_looks_for():
+    objects = render(OVERLAYS["trainer"])
+    [inside] = jobs(objects)
+    [container] = containers(inside)
+    assert container["name"] == "node"
+    rules = inside["spec"]["podFailurePolicy"]["rules"]
+    assert [r["onExitCodes"]["containerName"] for r in rules[1:]] == ["node", "node"]
+    assert (
+        yaml.safe_load(
+            yaml.safe_dump(inside["spec"])
+            .replace("name: node\n", "name: agent\n")
+            .replace("containerName: node", "containerName: agent")
+        )
+        == named(render(BASE), "Job", "train")["spec"]
+    )
+    assert of_kind(objects, "Job") == []
+
+
+def test_a_trainjob_names_its_runtime_and_has_as_many_nodes():
+    objects = render(OVERLAYS["trainer"])
+    runtime, train = (named(objects, kind, "train") for kind in ("TrainingRuntime", "TrainJob"))
+    [inside] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert inside["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    assert train["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": "train",
+    }  # fmt: skip
+    numbers = (
+        runtime["spec"]["mlPolicy"],
+        train["spec"]["trainer"],
+        {"numNodes": inside["template"]["spec"]["parallelism"]},
+    )
+    assert [one["numNodes"] for one in numbers] == [4, 4, 4]
+    # A policy of Trainer's for torch would give each node a rank, which is etcd's business here.
+    assert runtime["spec"]["mlPolicy"].keys() == {"numNodes"}
+
+
+QUEUE = render(DEPLOY / "kubernetes" / "kueue")
+QUEUE_NAME = "kueue.x-k8s.io/queue-name"
+
+
+@pytest.mark.parametrize("components", [["kueue"], ["gpu", "kueue"], ["trainer", "kueue"]])
+def test_a_queued_job_names_a_queue_that_covers_all_that_it_asks_for(components, tmp_path):
+    objects = combined(tmp_path, *components)
+    [owner] = of_kind(objects, "Job", "TrainJob")
+    assert owner["spec"]["suspend"] is True, "only Kueue lets it begin"
+    local = named(QUEUE, "LocalQueue", owner["metadata"]["labels"][QUEUE_NAME])
+    cluster = named(QUEUE, "ClusterQueue", local["spec"]["clusterQueue"])
+    [group] = cluster["spec"]["resourceGroups"]
+    [job] = jobs(objects)
+    for container in containers(job):
+        assert container["resources"]["requests"].keys() <= set(group["coveredResources"])
+    for flavor in group["flavors"]:
+        assert named(QUEUE, "ResourceFlavor", flavor["name"])
+        assert [one["name"] for one in flavor["resources"]] == group["coveredResources"]
+
+
 def test_the_readmes_overlay_runs_the_users_script_on_the_users_image(tmp_path):
     [example] = re.findall(r"```yaml\n(apiVersion.*?)```", README, re.DOTALL)
     where = os.path.relpath(DEPLOY, tmp_path)
@@ -178,16 +240,20 @@ def test_the_readme_has_a_row_for_every_overlay():
 
 
 @pytest.mark.parametrize("inner", ["tls", "gpu", "external-etcd"])
-@pytest.mark.parametrize("outer", ["spot", "kueue", "jobset"])
+@pytest.mark.parametrize("outer", ["spot", "kueue", "jobset", "trainer"])
 def test_components_combine(inner, outer, tmp_path):
-    where = os.path.relpath(DEPLOY / "kubernetes", tmp_path)
-    kustomization = {
-        "resources": [f"{where}/base"],
-        "components": [f"{where}/components/{name}" for name in (inner, outer)],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    objects = render(tmp_path)
+    objects = combined(tmp_path, inner, outer)
     complaints = {name: list(check(objects)) for name, check in POLICIES.items()}
     assert not any(complaints.values()), complaints
     for one in (*jobs(objects), *of_kind(objects, "StatefulSet", "ConfigMap")):
         kubernetes_validate.validate(one, VERSIONS[0], strict=True)
+
+
+def combined(tmp_path: Path, *components: str) -> list[Object]:
+    where = os.path.relpath(DEPLOY / "kubernetes", tmp_path)
+    kustomization = {
+        "resources": [f"{where}/base"],
+        "components": [f"{where}/components/{name}" for name in components],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return render(tmp_path)
