@@ -268,7 +268,9 @@ class Persistence:
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
         """Whether the script should save now. See `Engine.checkpoint_due`."""
         self._script_asks = True
-        return self.schedule.due(self._run.cursor.step, every_steps, every_s) or self.leaving
+        due = self.schedule.due(self._run.cursor.step, every_steps, every_s)
+        # Scripts ask after every micro-step, and only after the last one is there a step to save.
+        return not self._run.cursor.micro and (due or self.leaving)
 
     # ---- leaving ----
 

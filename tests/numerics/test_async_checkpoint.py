@@ -600,3 +600,27 @@ def test_a_changed_model_is_refused_otherwise_and_the_remedy_named(
     worlds.run(1, save_one, str(tmp_path))
     with pytest.raises(WorldError, match=says):
         worlds.run(1, load_changed, str(tmp_path), options)
+
+
+def save_as_the_readme_does(root: str) -> list[int]:
+    """Ask after every micro-step, of which a step here has three or five."""
+    engine = make_engine(config(1))
+    saved: list[int] = []
+    loader = engine.training_dataloader
+    assert loader is not None
+    while engine.global_steps < 6:
+        for batch in loader:
+            engine.backward(engine(batch))
+            engine.step()
+            if engine.checkpoint_due(every_steps=2):
+                assert engine.save_checkpoint(root)
+                saved.append(engine.global_steps)
+    engine.destroy()
+    return saved
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_script_that_asks_after_every_micro_step_saves_once_per_step_that_is_due(
+    worlds: WorldPool, tmp_path: Path, world: int
+) -> None:
+    assert worlds.run(world, save_as_the_readme_does, str(tmp_path)) == [[2, 4, 6]] * world
