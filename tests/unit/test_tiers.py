@@ -51,6 +51,16 @@ def test_what_is_streamed_is_what_is_seen_through_the_mapping(
     assert not first.any()
 
 
+def test_many_tensors_take_few_descriptors_and_no_more_room_than_they_need(tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [file.reserve(n % 7 + 1, torch.int32).fill_(n) for n in range(500)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(t.eq(n).all() for n, t in enumerate(tensors))
+    assert file.size_bytes == 501 * PAGE_BYTES
+    assert os.fstat(file._cached).st_blocks * 512 < 4 * file.size_bytes
+
+
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_nothing_is_left_over_whatever_ends_the_process(tmp_path: Path, end: str) -> None:
     source = (

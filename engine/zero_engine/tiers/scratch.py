@@ -39,6 +39,8 @@ from zero_engine.errors import TierError
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
+_EXTENT_BYTES = 4 << 30
+"""Mapped at a time, used or not: every mapping takes a descriptor, and those are few."""
 _MIB = 1 << 20
 
 
@@ -53,6 +55,8 @@ class ScratchFile:
         """
         self.directory = directory
         self.size_bytes = 0
+        """Reserved."""
+        self._end = self._mapped_end = 0
         self._starts: list[int] = []
         self._maps: list[tuple[int, int, mmap.mmap]] = []
         try:
@@ -71,21 +75,27 @@ class ScratchFile:
             TierError: There is no room.
         """
         size = max(-(-numel * dtype.itemsize // PAGE_BYTES), 1) * PAGE_BYTES
-        offset = self.size_bytes
         try:
-            os.posix_fallocate(self._cached, offset, size)
-            mapped = mmap.mmap(self._cached, size, offset=offset)
+            if self._end + size > self._mapped_end:
+                self._map_extent(max(size, _EXTENT_BYTES))
+            os.posix_fallocate(self._cached, self._end, size)
         except OSError as error:
             raise self._failure(f"no room for {size / _MIB:.1f} MiB of state", error) from error
+        begin = self._end - (self._mapped_end - self._extent.numel())
+        self._end += size
         self.size_bytes += size
-        whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._note(whole.data_ptr(), offset, mapped)
-        return whole.view(dtype)[:numel]
+        return self._extent[begin : begin + size].view(dtype)[:numel]
 
-    def _note(self, address: int, offset: int, mapped: mmap.mmap) -> None:
+    def _map_extent(self, size: int) -> None:
+        """Map the next part of the file; what is not reserved in it takes no room."""
+        os.ftruncate(self._cached, self._mapped_end + size)
+        mapped = mmap.mmap(self._cached, size, offset=self._mapped_end)
+        self._extent = torch.frombuffer(mapped, dtype=torch.uint8)
+        address = self._extent.data_ptr()
         at = bisect_right(self._starts, address)
         self._starts.insert(at, address)
-        self._maps.insert(at, (address, offset, mapped))
+        self._maps.insert(at, (address, self._mapped_end, mapped))
+        self._end, self._mapped_end = self._mapped_end, self._mapped_end + size
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this file."""
