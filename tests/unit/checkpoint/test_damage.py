@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 import pytest
@@ -120,6 +122,33 @@ def test_the_named_range_holds_the_damaged_element(root):
     low, high = map(int, found.groups())
     assert low <= int(rows.start[row]) + element < high
     assert high - low <= 1024  # a block of 4 KiB
+
+
+def test_blocks_that_the_disk_cannot_read_any_more_are_damage(root, monkeypatch):
+    bad, preadv = newest(root), os.preadv
+
+    def failing(descriptor, buffers, offset):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name == f"{bad.path}/r00001.safetensors" and offset >= 8192:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    target = blank(OLD)
+    assert {result.manifest.step for result in load_all(root, target, 3)} == {1}
+    assert same_bits(target, OLD)
+    reason = (bad.path / "QUARANTINE").read_text()
+    assert re.search(r"r00001.safetensors: block 2 \(bytes 8192:12288\) Input/output err", reason)
+
+
+def test_a_flipped_bit_of_a_moment_is_named_by_parameter_and_range(root):
+    bad = newest(root)
+    ids, rows = list(bad.manifest.tensors), bad.manifest.fragments
+    (row, *_) = [n for n, t in enumerate(rows.tensor) if ids[t].kind == "exp_avg"]
+    flip(bad.path / bad.manifest.files[rows.file[row]].name, int(rows.offset[row]))
+    load_all(root, blank(OLD), 2)
+    reason = (bad.path / "QUARANTINE").read_text()
+    assert f"exp_avg/{ids[rows.tensor[row]].fqn}[{rows.start[row]}:" in reason
 
 
 def test_a_flipped_header_is_found_too_where_it_shares_a_block_with_data(tmp_path):
