@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 from zero_engine.collectives import Collectives
 from zero_engine.config import Config, SchedulerConfig, load_config
 from zero_engine.config.offload import NONE
-from zero_engine.data import ElasticLoader
 from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine import Engine
@@ -52,7 +51,7 @@ from zero_engine.zero_optimizer import ZeroOptimizer
 _log = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-Initialized = tuple[Engine, torch.optim.Optimizer | None, ElasticLoader | None, Any]
+Initialized = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
 
 
 def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
@@ -80,7 +79,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
             `model_parameters`. None: the config's.
         model_parameters: Parameters or param groups; by default all that require gradients.
-        training_data: A map-style dataset for the loader that is returned.
+        training_data: For the loader that is returned: a map-style dataset, one that is cut into
+            shards (`shards`), or any other that can be iterated (`streams`).
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
             stepped with every optimizer step that is applied.
         collate_fn: As for torch's DataLoader.
@@ -268,8 +268,6 @@ def _make_run(
     if dataset is not None:
         run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
     if config.elastic.sample_ledger is not None:
-        if run.loader is None:
-            raise ConfigError("elastic.sample_ledger: needs training_data, to know the samples")
         directory = Path(config.elastic.sample_ledger)
         run.ledger = Ledger(directory, round=link.round, rank=rank, world=world)
     return run

@@ -13,18 +13,18 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler
 
 from zero_engine.config import Config
-from zero_engine.data import ElasticLoader
 from zero_engine.errors import ConfigError, EngineError
 from zero_engine.global_batch import BatchShape
-from zero_engine.loaders import Collate, evaluation_loader, training_loader
+from zero_engine.loaders import Collate, evaluation_loader, leaf_sampler, training_loader
 from zero_engine.micro_steps import MicroSteps
+from zero_engine.own_loader import LeafBatches
 from zero_engine.parts import Core, Run
 
 
 class Batching:
     """The part of an engine that a script accumulates and loads with."""
 
-    training_dataloader: ElasticLoader | None
+    training_dataloader: Any
     _config: Config
     _core: Core
     _run: Run
@@ -68,6 +68,11 @@ class Batching:
                 f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
                 f"size {micro_batch}"
             )
+        if isinstance(self._run.loader, LeafBatches):
+            raise EngineError(
+                "set_train_batch_size(): what a loader of your own has prefetched cannot be taken "
+                "back; use the loader of initialize() or deepspeed_io()"
+            )
         if self._run.cursor.micro or self._micro_steps.awaits_step:
             raise EngineError("set_train_batch_size() in the middle of a step; call it after one")
         leaves = train_batch_size // micro_batch
@@ -109,3 +114,17 @@ class Batching:
         run.loader = training_loader(self._config, run, dataset, collate_fn, workers)
         self.training_dataloader = run.loader
         return run.loader
+
+    def batch_sampler(self, dataset: Dataset[Any]) -> LeafBatches:
+        """The engine's order for a DataLoader of your own: `DataLoader(batch_sampler=...)`.
+
+        Its workers, collate_fn, pinning and prefetching are yours; which samples a rank runs,
+        and going on exactly there, is the engine's. Each pass over the DataLoader is the rest of
+        an epoch.
+
+        Args:
+            dataset: Map-style; the same that the DataLoader gets.
+        """
+        sampler = LeafBatches(leaf_sampler(self._config, self._run, dataset))
+        self._run.loader = sampler
+        return sampler

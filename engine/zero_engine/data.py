@@ -6,7 +6,8 @@ given is a function of (seed, position, world, rank), so a run that goes on at a
 size consumes every sample exactly once. Random augmentation is seeded per leaf, in worker
 processes and without them, so that it does not depend on who loads a sample.
 
-Made by `assembly`; users iterate it; `engine` asks it which samples it handed out last.
+Made by `assembly`; users iterate it; `engine` asks it which samples it handed out last. `streams`
+has the loader of datasets that can only be iterated, `own_loader` the order for other loaders.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +47,28 @@ class Ticket:
     seed: int
 
 
+class Feed(Protocol):
+    """Where a run's batches come from: what the engine asks any loader."""
+
+    @property
+    def last(self) -> Ticket | None:
+        """The batch handed out last."""
+
+    @property
+    def epoch_size(self) -> int | None:
+        """Samples used per epoch; None while nobody knows."""
+
+    @property
+    def dataset_size(self) -> int | None:
+        """Samples that there are; None while nobody knows."""
+
+    def expect(self, dataset_size: int) -> None:
+        """Hear from a checkpoint how many there are."""
+
+    def adopt_batch(self, batch: BatchShape) -> None:
+        """Go on with another global batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
     """A dataset and the order in which it is walked."""
@@ -67,8 +90,8 @@ def make_source(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"training_data: {type(dataset).__name__} has no length and no random access, so a "
-            "position in it cannot be restored; give a map-style dataset"
+            f"{type(dataset).__name__} has no length and no random access; give a map-style "
+            "dataset, or pass it to initialize(training_data=...), which reads it in its order"
         )
     size = len(dataset)
     epoch_size = size // batch.samples * batch.samples if drop_last else size
@@ -112,7 +135,7 @@ class LeafSampler:
             for micro in range(begun, plan.micro_steps(self.world)):
                 leaf = plan.leaf(micro, self.rank, self.world)
                 ids = sample_ids(plan, leaf, source.size, source.epoch_size, source.shuffle_key)
-                seed = mix(self.seed, step, leaf.index, _AUGMENTATION)
+                seed = leaf_seed(self.seed, step, leaf.index)
                 yield Ticket(step, micro, leaf.index, leaf.ghost, tuple(ids), seed)
             begun = 0
 
@@ -157,6 +180,23 @@ class ElasticLoader:
         """The epoch that the next step belongs to; counts from 0."""
         return self.sampler.epoch
 
+    @property
+    def epoch_size(self) -> int:
+        """Samples used per epoch."""
+        return self.sampler.source.epoch_size
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples in the dataset."""
+        return self.sampler.source.size
+
+    def expect(self, dataset_size: int) -> None:
+        """Nothing to do: the dataset has a length."""
+
+    def adopt_batch(self, batch: BatchShape) -> None:
+        """Go on with another global batch."""
+        self.sampler.batch = batch
+
     def __len__(self) -> int:
         """Micro-batches that an iteration begun now would yield."""
         return len(self.sampler)
@@ -176,6 +216,18 @@ class ElasticLoader:
             yield from self
 
 
+def seed_everything(seed: int) -> None:
+    """Begin the random numbers of augmentation at a place of its own."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def leaf_seed(seed: int, step: int, leaf: int) -> int:
+    """Where the augmentation of one leaf begins."""
+    return mix(seed, step, leaf, _AUGMENTATION)
+
+
 class _SeededDataset(Dataset[Any]):
     """Fetches the samples of one ticket, from a random state that depends on the leaf alone."""
 
@@ -183,9 +235,7 @@ class _SeededDataset(Dataset[Any]):
         self._dataset = dataset
 
     def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Sequence[Any]]:
-        torch.manual_seed(ticket.seed)
-        random.seed(ticket.seed)
-        np.random.seed(ticket.seed % (1 << 32))
+        seed_everything(ticket.seed)
         if hasattr(self._dataset, "__getitems__"):
             return ticket, self._dataset.__getitems__(list(ticket.ids))
         return ticket, [self._dataset[i] for i in ticket.ids]

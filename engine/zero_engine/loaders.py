@@ -11,12 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from zero_engine.config import Config
 from zero_engine.data import ElasticLoader, LeafSampler, make_source
 from zero_engine.distributed import local_device
+from zero_engine.errors import ConfigError
 from zero_engine.parts import Run
+from zero_engine.shards import ShardedIterable, ShardReader
+from zero_engine.streams import StreamLoader, StreamSteps
 
 Collate = Callable[[list[Any]], Any]
 
@@ -27,16 +37,32 @@ def training_loader(
     dataset: Dataset[Any],
     collate_fn: Collate | None = None,
     num_workers: int = 0,
-) -> ElasticLoader:
+) -> ElasticLoader | StreamLoader:
     """A loader of this rank's leaves, from the run's position on."""
+    if isinstance(dataset, ShardedIterable):
+        reader = ShardReader(dataset, run.batch.micro_batch)
+        sampler = leaf_sampler(config, run, reader, shuffle=False)
+    elif isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return _stream_loader(config, run, dataset, collate_fn, num_workers)
+    else:
+        sampler = leaf_sampler(config, run, dataset)
+    return ElasticLoader(
+        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=_pins_memory()
+    )
+
+
+def leaf_sampler(
+    config: Config, run: Run, dataset: Dataset[Any], *, shuffle: bool | None = None
+) -> LeafSampler:
+    """This rank's leaves of a map-style dataset; shuffled as the config says."""
     source = make_source(
         dataset,
         run.batch,
-        shuffle=config.elastic.shuffle,
+        shuffle=config.elastic.shuffle if shuffle is None else shuffle,
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
     )
-    sampler = LeafSampler(
+    return LeafSampler(
         source=source,
         batch=run.batch,
         cursor=run.cursor,
@@ -44,9 +70,26 @@ def training_loader(
         world=run.world,
         seed=config.seed,
     )
-    return ElasticLoader(
-        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=_pins_memory()
+
+
+def _stream_loader(
+    config: Config, run: Run, dataset: Any, collate_fn: Collate | None, num_workers: int
+) -> StreamLoader:
+    if not isinstance(dataset, Iterable) or isinstance(dataset, Iterator):
+        raise ConfigError(
+            f"training_data: {type(dataset).__name__} cannot be begun again, so a position in it "
+            "cannot be found; give a dataset, or an object whose iter() starts from the beginning"
+        )
+    steps = StreamSteps(
+        dataset=dataset,
+        batch=run.batch,
+        rank=run.rank,
+        world=run.world,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+        collate=collate_fn or default_collate,
     )
+    return StreamLoader(steps, run.cursor, workers=num_workers, pin=_pins_memory())
 
 
 def evaluation_loader(
@@ -57,7 +100,16 @@ def evaluation_loader(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """Every rank's share of a dataset, in order; the first samples are repeated to fill it."""
+    """Every rank's share of a dataset, in order; the first samples are repeated to fill it.
+
+    Raises:
+        ConfigError: The dataset has no length.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"deepspeed_io: {type(dataset).__name__} has no length, so there are no shares of it; "
+            "evaluate with a DataLoader of your own"
+        )
     shares: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=run.world, rank=run.rank, shuffle=False
     )

@@ -214,13 +214,27 @@ class MicroSteps:
     def _note_samples(self) -> None:
         """Write the samples that this micro-step really consumed into the ledger."""
         run, cursor = self._run, self._run.cursor
+        if run.loader is None:
+            self._tell_of_foreign_loader()
         ticket = run.loader.last if run.loader is not None else None
         if ticket is not None and (ticket.step, ticket.micro) != (cursor.step, cursor.micro):
             self._warn_of_stale_batch(ticket)
         if run.ledger is not None and not run.leaf().ghost:
             if ticket is None:
-                raise EngineError("sample_ledger: the batch is not from the engine's own loader")
+                raise EngineError(
+                    "elastic.sample_ledger: the samples of this batch are not known; give "
+                    "initialize() the training_data, or your DataLoader engine.batch_sampler()"
+                )
             run.ledger.consume(ticket.leaf, ticket.ids)
+
+    def _tell_of_foreign_loader(self) -> None:
+        if not self._warned and self._run.rank == 0:
+            _log.warning(
+                "batches come from a loader of the script's own: its position is in no checkpoint, "
+                "and its order depends on the world; give initialize() the training_data, or your "
+                "DataLoader the engine.batch_sampler(dataset)"
+            )
+        self._warned = True
 
     def _warn_of_stale_batch(self, ticket: Ticket) -> None:
         if not self._warned:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_engine.collectives import Collectives
-from zero_engine.data import ElasticLoader
+from zero_engine.data import Feed
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_step
 from zero_engine.grad_reducer import GradReducer
@@ -53,12 +53,13 @@ class Run:
     cursor: Cursor
     rank: int
     world: int
-    loader: ElasticLoader | None = None
+    loader: Feed | None = None
+    """Where the batches come from; None: from a loader of the script's own."""
     ledger: Ledger | None = None
 
     def plan(self) -> StepPlan:
         """The step under way, or about to begin."""
-        epoch_size = self.loader.sampler.source.epoch_size if self.loader is not None else None
+        epoch_size = self.loader.epoch_size if self.loader is not None else None
         return plan_step(self.cursor.samples, self.batch, epoch_size)
 
     def leaf(self) -> Leaf:
@@ -69,4 +70,4 @@ class Run:
         """Go on with the batch of a checkpoint."""
         self.batch = batch
         if self.loader is not None:
-            self.loader.sampler.batch = batch
+            self.loader.adopt_batch(batch)

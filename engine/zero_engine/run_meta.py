@@ -42,7 +42,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "skipped": cursor.skipped,
         "leaves": run.batch.leaves,
         "micro_batch": run.batch.micro_batch,
-        "dataset_size": run.loader.sampler.source.size if run.loader is not None else None,
+        "dataset_size": run.loader.dataset_size if run.loader is not None else None,
         "seed": config.seed,
         "world": run.world,
         "stage": core.stage.number,
@@ -57,6 +57,8 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     """Go on from what `describe` said when the checkpoint was made."""
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"]))
+    if run.loader is not None and saved["dataset_size"]:
+        run.loader.expect(saved["dataset_size"])
     if core.zero is not None:
         _warn_of_differences(describe(config, core, run), saved)
     cursor = run.cursor

@@ -86,7 +86,7 @@ def backward(engine: Any, loss: tuple[Tensor, int], form: str) -> None:
 
 
 def test_every_stage_and_world_size_gives_the_same_bits(worlds: WorldPool) -> None:
-    results = one_result(worlds, train, (0, 1, 2, 3), "sum and count", sizes=(1, 2, 4))
+    results = one_result(worlds, train, (0, 1, 2, 3), "sum and count", sizes=(1, 2, 3, 4))
     assert results == [results[0]] * 4
     assert one_result(worlds, train, (2,), "plain") == results[:1]
     assert one_result(worlds, train, (2,), "samples")[0][0] != results[0][0]
