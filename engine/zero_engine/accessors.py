@@ -1,7 +1,7 @@
 """What DeepSpeed's engine tells about itself: counters, sizes, rates, modes.
 
-Must always hold: nothing here changes anything but the module's mode; a number is that of the
-whole run, never of this rank. The base of `engine.Engine`, which sets the attributes.
+Must always hold: nothing here changes anything but the module's mode and the rates; a number is
+that of the whole run, never of this rank. The base of `engine.Engine`, which sets the attributes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class Accessors:
         """Steps skipped because the gradient norm was not finite."""
         return self._run.cursor.skipped
 
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks that share the batch: all of them."""
+        return self.world_size
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step under way is the last of its step."""
         return self._micro_steps.at_boundary
@@ -109,6 +114,11 @@ class Accessors:
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [float(group["lr"]) for group in groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Give every param group this learning rate; a schedule changes it with its next step."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else []:
+            group["lr"] = lr
+
     def get_mom(self) -> list[object]:
         """The momentum, or the betas, of each param group."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
@@ -144,6 +154,18 @@ class Accessors:
     def gradient_clipping(self) -> float:
         """The largest global gradient norm; 0 is no limit."""
         return self._config.gradient_clipping
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the parts of a step are timed."""
+        return self._config.wall_clock_breakdown
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name in the config, if it is there."""
+        return self._config.optimizer.type.lower() if self._config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's name in the config, if it is there."""
+        return self._config.scheduler.type if self._config.scheduler else None
 
     def steps_per_print(self) -> int | None:
         """How often a step is logged; None for never."""

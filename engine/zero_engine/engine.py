@@ -37,6 +37,7 @@ from zero_engine.moved_states import (
 from zero_engine.parts import Core, Run
 from zero_engine.persistence import NOTES, Persistence
 from zero_engine.precision import Precision
+from zero_engine.reporting import Reporter, Stopwatch
 from zero_engine.saving import Checkpointing
 from zero_engine.zero_optimizer import StepOutcome
 
@@ -70,6 +71,10 @@ class Engine(Batching, Checkpointing, Accessors):
         self._link = link
         self._last: StepOutcome | None = None
         self._micro_steps = MicroSteps(core, run)
+        self._stopwatch = Stopwatch(core.device, on=config.wall_clock_breakdown)
+        self._reporter = Reporter(config, run.rank, self._stopwatch)
+        self.monitor = self._reporter.monitors
+        """The curves that the config asks for; `write_events` adds the script's own."""
         state = EngineState(
             module=core.module,
             units=core.units,
@@ -93,8 +98,10 @@ class Engine(Batching, Checkpointing, Accessors):
         self._core.moved.need(
             self._core, "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
         )
-        with peers_may_vanish(self._link):
-            if self.module.training:
+        training = self.module.training
+        part = "forward" if training else "evaluation"
+        with peers_may_vanish(self._link), self._stopwatch.measure(part):
+            if training:
                 leaf = self._run.leaf()
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
             return self._precision.call(self.module, args, kwargs)
@@ -125,7 +132,7 @@ class Engine(Batching, Checkpointing, Accessors):
         """
         self._core.moved.need(self._core, "backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=scale_wrt_gas)
-        with peers_may_vanish(self._link):
+        with peers_may_vanish(self._link), self._stopwatch.measure("backward"):
             self._micro_steps.backward(weighted, retain_graph=retain_graph)
         return weighted.share
 
@@ -159,10 +166,11 @@ class Engine(Batching, Checkpointing, Accessors):
         assert self._core.zero is not None
         plan, cursor = self._run.plan(), self._run.cursor
         # Everybody's notes: about leaving and saving, then those of the micro-steps.
-        outcome = self._core.zero.step(
-            torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
-            lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
-        )
+        with self._stopwatch.measure("step"):
+            outcome = self._core.zero.step(
+                torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
+                lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
+            )
         self._micro_steps.clear()
         self._last = outcome
         self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
@@ -177,7 +185,7 @@ class Engine(Batching, Checkpointing, Accessors):
             self._run.ledger.end_step(cursor.step)
         self._persistence.hear(outcome.notes[:, :NOTES])
         self._link.progress(cursor.step, cursor.samples, self.mean_loss)
-        self._print_step(outcome)
+        self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
 
     def _report_skip(self, outcome: StepOutcome) -> None:
         assert self._core.zero is not None
@@ -194,14 +202,6 @@ class Engine(Batching, Checkpointing, Accessors):
                 f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
                 "steps and at that parameter, lower the learning rate, or raise "
                 "elastic.max_skipped_steps"
-            )
-
-    def _print_step(self, outcome: StepOutcome) -> None:
-        every, step = self._config.steps_per_print, self._run.cursor.step
-        if every and self.global_rank == 0 and step % every == 0:
-            rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
-            _log.info(
-                "step %d: loss %.6g, norm %.4g, lr %s", step, self.mean_loss, outcome.norm, rates
             )
 
     # ---- the device, lent to others ----
@@ -231,8 +231,9 @@ class Engine(Batching, Checkpointing, Accessors):
         self._core.moved.restore(non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Finish a save in flight; close the ledger and the connection to the agent."""
+        """Finish a save in flight; close curves, ledger and the connection to the agent."""
         self._persistence.close()
+        self._reporter.monitors.close()
         if self._run.ledger is not None:
             self._run.ledger.close()
         self._link.close()

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
@@ -38,6 +39,7 @@ def explain(
     if inert := without_effect(written):
         yield "\nWithout effect here:"
         yield from (f"  {path}: {reason}" for path, reason in inert.items())
+    yield from _elasticity(config)
     if warnings := list(_warnings(config)):
         yield "\nWarnings:"
         yield from (f"  {warning}" for warning in warnings)
@@ -52,6 +54,21 @@ def explain(
     )
 
 
+def resolved(config: Config) -> Iterator[str]:
+    """Every key and the value it comes to."""
+    return (line.strip() for line in _values(config, set()))
+
+
+def _elasticity(config: Config) -> Iterator[str]:
+    if config.elasticity.enabled:
+        chosen = choose_batch(config.elasticity)
+        yield (
+            f"\nElasticity: {chosen.samples} samples in micro-batches of {chosen.micro_batch}; "
+            f"no rank idles in these {len(chosen.worlds)} worlds, and every other trains as well:"
+        )
+        yield f"  {', '.join(str(world) for world in chosen.worlds)}"
+
+
 def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
     found = set()
     for key, value in data.items():
@@ -61,7 +78,10 @@ def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
 
 
 def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
-    for field in dataclasses.fields(record):
+    fields = dataclasses.fields(record)
+    if not getattr(record, "enabled", True):
+        fields = fields[:1]  # of a section that is off nothing else matters
+    for field in fields:
         path, value = f"{parent}{field.name}", getattr(record, field.name)
         if dataclasses.is_dataclass(value):
             yield from _values(value, written, f"{path}.")

@@ -28,27 +28,21 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "every rank writes its own share",
     "checkpoint.tag_validation": "rank 0 names the checkpoint, the others hear it",
     "checkpoint.writer": "see checkpoint.async",
-    "comet": "read engine.mean_loss, get_lr() and the agent's journal",
+    "comet": "there are csv_monitor, tensorboard and wandb",
     "comms_logger": "collectives.bytes_sent counts what travels",
-    "csv_monitor": "read engine.mean_loss, get_lr() and the agent's journal",
     "data_types.grad_accum_dtype": "gradients are summed in fp32",
     "disable_allgather": _FIXED_ORDER,
-    "dump_state": "python -m zero_engine.config shows the resolved config",
     "flops_profiler": "torch.profiler works on an engine",
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",
-    "log_level": "set the level of the logger zero_engine",
     "memory_breakdown": "python -m zero_engine.config estimates the memory",
     "pipeline": "there is no pipeline parallelism",
     "prescale_gradients": "the loss is weighted before backward and summed in fp32",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "sparse_gradients": "gradients of embeddings travel with those of their unit",
-    "tensorboard": "read engine.mean_loss, get_lr() and the agent's journal",
     "timers": "torch.profiler works on an engine",
     "torch_autocast.lower_precision_safe_modules": "torch.autocast chooses by operation",
     "use_data_before_expert_parallelism": "there is no expert parallelism",
-    "wall_clock_breakdown": "torch.profiler works on an engine",
-    "wandb": "read engine.mean_loss, get_lr() and the agent's journal",
     "zero_allow_untested_optimizer": "any elementwise optimizer works; others are refused by name",
     "zero_force_ds_cpu_optimizer": _TORCH,
     "zero_optimization.allgather_bucket_size": _UNIT,
@@ -106,7 +100,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "data_types.buffer_dtype": bool,
     "data_types.param_dtype": bool,
     "eigenvalue": _enabled,
-    "elasticity": _enabled,
     "fp16.fp16_master_weights_and_grads": bool,
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
     "hybrid_engine": _enabled,
@@ -126,12 +119,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "zero_optimization.zeropp_loco_param": bool,
 }
 """Features that are not there: path of the key -> does its value ask for the feature?"""
-
-REMEDIES: dict[str, str] = {
-    "elasticity": "every world size works without it: set train_batch_size and "
-    "train_micro_batch_size_per_gpu",
-}
-"""What to do instead, where it is more than removing the key."""
 
 ALIASES = {
     "bfloat16": "bf16",

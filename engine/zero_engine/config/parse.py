@@ -19,7 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import hjson
+
 from zero_engine.config import keys
+from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.schema import SECTIONS, Config
 from zero_engine.errors import ConfigError
 
@@ -38,13 +41,34 @@ def load_config(source: Mapping[str, Any] | str | Path) -> Config:
         ConfigError: Unreadable, an unknown or repeated key, or a value that is no good.
     """
     data = source if isinstance(source, Mapping) else read_json(source)
-    config: Config = _parse(Config, data, "")
+    config = _with_elastic_batch(_parse(Config, data, ""))
     if inert := without_effect(data):
         _log.info(
             "config keys without effect here: %s; python -m zero_engine.config FILE says why",
             ", ".join(inert),
         )
     return config
+
+
+def _with_elastic_batch(config: Config) -> Config:
+    """The batch that the "elasticity" section comes to, if it is enabled."""
+    wanted = config.elasticity
+    if not wanted.enabled:
+        return config
+    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    given = any(size is not None for size in (*sizes, config.gradient_accumulation_steps))
+    if given and not wanted.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            "elasticity decides the batch: remove train_batch_size, train_micro_batch_size_per_gpu "
+            "and gradient_accumulation_steps, or set elasticity.ignore_non_elastic_batch_info"
+        )
+    chosen = choose_batch(wanted)
+    return dataclasses.replace(
+        config,
+        train_batch_size=chosen.samples,
+        train_micro_batch_size_per_gpu=chosen.micro_batch,
+        gradient_accumulation_steps=None,
+    )
 
 
 def without_effect(data: Mapping[str, Any]) -> dict[str, str]:
@@ -70,17 +94,25 @@ def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
 
 
 def read_json(source: str | Path) -> Mapping[str, Any]:
-    """The JSON object in a string, a base64 string or a file; repeated keys are an error."""
+    """The JSON or HJSON object in a string, in base64 or a file; repeated keys are an error."""
     text = str(source)
     if not text.lstrip().startswith("{"):
         text = _from_base64(text) or _from_file(source)
     try:
         data = json.loads(text, object_pairs_hook=_no_repeats)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"the config is not JSON: {error}") from error
+        data = _from_hjson(text, error)
     if not isinstance(data, Mapping):
         raise ConfigError(f"the config is a JSON {type(data).__name__}; it must be an object")
     return data
+
+
+def _from_hjson(text: str, error: json.JSONDecodeError) -> Any:
+    """JSON with comments and without some commas, which DeepSpeed reads too."""
+    try:
+        return hjson.loads(text, object_pairs_hook=_no_repeats)
+    except hjson.HjsonDecodeError:
+        raise ConfigError(f"the config is not JSON: {error}") from error
 
 
 def _from_base64(text: str) -> str | None:
@@ -145,8 +177,7 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
             _check_other(where, inner, setting, set())
     elif where in keys.MISSING:
         if value not in (AUTO, None) and keys.MISSING[where](value):
-            remedy = keys.REMEDIES.get(where, "remove it")
-            raise ConfigError(f"{where}: not supported yet; {remedy}")
+            raise ConfigError(f"{where}: not supported yet; remove it")
     elif where not in keys.WITHOUT_EFFECT:
         raise _unknown(path, key, fields)
 
@@ -210,6 +241,10 @@ def _as_strings(value: Any) -> tuple[str, ...]:
     return tuple(_exactly(str)(each) for each in _exactly(list)(value))
 
 
+def _as_ints(value: Any) -> tuple[int, ...]:
+    return tuple(_as_int(each) for each in _exactly(list)(value))
+
+
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
     "float": ("a number", lambda value: float(_number(value))),
@@ -217,6 +252,7 @@ _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bool": ("true or false", _as_bool),
     "str": ("a string", _exactly(str)),
     "tuple[str, ...]": ("a list of strings", _as_strings),
+    "tuple[int, ...]": ("a list of integers", _as_ints),
     "dict[str, Any]": ("an object", lambda value: dict(_exactly(Mapping)(value))),
 }
 

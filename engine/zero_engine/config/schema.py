@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_engine.config.elasticity import Elasticity
+from zero_engine.config.monitoring import FileMonitor, WandbMonitor
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
@@ -163,6 +165,12 @@ class Config:
     seed: int = 42
     """Decides sample order and dropout; not one of DeepSpeed's keys."""
     steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    """Log the time of forward, backward and step."""
+    dump_state: bool = False
+    """Log the resolved config at the beginning."""
+    log_level: str | None = None
+    """Of the logger zero_engine: "info", for example."""
     reduction: str = "ordered"
     """How gradients are summed; not one of DeepSpeed's keys."""
     dataloader_drop_last: bool = False
@@ -175,6 +183,10 @@ class Config:
     scheduler: SchedulerConfig | None = None
     checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009, it is frozen
     elastic: Elastic = Elastic()
+    elasticity: Elasticity = Elasticity()  # noqa: RUF009, it is frozen
+    csv_monitor: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
+    tensorboard: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
+    wandb: WandbMonitor = WandbMonitor()  # noqa: RUF009, it is frozen
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -228,6 +240,9 @@ SECTIONS: dict[str, type[Any]] = {
         KeepBest,
         Ram,
         Elastic,
+        Elasticity,
+        FileMonitor,
+        WandbMonitor,
     )
 }
 """The sections by the name of their class, as the annotations above spell it."""

@@ -1,0 +1,108 @@
+"""DeepSpeed's "elasticity" section: a global batch that divides well, from a few micro-batches.
+
+Owns the choice. Must always hold: the batch is DeepSpeed's; the micro-batch is the largest that
+divides it, at every world size, so that the result does not depend on the world. Which worlds
+divide the batch without a remainder is told, and no world is refused.
+
+Called by `parse` and `zero_engine.elasticity`.
+
+Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zero_engine.errors import ConfigError
+
+_HIGHLY_COMPOSITE = (
+    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040),
+    *(7560, 10080, 15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320),
+    *(221760, 277200, 332640, 498960, 554400, 665280, 720720),
+)
+"""Numbers with more divisors than any smaller one: a batch scaled by one fits many worlds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elasticity:
+    """What the batch may be made of; DeepSpeed's keys."""
+
+    enabled: bool = False
+    max_train_batch_size: int = 0
+    """Must be given, as the next."""
+    micro_batch_sizes: tuple[int, ...] = ()
+    min_gpus: int = 1
+    max_gpus: int = 10000
+    prefer_larger_batch: bool = True
+    ignore_non_elastic_batch_info: bool = False
+    """The other batch sizes of the config are ignored; else giving them is an error."""
+    min_time: int = 0
+    version: float = 0.2
+    model_parallel_size: int = 1
+    num_gpus_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.enabled:
+            return
+        if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
+            raise ConfigError("elasticity.micro_batch_sizes: give numbers of samples from 1")
+        if max(self.micro_batch_sizes) > self.max_train_batch_size:
+            raise ConfigError(
+                f"elasticity.max_train_batch_size: {self.max_train_batch_size} is less than the "
+                f"micro-batch size {max(self.micro_batch_sizes)}"
+            )
+        if not 1 <= self.min_gpus <= self.max_gpus:
+            raise ConfigError(
+                f"elasticity: min_gpus {self.min_gpus} and max_gpus {self.max_gpus} are no range"
+            )
+        if self.model_parallel_size != 1:
+            raise ConfigError("elasticity.model_parallel_size: there is no model parallelism")
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticBatch:
+    """What was chosen."""
+
+    samples: int
+    micro_batch: int
+    worlds: tuple[int, ...]
+    """The worlds in the range whose ranks all get equally many micro-batches of one size."""
+
+
+def choose_batch(wanted: Elasticity) -> ElasticBatch:
+    """The batch with the most such worlds, up to the maximum; the larger (or smaller) of equals."""
+    sizes, limit = wanted.micro_batch_sizes, wanted.max_train_batch_size
+    bases = [base for base in (*sizes, math.lcm(*sizes)) if base <= limit]
+    candidates = sorted(
+        {_scaled(base, limit) for base in bases}, reverse=wanted.prefer_larger_batch
+    )
+    samples = max(candidates, key=lambda each: len(_worlds(each, wanted)))
+    micro_batch = max(size for size in sizes if samples % size == 0)
+    return ElasticBatch(samples, micro_batch, tuple(_worlds(samples, wanted)))
+
+
+def largest_micro_batch(samples: int, sizes: Sequence[int], world: int) -> int | None:
+    """The largest micro-batch that divides a rank's share; None if none does."""
+    fitting = [size for size in sizes if samples % world == 0 and samples // world % size == 0]
+    return max(fitting, default=None)
+
+
+def _scaled(base: int, limit: int) -> int:
+    return base * max(factor for factor in _HIGHLY_COMPOSITE if factor <= limit // base)
+
+
+def _worlds(samples: int, wanted: Elasticity) -> list[int]:
+    divisors = {d for size in wanted.micro_batch_sizes for d in _divisors(samples, size)}
+    return sorted(d for d in divisors if wanted.min_gpus <= d <= wanted.max_gpus)
+
+
+def _divisors(samples: int, micro_batch: int) -> Iterable[int]:
+    """The worlds among which `samples` are divided in micro-batches of one size."""
+    count, rest = divmod(samples, micro_batch)
+    if rest:
+        return
+    for low in range(1, math.isqrt(count) + 1):
+        if count % low == 0:
+            yield from (low, count // low)

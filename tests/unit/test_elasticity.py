@@ -1,0 +1,91 @@
+"""DeepSpeed's elasticity section: its batch, at every world size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_engine.config import load_config
+from zero_engine.config.elasticity import Elasticity, choose_batch
+from zero_engine.elasticity import compute_elastic_config
+from zero_engine.errors import ConfigError
+
+# Recomputed with DeepSpeed 0.19.6: micro-batches, maximum, worlds -> batch, number of worlds.
+GOLDEN = [
+    ((8, 12, 16, 17), 10000, (32, 1500), 9792, 23),
+    ((2, 4, 6), 2000, (1, 10000), 1680, 32),
+    ((1, 2, 3, 7), 32, (1, 10000), 24, 8),
+    ((8, 10, 12), 100, (1, 10000), 96, 7),
+    ((1, 2, 4), 64, (1, 8), 60, 6),
+    ((6, 9), 100, (2, 8), 72, 5),
+]
+
+
+def section(sizes: tuple[int, ...], limit: int, worlds: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "max_train_batch_size": limit,
+        "micro_batch_sizes": list(sizes),
+        "min_gpus": worlds[0],
+        "max_gpus": worlds[1],
+        "min_time": 20,
+        "version": 0.1,
+    }
+
+
+@pytest.mark.parametrize(("sizes", "limit", "worlds", "batch", "count"), GOLDEN)
+def test_the_batch_and_its_worlds_are_deepspeeds(
+    sizes: tuple[int, ...], limit: int, worlds: tuple[int, int], batch: int, count: int
+) -> None:
+    found, valid = compute_elastic_config({"elasticity": section(sizes, limit, worlds)}, "0.19.6")
+    assert (found, len(valid)) == (batch, count)
+
+
+def test_the_micro_batch_of_a_world_is_deepspeeds_and_other_worlds_are_named() -> None:
+    wide = {"elasticity": section((8, 12, 16, 17), 10000, (32, 1500))}
+    assert compute_elastic_config(wide, world_size=64)[2] == 17
+    small = {"elasticity": section((1, 2, 3, 7), 32, (1, 10000))}
+    assert compute_elastic_config(small, world_size=4)[2] == 3
+    with pytest.raises(ConfigError, match="world size 128 does not divide the batch of 9792 "):
+        compute_elastic_config(wide, world_size=128)
+    with pytest.raises(ConfigError, match="elasticity: missing or not enabled in this config"):
+        compute_elastic_config({"elasticity": {"enabled": False}})
+
+
+def test_the_smaller_of_two_batches_is_taken_on_request() -> None:
+    sizes: dict[str, Any] = {"micro_batch_sizes": (2, 4), "max_train_batch_size": 6, "max_gpus": 1}
+    assert choose_batch(Elasticity(**sizes)).samples == 4
+    assert choose_batch(Elasticity(**sizes, prefer_larger_batch=False)).samples == 4
+    sizes = {"micro_batch_sizes": (3, 4), "max_train_batch_size": 6, "max_gpus": 1}
+    assert choose_batch(Elasticity(**sizes)).samples == 6
+    assert choose_batch(Elasticity(**sizes, prefer_larger_batch=False)).samples == 4
+
+
+def test_a_config_with_the_section_has_that_batch_whatever_the_world() -> None:
+    wanted = section((2, 4, 6), 2000, (1, 10000))
+    config = load_config({"elasticity": wanted})
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (1680, 6)
+    other = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="elasticity decides the batch: remove train_batch_size"):
+        load_config({"elasticity": wanted, **other})
+    ignoring = {**wanted, "ignore_non_elastic_batch_info": True}
+    assert load_config({"elasticity": ignoring, **other}) == load_config({"elasticity": ignoring})
+    assert load_config({"elasticity": {"enabled": False}, **other}).train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"micro_batch_sizes": [0, 2]}, "micro_batch_sizes: give numbers of samples from 1"),
+        ({"micro_batch_sizes": []}, "micro_batch_sizes: give numbers of samples from 1"),
+        ({"micro_batch_sizes": 4}, "micro_batch_sizes: 4 is not a list of integers"),
+        ({"max_train_batch_size": 5}, "5 is less than the micro-batch size 6"),
+        ({"min_gpus": 4, "max_gpus": 2}, "min_gpus 4 and max_gpus 2 are no range"),
+        ({"model_parallel_size": 2}, "there is no model parallelism"),
+        ({"max_batch": 5}, "elasticity.max_batch: unknown config key; did you mean"),
+    ],
+)
+def test_a_section_that_cannot_be_met_is_named(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"elasticity": {**section((2, 4, 6), 2000, (1, 9)), **keys}})
