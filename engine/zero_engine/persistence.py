@@ -15,7 +15,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,8 @@ from zero_engine.weights import weight_hash
 
 _log = logging.getLogger(__name__)
 
+ClientSource = Callable[[], Mapping[str, Any]]
+"""Gives the script's own state as of now."""
 NOTES = 5
 """How many numbers `Persistence.notes` adds to the consensus of a step."""
 
@@ -70,6 +72,7 @@ class Persistence:
         self._directory: Place | None = None
         self._ram_root: Place | None = None
         """The directory of this very run; what is loaded in part, or by a tag, is another's."""
+        self.client_source: ClientSource | None = None
         self._script_has_state = False
         self._script_asks = False
         self._departure: Departure | None = None
@@ -92,6 +95,7 @@ class Persistence:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
         begin_s, step = time.monotonic(), self._run.cursor.step
         self._check_boundary()
+        client = client or self._client_state()
         check_json(client, "client_state")
         self._check_metric(client)
         self._directory = self._ram_root = directory
@@ -204,11 +208,19 @@ class Persistence:
         root, cursor = self._ram_root, self._run.cursor
         if self.ram is None or root is None or self.leaving:
             return
-        if self._script_has_state:
-            self.ram.give_up("client_state is known to the script alone")
+        if self._script_has_state and self.client_source is None:
+            self.ram.give_up(
+                "client_state is known to the script alone; engine.keep_client_state() tells more"
+            )
         if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
-            state = self._capture({}, exclude_frozen=False, hashed=False)
+            client = self._client_state()
+            check_json(client, "client_state")
+            state = self._capture(client, exclude_frozen=False, hashed=False)
             self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
+
+    def _client_state(self) -> Mapping[str, Any]:
+        """What the script wants in a checkpoint that it does not make itself."""
+        return self.client_source() if self.client_source is not None else {}
 
     # ---- loading ----
 
@@ -280,7 +292,7 @@ class Persistence:
             return
         departure, reason = choose_departure(
             directory_known=self._directory is not None,
-            script_has_state=self._script_has_state,
+            script_has_state=self._script_has_state and self.client_source is None,
             script_asks=self._script_asks,
         )
         if departure is not self._departure:  # waiting for the script may take many steps

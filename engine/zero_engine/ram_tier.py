@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 ARENAS = 2
 """One holds the newest committed checkpoint while the other is filled."""
+_KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 
 
 class RamTier:
@@ -72,6 +73,7 @@ class RamTier:
         self._search: RamSearch | None = None
         self._root: Place | None = None
         self._newest: Callable[[], tuple[int, int] | None] = lambda: None
+        self._needed_bytes = 0
         self._off = False
         self._last_step = 0
         self._said = ""
@@ -152,7 +154,7 @@ class RamTier:
         """Make no more checkpoints in memory; every rank says so at the same step."""
         if not self._off:
             self._off = True
-            self._say(f"no checkpoints in memory, only on disk: {reason}")
+            self._say(_OFF, f"no checkpoints in memory, only on disk: {reason}")
 
     def close(self) -> None:
         """Finish the save under way; what is committed stays with the agent."""
@@ -168,7 +170,8 @@ class RamTier:
             layout = lay_out(state)
             workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             replicas = self._config.replicas if self._world > workers else 0
-            self._problem = over_budget(layout.size_bytes, workers, replicas, self._node)
+            self._needed_bytes = needed_bytes(layout.size_bytes, workers, replicas)
+            self._problem = over_budget(self._needed_bytes, self._node.budget_bytes)
             return None if self._problem else self._arenas[0].freeze(layout)
         except (NoArena, CheckpointError) as error:
             self._problem = str(error)
@@ -179,14 +182,15 @@ class RamTier:
         kept = commit_in_ram(save, self._ballot, self._node, self._peers)
         assert self._node is not None
         if self._rank == 0:
-            lacks = f", without some copies: {'; '.join(kept.poorer)}" if kept.poorer else ""
-            size = save.image.layout.size_bytes / (1 << 20) if save.image is not None else 0.0
-            _log.debug("step %d is in memory%s", save.step, lacks)
-            self._say(
-                f"checkpoints are kept in memory, {size:.1f} MiB of rank 0's for each, "
-                f"at most {self._node.budget_bytes >> 20} MiB on a node{lacks}",
-                level=logging.WARNING if kept.poorer else logging.INFO,
+            _log.debug("step %d is in memory", save.step)
+            text = (
+                f"checkpoints are kept in memory, with {self._needed_bytes / (1 << 20):.1f} MiB of "
+                f"each node, {self._node.budget_bytes >> 20} MiB at most"
             )
+            if kept.poorer:
+                self._say(_POORER, f"{text}; without some copies: {'; '.join(kept.poorer)}")
+            else:
+                self._say(_KEPT, text, level=logging.INFO)
         return self._node.directory_of(home_of(save.root), kept.name)
 
     def _take_outcome(self) -> None:
@@ -198,39 +202,42 @@ class RamTier:
             case None:
                 pass
             case CommitRefused() | NotKept() as error:
-                self._say(f"no checkpoint in memory, the one before stays: {error}")
+                self._say(_REFUSED, f"no checkpoint in memory, the one before stays: {error}")
             case RamOff() as error:
                 self.give_up(str(error))
             case error:
                 # Nobody knows whether it was committed, so neither arena may be written to.
                 self._off = True
-                self._say(f"no more checkpoints in memory in this round: {error}")
+                self._say(_OFF, f"no more checkpoints in memory in this round: {error}")
 
-    def _say(self, text: str, level: int = logging.WARNING) -> None:
-        """Say what has changed; a step's news that are those of the step before are none."""
-        if text != self._said and self._rank == 0:
+    def _say(self, news: str, text: str, level: int = logging.WARNING) -> None:
+        """Say how it stands, when that has changed: an old story is none at every step."""
+        if news != self._said and self._rank == 0:
             _log.log(level, "%s", text)
-        self._said = text
+        self._said = news
 
     def _check_group(self) -> None:
         if self._link.group_lost.is_set():
             raise PeerLost("the group broke while its checkpoint was being kept in memory")
 
 
-def over_budget(image_bytes: int, workers: int, replicas: int, node: RamNode) -> str:
-    """Why a node's budget does not allow checkpoints in memory, or "".
+def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
+    """What checkpoints in memory take of a node.
 
     Args:
         image_bytes: Of one worker; those of the other nodes are taken to be as large.
         workers: On this node.
         replicas: How many nodes' copies this node keeps.
-        node: Whose budget.
     """
-    needed = ARENAS * image_bytes * workers * (1 + replicas)
-    if needed <= node.budget_bytes:
+    return ARENAS * image_bytes * workers * (1 + replicas)
+
+
+def over_budget(needed: int, budget: int) -> str:
+    """Why a node's budget does not allow so many bytes, or ""."""
+    if needed <= budget:
         return ""
     return (
-        f"{needed >> 20} MiB are needed for {ARENAS} images of {workers} workers and copies for "
-        f"{replicas} neighbours, the budget is {node.budget_bytes >> 20} MiB; raise "
-        "checkpoint.ram.budget_bytes, enlarge /dev/shm, or lower checkpoint.ram.replicas"
+        f"they need {needed / (1 << 20):.1f} MiB of each node, the budget is "
+        f"{budget / (1 << 20):.1f} MiB; raise checkpoint.ram.budget_bytes, enlarge /dev/shm, or "
+        "lower checkpoint.ram.replicas"
     )

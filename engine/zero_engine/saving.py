@@ -20,7 +20,7 @@ from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.parts import Core
-from zero_engine.persistence import Persistence
+from zero_engine.persistence import ClientSource, Persistence
 from zero_engine.selection import LoadOptions
 from zero_engine.weights import module_state_dict, weight_hash
 
@@ -81,6 +81,19 @@ class Checkpointing:
                 blocking=blocking,
                 exclude_frozen=exclude_frozen_parameters,
             )
+
+    def keep_client_state(self, source: ClientSource | None) -> None:
+        """Say where the engine finds the script's own state, for checkpoints that it makes itself.
+
+        Those are the ones in memory (`checkpoint.ram`), and the one with which a worker leaves.
+        A script that gives `client_state` to `save_checkpoint` and does not call this gets none in
+        memory, and leaves only after its own next save. Call it before `load_checkpoint`.
+
+        Args:
+            source: Called at the end of a step, on every rank, with the same JSON as the answer;
+                `save_checkpoint` without a `client_state` calls it, too. None: there is none.
+        """
+        self._persistence.client_source = source
 
     def wait_for_checkpoint(self) -> bool:
         """Wait for the save in flight, if any.

@@ -108,6 +108,8 @@ class JobStatus:
     checkpoint: dict[str, Any] | None
     """The newest published one: step, tag, digest, samples."""
     command: tuple[str, ...]
+    in_ram: dict[str, Any] | None = None
+    """The newest in the memory of the nodes, in the same words."""
 
     @property
     def ended(self) -> bool:
@@ -137,7 +139,8 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     status = _understood(job, store.range(Keys(job).prefix), _progress(store, job))
     if status is None:
         raise NoSuchJob(f"job {job} is not there any more")
-    return status
+    in_ram = store.get(Keys(job).in_ram)
+    return dataclasses.replace(status, in_ram=json.loads(in_ram.value) if in_ram else None)
 
 
 def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:

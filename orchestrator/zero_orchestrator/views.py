@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -171,7 +171,9 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
     yield "restarts", _restarts(status)
     for exclusion in status.exclusions:
         yield "excluded", str(exclusion)
-    yield "checkpoint", _checkpoint(status)
+    yield "checkpoint", _checkpoint(status.checkpoint)
+    if status.in_ram is not None and not status.ended:
+        yield "in memory", _checkpoint(status.in_ram)
     yield "command", " ".join(status.command)
 
 
@@ -188,8 +190,8 @@ def _bounds(status: JobStatus) -> str:
     return f"{status.min_nodes}:{status.max_nodes}"
 
 
-def _checkpoint(status: JobStatus) -> str:
-    if (latest := status.checkpoint) is None:
+def _checkpoint(latest: Mapping[str, Any] | None) -> str:
+    if latest is None:
         return "none yet"
     return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']})"
 

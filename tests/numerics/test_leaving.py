@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from zero_orchestrator.contract import (
     Leave,
     Left,
     Progress,
+    RamReply,
+    RamRequest,
     When,
 )
 
@@ -39,9 +41,17 @@ ROUND = 3
 class Agent:
     """The other end of the socket: one worker's agent, as real as the contract describes it."""
 
-    def __init__(self, path: Path, *, grants: bool = True, leave_after: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        grants: bool = True,
+        leave_after: int | None = None,
+        memory: Callable[[RamRequest], RamReply] | None = None,
+    ) -> None:
         self.heard: list[contract.Message] = []
         self._grants = grants
+        self._memory = memory
         self._leave_after = leave_after
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -63,6 +73,8 @@ class Agent:
             case CommitRequest():
                 reason = "" if self._grants else "round 4 is forming"
                 yield CommitReply(request=message.request, granted=self._grants, reason=reason)
+            case RamRequest() if self._memory is not None:
+                yield self._memory(message)
             case Progress() if message.step == self._leave_after:
                 yield Leave(round=ROUND, when=When.BOUNDARY, reason="drain")
 

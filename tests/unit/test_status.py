@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from zero_orchestrator import status
+from zero_orchestrator import status, views
 from zero_orchestrator.budget import Charge
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import progress_prefix
@@ -57,6 +58,13 @@ def read(job: Job) -> status.JobStatus:
     return status.read(job.store, job.keys.job)
 
 
+def shown(now: status.JobStatus) -> str:
+    console = Console(width=200)
+    with console.capture() as text:
+        console.print(views._status_page(now))
+    return text.get()
+
+
 def conditions(job: Job) -> dict[str, Condition]:
     now = read(job)
     return {row.node: row.condition for row in (*now.members, *now.spares)}
@@ -82,6 +90,18 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
         ("c", None, Condition.SPARE)
     ]
     assert now.live_nodes == ("a", "b", "c")
+
+
+def test_a_checkpoint_in_memory_is_shown_as_long_as_the_job_runs(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    assert read(job).in_ram is None
+    memory.put(job.keys.in_ram, '{"step": 43, "tag": "t43", "digest": "d", "samples": 344}')
+    assert read(job).in_ram == {"step": 43, "tag": "t43", "digest": "d", "samples": 344}
+    assert "step 43, 344 samples (t43)" in shown(read(job))
+    job.round(1, "DONE", "a")
+    assert "t43" not in shown(read(job))
 
 
 def test_hosts_that_are_excluded_and_nodes_that_are_unfit_are_shown_with_the_reason(memory):
