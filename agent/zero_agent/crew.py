@@ -18,7 +18,7 @@ from typing import Any
 
 from zero_agent.channel import Channel
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
-from zero_agent.exits import Exit
+from zero_agent.exits import Exit, fresh_error_file
 from zero_agent.hang import StepClock
 from zero_agent.hub import Hub
 from zero_agent.network import interface_of
@@ -199,7 +199,7 @@ class Crew:
             place,
             name=self._job,
             socket_path=self._channel.path,
-            error_file=str(own / "error.json"),
+            error_file=str(fresh_error_file(own)),
             heartbeat_file=str(self._pulse_file(job.n, place.rank)),
         )
         if config.virtual_local_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -59,6 +60,18 @@ class Exit:
         if self.message:
             return f"rank {self.rank}: {self.message} ({describe(self.status)})"
         return f"rank {self.rank}: {describe(self.status)}"
+
+
+def fresh_error_file(directory: Path) -> Path:
+    """Where a new worker may leave its error; one of an earlier run there is kept, set aside.
+
+    A run of the same name has the same directories: its error must not be taken for a new one.
+    """
+    path = directory / "error.json"
+    if path.exists():
+        aside = (directory / f"error.{number}.json" for number in itertools.count(1))
+        path.rename(next(free for free in aside if not free.exists()))
+    return path
 
 
 def read_stacks(paths: Sequence[Path]) -> str:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import environment
+from tests.support.cluster import environment, is_alive
 from tests.support.waiting import wait_for
 from zero_agent.etcd_process import free_port
 from zero_agent.numa import parse_cpus
+from zero_orchestrator import status
+from zero_orchestrator.job_state import Keys
 
 pytestmark = pytest.mark.processes
 
@@ -225,6 +227,66 @@ def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):
     _, said = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGUSR1
     assert "SIGUSR1: leaving at the next step boundary" in said
+
+
+def test_sigterm_reaches_a_plain_script_at_once(start):
+    script = "trap 'echo told; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    process = start("--standalone", "--shutdown-timeout=600", "--no-python", "sh", "-c", script)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "told\n")
+
+
+def test_a_script_that_does_not_listen_is_killed_after_the_shutdown_timeout(start):
+    script = "trap '' TERM; echo ready $$; while :; do sleep 0.05; done"
+    process = start("--standalone", "--shutdown-timeout=0.5", "--no-python", "sh", "-c", script)
+    worker = int(process.stdout.readline().split()[1])
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not is_alive(worker)
+
+
+def test_a_run_of_the_same_name_keeps_the_output_and_the_errors_of_the_one_before(tmp_path):
+    script, own = tmp_path / "fails.py", tmp_path / "logs/j/round1/rank0"
+    flags = ("--standalone", "--rdzv-id=j", f"--log-dir={tmp_path}/logs", "-r3", script)
+    for number in (1, 2):
+        script.write_text(f"print({number})\nraise KeyError({number})")
+        assert f"KeyError: {number}" in agent(*flags).stderr
+    script.write_text("raise SystemExit(3)")
+    assert "KeyError" not in agent(*flags).stderr
+    assert (own / "stdout.log").read_text() == "1\n2\n"
+    kept = sorted(file.name for file in own.glob("error*"))
+    assert kept == ["error.1.json", "error.2.json"]
+
+
+def test_every_agent_ends_with_the_job_and_its_cause_spares_too(cluster, etcd_store, tmp_path):
+    go = tmp_path / "go"
+    wait = ("--no-python", "sh", "-c", f"until [ -e {go} ]; do sleep 0.05; done; exit 3")
+    job = cluster(flags=("--nnodes=1",), script=wait)
+    job.start(*"abcde")
+
+    def spares() -> int:
+        jobs = [now for now in status.read_all(etcd_store) if now.job == job.job]
+        return sum(len(now.spares) for now in jobs if now.state == "ACTIVE")
+
+    wait_for(lambda: spares() == 4, 60, "a worker and four spares")
+    go.touch()
+    assert [job.agents[node].wait() for node in "abcde"] == [1] * 5
+    for one in job.agents.values():
+        assert "rank 0: exit code 3 on node" in one.output
+
+
+def test_a_spare_outlives_the_host_of_everything(cluster, etcd_store):
+    ready = ("--no-python", "sh", "-c", 'echo "ready on $ZERO_NODE"; exec sleep 300')
+    job = cluster(flags=("--nnodes=1", "--max-restarts=1"), script=ready)
+    job.start("a")
+    wait_for(lambda: "ready on a" in job.output, 60, "the first host")
+    job.start("b")
+    wait_for(lambda: etcd_store.get(Keys(job.job).node("b")), 60, "the spare")
+    job.agents.pop("a").kill_node()
+    wait_for(lambda: "ready on b" in job.output, 60, "the spare takes over")
 
 
 def test_a_supervisor_is_told_how_the_agent_is(start):

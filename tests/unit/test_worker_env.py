@@ -46,6 +46,11 @@ def test_ranks_are_contiguous_on_a_node_and_role_ranks_within_a_role():
     ]
 
 
+def test_every_worker_of_a_round_reads_the_same_restart_count():
+    counts = {env["TORCHELASTIC_RESTART_COUNT"] for i in range(4) for env in environments(i)}
+    assert counts == {"2"}
+
+
 def test_a_worker_finds_every_variable_of_torchrun():
     assert environments(2)[1] == {
         "RANK": "4",

@@ -1,0 +1,117 @@
+"""Which failure is the root cause, which exit code follows, and what is kept of earlier ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+from zero_agent import ending, exits
+from zero_agent.config import AgentExit
+from zero_agent.exits import Exit, fresh_error_file
+from zero_agent.hub import Hub
+from zero_agent.workers import Order, WorkerGroup
+from zero_orchestrator.contract import ExitCode
+from zero_orchestrator.job_state import Failure, Node, Snapshot, State
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.spec import JobSpec
+
+SPEC = JobSpec(min_nodes=1, max_nodes=4)
+
+
+class Silent:
+    """Takes orders as a nursery does; nothing runs."""
+
+    def signal(self, worker: int, number: int) -> None: ...
+
+
+def group(tmp_path, ends: list[tuple[int, int]]) -> WorkerGroup:
+    """Workers that have ended in this order: rank, status."""
+    workers = WorkerGroup(Silent(), Hub(), 1, fence=1)
+    for rank, _ in ends:
+        file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
+        workers._running[rank] = Order(rank=rank, local_rank=rank, env=file)
+    for rank, end in ends:
+        workers.ended(rank, end)
+    return workers
+
+
+def test_the_first_worker_to_end_is_the_cause_whatever_the_clock_in_its_error_file_says(tmp_path):
+    for rank, clock in ((0, "1"), (1, "999999999999")):
+        facts = {"py_callstack": "", "timestamp": clock}
+        record = {"message": {"message": f"broke {rank}", "extraInfo": facts}}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(record))
+    assert group(tmp_path, [(1, 1), (0, 1)]).first_failure.rank == 1
+
+
+def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
+    found = group(tmp_path, [(0, ExitCode.PEER_LOST), (1, 1)])
+    # What ends after the first was stopped by the agent, and is no cause either.
+    assert found.first_failure.rank == 0
+    assert found.state.value == "peer lost"
+
+
+def cause(node: str, revision: int, *, symptom: bool = False) -> Failure:
+    return Failure(node=node, symptom=symptom, summary=f"{node} broke", revision=revision)
+
+
+@pytest.mark.parametrize(
+    ("failures", "root"),
+    [
+        ((cause("a", 9), cause("b", 7)), "b"),
+        ((cause("a", 3, symptom=True), cause("b", 7)), "b"),
+        ((cause("a", 3, symptom=True), cause("b", 2, symptom=True)), "b"),
+    ],
+)
+def test_the_root_cause_of_a_job_is_by_the_order_of_the_store(failures, root):
+    found = ending.root_cause(Snapshot(SPEC, failures=failures))
+    assert found is not None
+    assert found.node == root
+
+
+class Seen:
+    """A rendezvous that has read this."""
+
+    node = Node(id="a", incarnation="1", address="a", slots=1)
+
+    def __init__(self, job: Snapshot) -> None:
+        self.snapshot = job
+
+
+@pytest.mark.parametrize(
+    ("state", "by", "code"),
+    [
+        (State.DONE, "finish", AgentExit.OK),
+        (State.FAILED, "fail", AgentExit.JOB_FAILED),
+        (State.FAILED, "give up", AgentExit.NO_PROGRESS),
+        (State.STOPPED, "halt", AgentExit.STOPPED),
+        (State.ACTIVE, "activate", AgentExit.DRAINED),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(state, by, code, caplog):
+    job = Snapshot(SPEC, state=state, by=by, cause="because", failures=(cause("a", 1),))
+    job = replace(job, failures=(replace(job.failures[0], traceback="KeyError: 1"),))
+    with caplog.at_level(logging.INFO, "zero"):
+        assert ending.tell_end("j", Seen(job), Journal("a"), AgentExit.DRAINED) == code
+    assert ("KeyError: 1" in caplog.text) == (state is State.FAILED)
+
+
+def test_an_error_of_an_earlier_run_is_kept_and_not_taken_for_a_new_one(tmp_path):
+    for text in ("first", "second"):
+        fresh_error_file(tmp_path).write_text(text)
+    path = fresh_error_file(tmp_path)
+    assert not path.exists()
+    assert exits.read_error_file(path) == ("", "")
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert kept == {"error.1.json": "first", "error.2.json": "second"}
+
+
+def test_a_worker_is_told_apart_by_how_it_ended():
+    def end(status: int) -> str:
+        return Exit(rank=0, status=status, wanted=False, message="", traceback="").summary
+
+    assert end(3) == "rank 0: exit code 3"
+    assert end(-9) == "rank 0: killed by SIGKILL"
+    assert end(ExitCode.PEER_LOST) == "rank 0: lost its peers"
