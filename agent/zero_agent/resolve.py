@@ -240,7 +240,7 @@ def _log_dir(path: Path | None, streams: Streams) -> Path | None:
 
 def wants_gpus(args: argparse.Namespace) -> bool:
     """Whether each worker is to have a GPU."""
-    return args.nproc_per_node == "gpu" or bool(args.virtual_local_rank)
+    return bool(args.nproc_per_node == "gpu")
 
 
 def count_slots(text: str) -> int:

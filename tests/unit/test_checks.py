@@ -62,6 +62,18 @@ def test_gpus_that_are_hidden_do_not_count(monkeypatch):
     assert hidden.found == "4 work, CUDA_VISIBLE_DEVICES=3; 2 needed"
 
 
+def test_gpus_are_counted_by_the_drivers_own_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool.write_text("#!/bin/sh\nprintf 'GPU 0: H200 (UUID: GPU-1)\\nGPU 1: H200 (UUID: GPU-2)\\n'")
+    tool.chmod(0o755)
+    node = replace(NODE, slots=2, gpus=True, environ={})
+    assert found(node)["GPUs"].found == "2 of 2 for 2 workers"
+    tool.write_text("#!/bin/sh\necho 'GPU 0 is lost. Reboot the system.'; exit 15")
+    broken = found(node)["GPUs"]
+    assert str(broken) == "GPUs: nvidia-smi: GPU 0 is lost. Reboot the system.; look at dmesg"
+
+
 def test_an_etcd_that_does_not_let_this_node_in_is_a_finding():
     def refuse() -> str:
         raise Sick("permission denied")
