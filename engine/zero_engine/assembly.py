@@ -155,9 +155,10 @@ def _make_core(
     mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
     specs = partition(model, groups, dtype)
+    wire = config.zero_optimization
     tiers = Tiers(config.zero_optimization, device).choose(unit_sizes(specs, collectives.world))
     units = tuple(
-        FlatUnit(spec, stage, collectives, device, resting)
+        FlatUnit(spec, stage, collectives, device, resting, quantized=wire.zero_quantized_weights)
         for spec, resting in zip(specs, tiers, strict=True)
     )
     coordinator = ParamCoordinator(
@@ -177,7 +178,15 @@ def _make_core(
         pace = pace_of(config.zero_optimization)
         zero = ZeroOptimizer(optimizer, trained, stage, collectives, clip, scaling, pace)
         on_ready = coordinator.release_trained if stage.shards_parameters else None
-        reducer = GradReducer(trained, zero.totals, collectives, stage, on_ready, guard)
+        reducer = GradReducer(
+            trained,
+            zero.totals,
+            collectives,
+            stage,
+            on_ready,
+            guard,
+            quantized=wire.zero_quantized_gradients,
+        )
     core = Core(
         module=model,
         device=device,

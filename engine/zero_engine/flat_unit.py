@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zero_engine.collectives import Collectives, Pending, wait
 from zero_engine.partition import UnitSpec
+from zero_engine.quantization import pack, packed_size, unpack
 from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 
@@ -130,6 +131,8 @@ class FlatUnit:
         collectives: Collectives,
         device: torch.device,
         tiers: UnitTiers | None = None,
+        *,
+        quantized: bool = False,
     ) -> None:
         self.name = spec.name
         self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
@@ -148,6 +151,8 @@ class FlatUnit:
         near = Memory(device, used_on=device)
         self.tiers = tiers or UnitTiers(near, near)
         self._arriving: Pending | None = None
+        self._packed: Tensor | None = None
+        self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
         self._build(spec, device)
         self._install_views()
         self.gathered = True
@@ -198,6 +203,7 @@ class FlatUnit:
         self.begin_gather()
         if self._arriving is not None:
             wait(self._arriving)
+            self._unpack()
             self._arriving, self.gathered = None, True
 
     def release(self) -> None:
@@ -247,7 +253,7 @@ class FlatUnit:
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)
         shard = self.shard.to(own.device)
-        changed = own != shard.to(own.dtype)
+        changed = own != self._as_published(shard)
         self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         self.restore()
 
@@ -261,5 +267,27 @@ class FlatUnit:
         return whole
 
     def _publish(self) -> Pending:
-        self._rests.fetch(self.local, self._collectives.own(self.full))
-        return self._collectives.all_gather(self.full, f"parameters of {self.label}")
+        own, what = self._collectives.own(self.full), f"parameters of {self.label}"
+        self._rests.fetch(self.local, own)
+        if not self._quantized:
+            return self._collectives.all_gather(self.full, what)
+        size = packed_size(own.numel())
+        self._packed = self.full.new_empty(self._collectives.world * size, dtype=torch.uint8)
+        pack(own.view(1, -1), self._collectives.own(self._packed).view(1, -1))
+        return self._collectives.all_gather(self._packed, what)
+
+    def _unpack(self) -> None:
+        """Make weights of what has arrived quantized; this rank's own are rounded as well."""
+        if self._packed is not None:
+            world = self._collectives.world
+            unpack(self._packed.view(world, -1), self.full.view(world, -1))
+            self._packed = None
+
+    def _as_published(self, shard: Tensor) -> Tensor:
+        """What `shard` is in the full parameters."""
+        published = shard.to(self.full.dtype)
+        if self._quantized:
+            packed = published.new_empty((1, packed_size(shard.numel())), dtype=torch.uint8)
+            pack(published.view(1, -1), packed)
+            unpack(packed, published.view(1, -1))
+        return published

@@ -24,6 +24,7 @@ from torch import Tensor
 from zero_engine.collectives import Collectives, Pending, has_ended, wait
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit
+from zero_engine.quantization import pack, packed_size, unpack
 from zero_engine.stages import Stage
 
 _MAX_IN_FLIGHT = 2
@@ -91,6 +92,7 @@ class _Exchange:
     pending: Pending | None
     gradient: UnitGradient
     received: Tensor
+    sent: Tensor
 
 
 class GradReducer:
@@ -104,6 +106,8 @@ class GradReducer:
         stage: Stage,
         on_ready: Callable[[FlatUnit], None] | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        quantized: bool = False,
     ) -> None:
         """Hook the parameters.
 
@@ -114,7 +118,9 @@ class GradReducer:
             stage: Whether gradient buffers are kept.
             on_ready: Called when a unit's weights are not needed any more by this backward.
             guard: Around exchanges, which may find a peer gone.
+            quantized: Leaves travel as int8.
         """
+        self._quantized = quantized
         self._collectives = collectives
         self._stage = stage
         self._guard = guard
@@ -192,13 +198,22 @@ class GradReducer:
             self._complete(self._in_flight.popleft())
         leaves = gradient.buffer
         assert leaves is not None
+        if self._quantized:
+            leaves = self._pack(leaves)
         if self._collectives.world == 1:
-            self._complete(_Exchange(None, gradient, leaves))
+            self._complete(_Exchange(None, gradient, leaves, leaves))
             return
         received = self._pool.take(leaves.numel(), leaves.dtype)
         what = f"gradients of {gradient.unit.label}"
         pending = self._collectives.exchange_leaves(leaves, received, what)
-        self._in_flight.append(_Exchange(pending, gradient, received))
+        self._in_flight.append(_Exchange(pending, gradient, received, leaves))
+
+    def _pack(self, leaves: Tensor) -> Tensor:
+        """A leaf as int8, one row for each rank that it goes to. At world 1 as well: one result."""
+        rows = leaves.view(self._collectives.world, -1)
+        packed = self._pool.take(len(rows) * packed_size(rows.shape[1]), torch.uint8)
+        pack(rows, packed.view(len(rows), -1))
+        return packed
 
     def _may_wait(self) -> bool:
         """Whether to wait for the oldest exchange.
@@ -216,8 +231,9 @@ class GradReducer:
             wait(exchange.pending)
         leaves = exchange.received.view(self._collectives.world, -1)
         self._fold(leaves[: self._live], gradient.total)
-        if exchange.received is not gradient.buffer:
-            self._pool.give(exchange.received)
+        for buffer in {id(b): b for b in (exchange.received, exchange.sent)}.values():
+            if buffer is not gradient.buffer:
+                self._pool.give(buffer)
         if self._stage.shards_gradients and gradient.buffer is not None:
             self._pool.give(gradient.buffer)
             gradient.buffer = None
@@ -231,5 +247,10 @@ class GradReducer:
         # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
         wide = self._pool.take(total.numel(), total.dtype)
         for leaf in leaves.unbind(0):
-            total.add_(wide.copy_(leaf))
+            total.add_(self._widen(leaf, wide))
         self._pool.give(wide)
+
+    def _widen(self, leaf: Tensor, into: Tensor) -> Tensor:
+        if self._quantized:
+            return unpack(leaf.view(1, -1), into.view(1, -1)).view(-1)
+        return into.copy_(leaf)

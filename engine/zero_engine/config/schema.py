@@ -100,6 +100,10 @@ class ZeroOptimization:
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
     offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
+    zero_quantized_weights: bool = False
+    """ZeRO++: weights are gathered as int8, at stage 3. Bits differ from those without."""
+    zero_quantized_gradients: bool = False
+    """ZeRO++: gradients travel as int8. Bits differ from those without."""
     sub_group_size: int = 1_000_000_000
     """Elements of offloaded state that are stepped at a time."""
     stage3_prefetch_bucket_size: int | None = None
@@ -117,6 +121,11 @@ class ZeroOptimization:
         for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"zero_optimization.{name}: {getattr(self, name)} is negative")
+        if self.zero_quantized_weights and not STAGES[self.stage].shards_parameters:
+            raise ConfigError(
+                "zero_optimization.zero_quantized_weights: only stage 3 gathers weights for every "
+                "use; set stage to 3, or remove it"
+            )
         check_stage(self.stage, self.offload_optimizer, self.offload_param)
 
 

@@ -1,0 +1,69 @@
+"""Numbers as int8 on the wire: blocks of 256, each with its own scale.
+
+Owns the format. A row of n values travels as n codes and then n / 256 scales in fp32, in one
+buffer of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie on the flat grid,
+so what a value becomes does not depend on the world size or on who sends it; a block with a value
+that is not finite comes out as NaN, so that overflows are seen as without quantization.
+
+Called by `flat_unit` for weights (qwZ) and by `grad_reducer` for gradients (qgZ). Source of the
+idea: ZeRO++ (arXiv 2306.10209), which quantizes gradients to int4 and reduces them in two hops;
+here each travels once and is added in fp32, in leaf order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANT_BLOCK = 256
+"""Elements; a divisor of `flat_unit.BLOCK`, in multiples of which shards are cut."""
+_LARGEST = 127
+_SCALE_BYTES = 4
+
+
+def packed_size(numel: int) -> int:
+    """Bytes of a row of `numel` values, a multiple of the block."""
+    return numel + numel // QUANT_BLOCK * _SCALE_BYTES
+
+
+def pack(values: Tensor, into: Tensor) -> None:
+    """Quantize rows.
+
+    Args:
+        values: [rows, n], floating point.
+        into: uint8 [rows, packed_size(n)].
+    """
+    codes, scales = _parts(into)
+    for row, row_codes, row_scales in zip(values, codes, scales, strict=True):
+        blocks = row.float().view(-1, QUANT_BLOCK)
+        scale = torch.linalg.vector_norm(blocks, float("inf"), dim=1).div_(_LARGEST)
+        row_scales.copy_(scale)
+        # A scale of zero or beyond numbers says all there is to say; its codes must be numbers.
+        usable = torch.isfinite(scale) & (scale > 0)
+        divisor = torch.where(usable, scale, 1.0).unsqueeze(1)
+        steps = torch.where(usable.unsqueeze(1), blocks / divisor, 0.0).round_()
+        row_codes.copy_(steps.flatten())
+
+
+def unpack(packed: Tensor, into: Tensor) -> Tensor:
+    """The values of rows again, rounded to the dtype of `into`.
+
+    Args:
+        packed: uint8 [rows, packed_size(n)].
+        into: [rows, n].
+    """
+    codes, scales = _parts(packed)
+    for row, row_codes, row_scales in zip(into, codes, scales, strict=True):
+        blocks = row_codes.view(-1, QUANT_BLOCK).float()
+        row.copy_(blocks.mul_(_or_nan(row_scales).unsqueeze(1)).flatten())
+    return into
+
+
+def _or_nan(scales: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(scales), scales, float("nan"))
+
+
+def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 [rows, n] and scales fp32 [rows, n / 256]: views of the bytes."""
+    numel = packed.shape[1] * QUANT_BLOCK // (QUANT_BLOCK + _SCALE_BYTES)
+    return packed[:, :numel].view(torch.int8), packed[:, numel:].view(torch.float32)

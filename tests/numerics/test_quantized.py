@@ -1,0 +1,105 @@
+"""ZeRO++'s quantization: bits of its own, and the same ones at every world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.zero import GatheredParameters
+
+STEPS = 4
+WEIGHTS = {"zero_quantized_weights": True}
+GRADIENTS = {"zero_quantized_gradients": True}
+WIRES: list[dict[str, bool]] = [{}, WEIGHTS, GRADIENTS, WEIGHTS | GRADIENTS]
+
+
+def quantizing(stage: int, wire: dict[str, bool], **more: Any) -> dict[str, Any]:
+    return config(stage, **more) | {"zero_optimization": {"stage": stage, **wire}}
+
+
+def train_every_wire(bf16: bool) -> list[tuple[Any, ...]]:
+    results = []
+    for wire in WIRES:
+        engine = make_engine(quantizing(3, wire, bf16=bf16))
+        losses = train(engine, STEPS)
+        results.append((*fingerprint(engine), tuple(losses)))
+    return results
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_every_world_size_gives_the_same_bits(worlds: WorldPool, bf16: bool) -> None:
+    alone = worlds.run(1, train_every_wire, bf16)[0]
+    for world in (2, 3):
+        assert worlds.run(world, train_every_wire, bf16) == [alone] * world
+    assert len({result[0] for result in alone}) == len(WIRES)
+    plain = alone[0][-1]
+    for result in alone[1:]:
+        assert result[-1] == pytest.approx(plain, rel=2e-3)
+
+
+def train_every_stage(_: None) -> list[str]:
+    hashes = []
+    for stage in (0, 1, 2, 3):
+        engine = make_engine(quantizing(stage, GRADIENTS, bf16=True))
+        train(engine, STEPS)
+        hashes.append(engine.weight_hash())
+    return hashes
+
+
+def test_quantized_gradients_give_one_result_at_every_stage(worlds: WorldPool) -> None:
+    assert len({digest for rank in worlds.run(2, train_every_stage, None) for digest in rank}) == 1
+
+
+def bytes_on_the_wire(wire: dict[str, bool]) -> dict[str, int]:
+    engine = make_engine(quantizing(3, wire))
+    train(engine, 1)
+    engine._core.collectives.bytes_sent.clear()
+    train(engine, 2)
+    return dict(engine._core.collectives.bytes_sent)
+
+
+def test_a_quarter_of_the_bytes_travels(worlds: WorldPool) -> None:
+    plain = worlds.run(2, bytes_on_the_wire, {})[0]
+    quantized = worlds.run(2, bytes_on_the_wire, WEIGHTS | GRADIENTS)[0]
+    assert quantized["leaves"] == pytest.approx(plain["leaves"] / 4, rel=0.02)
+    assert quantized["gather"] == pytest.approx(plain["gather"] / 4, rel=0.1)  # norms, too
+
+
+def overflow(wire: dict[str, bool]) -> tuple[int, float]:
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+    engine = make_engine(quantizing(3, wire, fp16=fp16))
+    train(engine, 2)
+    return engine.skipped_steps, engine._core.zero.scale
+
+
+def test_an_overflow_is_seen_as_without(worlds: WorldPool) -> None:
+    plain = worlds.run(2, overflow, {})
+    assert plain[0][0] > 0
+    assert worlds.run(2, overflow, GRADIENTS) == plain
+
+
+def change_one(root: str) -> tuple[int, str, str]:
+    """Change one element in the gathered weights; how many elements have changed in fp32."""
+    engine = make_engine(quantizing(3, WEIGHTS, bf16=True))
+    train(engine, 1)
+    before = engine.get_fp32_state_dict()["norm.weight"]
+    param = dict(engine.module.named_parameters())["norm.weight"]
+    with GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        param[3] = 17.0
+    after = engine.get_fp32_state_dict()["norm.weight"]
+    assert after[3] == 17
+    engine.save_checkpoint(root)
+    other = make_engine(quantizing(1, {}, bf16=True), seed=8)
+    other.load_checkpoint(root)
+    return int((before != after).sum()), engine.weight_hash(), other.weight_hash()
+
+
+def test_what_is_stored_is_not_quantized(worlds: WorldPool, tmp_path: Path) -> None:
+    changed, saved, loaded = worlds.run(2, change_one, str(tmp_path))[0]
+    assert changed == 1
+    assert loaded == saved
