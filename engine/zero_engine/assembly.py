@@ -38,6 +38,7 @@ from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
 from zero_engine.loss_scaler import LossScaling
 from zero_engine.lr_schedules import make_schedule
+from zero_engine.node_group import node_exchanges
 from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
 from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator, Prefetch
@@ -156,9 +157,18 @@ def _make_core(
     tied = aliases(model)
     specs = partition(model, groups, dtype)
     wire = config.zero_optimization
+    node = node_exchanges(wire.zero_hpz_partition_size, link.interrupt)
     tiers = Tiers(config.zero_optimization, device).choose(unit_sizes(specs, collectives.world))
     units = tuple(
-        FlatUnit(spec, stage, collectives, device, resting, quantized=wire.zero_quantized_weights)
+        FlatUnit(
+            spec,
+            stage,
+            collectives,
+            device,
+            resting,
+            quantized=wire.zero_quantized_weights,
+            node=node,
+        )
         for spec, resting in zip(specs, tiers, strict=True)
     )
     coordinator = ParamCoordinator(

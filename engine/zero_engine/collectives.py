@@ -83,20 +83,24 @@ class Collectives:
     """The exchanges within one process group. At world 1 nothing travels."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, interrupt: Interrupt | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        interrupt: Interrupt | None = None,
+        name: str = "standstill",
     ) -> None:
         """Use a process group.
 
         Args:
             group: By default the default one.
             interrupt: What ends every wait.
+            name: Of the group among those of one run.
         """
         self._group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
         self._waiter = Waiter(group or dist.group.WORLD, interrupt)
-        self._standstill = Standstill(group_store("standstill"), self.rank, self.world)
+        self._standstill = Standstill(group_store(name), self.rank, self.world)
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""

@@ -122,6 +122,8 @@ class FlatUnit:
         master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
         local: [padded / world], what the full parameters are gathered from: `shard` where it is
             near, else its copy in the compute dtype.
+        secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
+            the full parameters, from which they are gathered within the node.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class FlatUnit:
         tiers: UnitTiers | None = None,
         *,
         quantized: bool = False,
+        node: Collectives | None = None,
     ) -> None:
         self.name = spec.name
         self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
@@ -152,6 +155,8 @@ class FlatUnit:
         self.tiers = tiers or UnitTiers(near, near)
         self._arriving: Pending | None = None
         self._packed: Tensor | None = None
+        self._node = node if stage.shards_parameters else None
+        self.secondary: Tensor | None = None
         self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
         self._build(spec, device)
         self._install_views()
@@ -204,6 +209,8 @@ class FlatUnit:
         if self._arriving is not None:
             wait(self._arriving)
             self._unpack()
+            if self._node is not None and self.secondary is None:
+                self.secondary = self._node.own(self.full).clone()
             self._arriving, self.gathered = None, True
 
     def release(self) -> None:
@@ -217,6 +224,7 @@ class FlatUnit:
         """Begin to bring the full parameters up to date after `master` has been stepped."""
         if self._stage.shards_parameters:
             self.release()
+            self.secondary = None
         elif self._stage.shards_optimizer:
             return self._publish()
         elif self.full is not self.master:
@@ -268,6 +276,9 @@ class FlatUnit:
 
     def _publish(self) -> Pending:
         own, what = self._collectives.own(self.full), f"parameters of {self.label}"
+        if self._node is not None and self.secondary is not None:
+            self._node.own(self.full).copy_(self.secondary)
+            return self._node.all_gather(self.full, what)
         self._rests.fetch(self.local, own)
         if not self._quantized:
             return self._collectives.all_gather(self.full, what)

@@ -110,8 +110,11 @@ def estimate(
     plan = _Resting(zero or ZeroOptimization(stage=stage), compute, stepped, gpu=gpu)
     places = plan.master() + plan.moments(states) + plan.weights()
     buffers = plan.buffers(states, -(-unit // world))
+    node = plan.zero.zero_hpz_partition_size
+    secondary = size * -(-parameters // node) if 1 < node < world and world % node == 0 else 0
     return Estimate(
         weights=plan.at(NONE, plan.weights())
+        + secondary
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),

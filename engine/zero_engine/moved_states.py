@@ -125,6 +125,7 @@ def tensors_of(core: Core, kind: Kind) -> Iterator[Tensor]:
         case Kind.lp_params:
             yield from (unit.full for unit in core.units)
             yield from (unit.shard for unit in here if not unit.trained)
+            yield from (unit.secondary for unit in here if unit.secondary is not None)
         case Kind.lp_grads if core.zero is not None:
             yield from core.zero.gradient_sums()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zero_engine
 from tests.support.world import WorldPool
+from zero_engine.config.schema import ZeroOptimization
 from zero_engine.memory import estimate
 
 WIDTH, LAYERS = 512, 3
@@ -76,3 +77,29 @@ def test_the_estimate_is_what_is_allocated_up_to_padding(
     for rank in worlds.run(world, allocated, stage, compute, optimizer):
         for purpose, size in rank.items():
             assert size == pytest.approx(getattr(expected, purpose), rel=0.02), purpose
+
+
+def secondary_shards() -> int:
+    """Bytes that the ranks of a node keep of the weights between two uses."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+    kept = [unit.secondary for unit in engine._core.units]
+    size = storage([tensor for tensor in kept if tensor is not None], set())
+    engine.backward(loss)
+    engine.step()
+    assert [unit.secondary for unit in engine._core.units] == [None] * LAYERS
+    return size
+
+
+def test_the_estimate_knows_the_secondary_shards_of_a_node(worlds: WorldPool) -> None:
+    zero = ZeroOptimization(stage=3, zero_hpz_partition_size=2)
+    expected = estimate(PARAMETERS, stage=3, compute="bf16", states=0, world=4, zero=zero).weights
+    assert worlds.run(4, secondary_shards) == [pytest.approx(expected, rel=0.02)] * 4
+    assert expected == PARAMETERS

@@ -1,4 +1,4 @@
-"""ZeRO++'s quantization: bits of its own, and the same ones at every world size."""
+"""ZeRO++: quantization has bits of its own, the same at every world size; hpZ has no others."""
 
 from __future__ import annotations
 
@@ -103,3 +103,38 @@ def test_what_is_stored_is_not_quantized(worlds: WorldPool, tmp_path: Path) -> N
     changed, saved, loaded = worlds.run(2, change_one, str(tmp_path))[0]
     assert changed == 1
     assert loaded == saved
+
+
+# ---- hpZ ----
+
+
+def train_in_nodes(size: int, wire: dict[str, bool]) -> tuple[Any, ...]:
+    engine = make_engine(quantizing(3, wire | {"zero_hpz_partition_size": size}, bf16=True))
+    losses = train(engine, STEPS)
+    engine.eval()
+    with torch.no_grad():
+        evaluated = [float(engine(torch.ones(2, 13, dtype=torch.long))) for _ in range(2)]
+    engine.train()
+    losses += train(engine, STEPS + 1)
+    node = engine._core.units[0]._node
+    sent = dict(engine._core.collectives.bytes_sent), dict(node.bytes_sent) if node else {}
+    return (*fingerprint(engine), losses, evaluated), sent
+
+
+@pytest.mark.parametrize("wire", [{}, WEIGHTS], ids=["plain", "quantized"])
+def test_gathering_within_a_node_changes_where_bytes_travel_and_no_bit(
+    worlds: WorldPool, wire: dict[str, bool]
+) -> None:
+    plain = worlds.run(4, train_in_nodes, 1, wire)
+    in_pairs = worlds.run(4, train_in_nodes, 2, wire)
+    assert [result for result, _ in in_pairs] == [result for result, _ in plain]
+    (everywhere, _), (between, within) = plain[0][1], in_pairs[0][1]
+    assert between["leaves"] == everywhere["leaves"]
+    assert between["gather"] < everywhere["gather"] * 0.6  # backward's gathers stay in the node
+    assert within["gather"] > 0
+
+
+def test_a_world_that_is_not_several_nodes_gives_the_bits_all_the_same(worlds: WorldPool) -> None:
+    alone = worlds.run(1, train_in_nodes, 2, {})[0][0]
+    for world in (2, 3):
+        assert [result for result, _ in worlds.run(world, train_in_nodes, 2, {})] == [alone] * world

@@ -112,7 +112,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "zero_optimization.mics_shard_size": lambda value: value != -1,
     "zero_optimization.offload_optimizer.super_offload": bool,
     "zero_optimization.zenflow": bool,
-    "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
     "zero_optimization.zero_quantized_nontrainable_weights": bool,
     "zero_optimization.zeropp_loco_param": bool,
 }

@@ -100,6 +100,9 @@ class ZeroOptimization:
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
     offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
+    zero_hpz_partition_size: int = 1
+    """ZeRO++: so many consecutive ranks, those of a node, keep all weights among them from one use
+    to the next; 1 keeps nothing. At stage 3."""
     zero_quantized_weights: bool = False
     """ZeRO++: weights are gathered as int8, at stage 3. Bits differ from those without."""
     zero_quantized_gradients: bool = False
@@ -121,6 +124,16 @@ class ZeroOptimization:
         for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"zero_optimization.{name}: {getattr(self, name)} is negative")
+        if self.zero_hpz_partition_size < 1:
+            raise ConfigError(
+                f"zero_optimization.zero_hpz_partition_size: {self.zero_hpz_partition_size} is "
+                "less than 1"
+            )
+        if self.zero_hpz_partition_size > 1 and not STAGES[self.stage].shards_parameters:
+            raise ConfigError(
+                "zero_optimization.zero_hpz_partition_size: only stage 3 divides the weights; set "
+                "stage to 3, or remove it"
+            )
         if self.zero_quantized_weights and not STAGES[self.stage].shards_parameters:
             raise ConfigError(
                 "zero_optimization.zero_quantized_weights: only stage 3 gathers weights for every "
