@@ -53,6 +53,8 @@ class Ram:
         self._path: Path | None = None
         self._lock = -1
         self._server: RamServer | None = None
+        self._half_bytes = 0
+        """Half of the room that there was in the beginning."""
         sweep(directory)
 
     def open(self, request: RamRequest, secret: str) -> RamReply:
@@ -65,9 +67,10 @@ class Ram:
         key = key_of(secret)
         try:
             if self._path is None:
+                self._half_bytes = _free_bytes(self._parent) // 2  # training needs memory, too
                 self._path, self._lock = _make(self._parent, self._name)
                 log.info("checkpoints in memory are kept in %s", self._path)
-            budget = request.budget_bytes or _half_of_the_room(self._parent)
+            budget = request.budget_bytes or self._half_bytes
             if self._server is None:
                 self._server = RamServer(self._path, self._address, key, budget)
             self._server.budget_bytes = budget
@@ -125,7 +128,6 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _half_of_the_room(directory: Path) -> int:
-    """The default budget: training needs memory, too."""
+def _free_bytes(directory: Path) -> int:
     room = os.statvfs(directory)
-    return room.f_bavail * room.f_frsize // 2
+    return room.f_bavail * room.f_frsize

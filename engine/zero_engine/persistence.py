@@ -71,7 +71,9 @@ class Persistence:
         self._ballot = checkpoint.Ballot(group_store("ballot"), run.rank, run.world)
         self._directory: Place | None = None
         self._ram_root: Place | None = None
-        """The directory of this very run; what is loaded in part, or by a tag, is another's."""
+        """The directory that this run goes on from: the first that it was loaded from or saved to.
+        Others that it writes, the best so far for one, are not to be mixed with what is newest."""
+        self._has_stepped = False
         self.client_source: ClientSource | None = None
         self._script_has_state = False
         self._script_asks = False
@@ -98,7 +100,7 @@ class Persistence:
         client = client or self._client_state()
         check_json(client, "client_state")
         self._check_metric(client)
-        self._directory = self._ram_root = directory
+        self._directory, self._ram_root = directory, self._ram_root or directory
         self._script_has_state |= bool(client)
         waits = self._must_wait(blocking)
         if self._skips(waits):
@@ -205,7 +207,7 @@ class Persistence:
 
     def keep_in_ram(self) -> None:
         """At the end of a step: keep it in memory, if that is due."""
-        root, cursor = self._ram_root, self._run.cursor
+        root, cursor, self._has_stepped = self._ram_root, self._run.cursor, True
         if self.ram is None or root is None or self.leaving:
             return
         if self._script_has_state and self.client_source is None:
@@ -233,6 +235,8 @@ class Persistence:
         self._tell(self.saver.wait_for_room())
         self.saver.forget()
         self.state.forget()
+        if self.ram is not None:
+            self.ram.prepare()
         self._directory = directory
         selection = Selection(State({}, ()))
 
@@ -241,13 +245,14 @@ class Persistence:
             selection = self.state.wanted(manifest, options)
             return selection.state
 
-        ram = self.ram if tag is None and options.whole else None
-        search = ram.search() if ram is not None else None
+        # Memory is for going on after a failure; who has trained and loads wants what is on disk.
+        recovers = tag is None and options.whole and not self._has_stepped
+        search = self.ram.search() if self.ram is not None and recovers else None
         loaded = checkpoint.load(directory, self._ballot, wanted, tag=tag, ram=search)
         if self.ram is not None and options.whole:
-            self._ram_root = directory
+            self._ram_root = directory if recovers else self._ram_root or directory
             step = loaded.manifest.step if loaded is not None else 0
-            self.ram.loaded(directory, loaded, step)
+            self.ram.loaded(self._ram_root, loaded, step)
         if loaded is None:
             return None, {}
         meta = loaded.manifest.meta

@@ -81,12 +81,15 @@ class RamTier:
     # ---- loading ----
 
     def search(self) -> RamSearch:
-        """What this node holds now, for a load by all ranks."""
-        self._take_outcome()
-        for arena in self._arenas:
-            arena.forget()  # a load gives the optimizer other tensors
+        """What this node holds now, for a load by all ranks; `prepare` comes first."""
         self._search = RamSearch(self._node)
         return self._search
+
+    def prepare(self) -> None:
+        """Before a load, which gives the optimizer other tensors."""
+        self._take_outcome()
+        for arena in self._arenas:
+            arena.forget()
 
     def loaded(self, root: Place, loaded: Loaded | None, step: int) -> None:
         """Go on from what a load has found; give back all that it has not chosen."""

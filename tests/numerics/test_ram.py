@@ -191,6 +191,32 @@ def save_at_2_keep_4(root: str) -> None:
         drop(engine)
 
 
+def test_the_best_so_far_is_another_directory_and_is_loaded_from_disk(
+    worlds: WorldPool, root: str
+) -> None:
+    """Who has trained and loads again goes back to it; then a failure goes on from there."""
+    assert worlds.run(2, go_back_to_the_best, root) == [(2, 3)] * 2
+    assert worlds.run(2, finish, root, 1) == [(3, *worlds.run(1, run_alone))] * 2
+
+
+def go_back_to_the_best(root: str) -> tuple[int, int]:
+    best = f"{root}/best"
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root))
+        train(engine, 2)
+        engine.save_checkpoint(best)
+        for step in (3, 4, 5):
+            train(engine, step)
+            settle(engine)
+        engine.load_checkpoint(best)
+        went_back_to = engine.global_steps
+        train(engine, 3)
+        settle(engine)
+        drop(engine)
+        return went_back_to, engine.global_steps
+
+
 def test_a_script_with_state_of_its_own_says_where_it_is_or_gets_none(
     worlds: WorldPool, root: str
 ) -> None:
