@@ -47,6 +47,12 @@ class Batching:
         with self._micro_steps.no_sync():
             yield
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All backwards of a step, at any stage, without a `step()` between them; one follows."""
+        with self._micro_steps.coalesce():
+            yield
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming micro-steps end a step.
 

@@ -54,6 +54,8 @@ class MicroSteps:
         """A backward has run, and its `step()` has not."""
         self.without_step = False
         """Inside `no_sync`: a backward ends its micro-step by itself."""
+        self.coalescing = False
+        """Inside `coalesce`: a backward does so, unless its micro-step is the last."""
         self.declared_boundary: bool | None = None
         """What the script has said of the coming micro-steps."""
         self._core = core
@@ -139,8 +141,9 @@ class MicroSteps:
         self._losses.append(loss.share.detach().float())
         self._tokens.append(loss.tokens)
         self._note_samples()
-        self.awaits_step = not self.without_step
-        if self.without_step:
+        ends_itself = self.without_step or (self.coalescing and not self.at_boundary)
+        self.awaits_step = not ends_itself
+        if ends_itself:
             self.end()
 
     def end(self) -> None:
@@ -168,6 +171,15 @@ class MicroSteps:
             yield
         finally:
             self.without_step = False
+
+    @contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """All micro-steps of a step, and one `step()` after them."""
+        self.coalescing = True
+        try:
+            yield
+        finally:
+            self.coalescing = False
 
     def _check_boundary(self) -> None:
         """What the script has said of this micro-step must be what the batch makes of it."""

@@ -6,7 +6,7 @@ Must always hold: every rank calls these, between steps; what is exported is who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_engine.checkpoint.place import place
+from zero_engine.config import Config
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.errors import CheckpointError, EngineError
 from zero_engine.export import without_frozen, write_weights
@@ -22,7 +23,10 @@ from zero_engine.moved_states import WEIGHTS
 from zero_engine.parts import Core
 from zero_engine.persistence import ClientSource, Persistence
 from zero_engine.selection import LoadOptions
+from zero_engine.tags import agree_on_tag
+from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine.weights import module_state_dict, weight_hash
+from zero_engine.zero import GatheredParameters
 
 
 class Checkpointing:
@@ -31,6 +35,7 @@ class Checkpointing:
     module: nn.Module
     device: torch.device
     global_rank: int
+    _config: Config
     _core: Core
     _link: AgentLink
     _micro_steps: MicroSteps
@@ -43,9 +48,10 @@ class Checkpointing:
         save_dir: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         client_sd: Mapping[str, Any] | None = None,
-        exclude_frozen_parameters: bool = False,
         blocking: bool | None = None,
     ) -> bool:
         """Save at this step's boundary; every rank calls it.
@@ -57,9 +63,10 @@ class Checkpointing:
             save_dir: On storage that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
             tag: A name; by default global_step<N>.
             client_state: The script's own JSON, given back by `load_checkpoint`.
-            client_sd: The name that DeepSpeed's tutorials use for it.
+            save_latest: Accepted for DeepSpeed: the file `latest` is a hint that nothing needs.
             exclude_frozen_parameters: Leave out what is not trained: whoever loads the
                 checkpoint keeps the weights that the script has given these parameters.
+            client_sd: The name that DeepSpeed's tutorials use for the client state.
             blocking: Return when it is published; None: as the config's checkpoint.async says.
                 A worker that leaves always waits.
 
@@ -68,12 +75,16 @@ class Checkpointing:
             is over, or if the save before is in flight and checkpoint.when_busy is "skip".
 
         Raises:
-            CheckpointError: A rank failed, or the client state is not JSON; nothing was saved.
+            CheckpointError: A rank failed, the client state is not JSON, or the ranks name it
+                differently and checkpoint.tag_validation is "Fail"; nothing was saved.
         """
+        del save_latest
         self._core.moved.need(self._core, "save_checkpoint()")
         if self._micro_steps.awaits_step:
             raise EngineError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
+            mode = self._config.checkpoint.tag_validation.lower()
+            agree_on_tag(tag, mode, self._core.collectives)
             return self._persistence.save(
                 place(save_dir),
                 tag,
@@ -115,6 +126,7 @@ class Checkpointing:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint, made at any world size and stage.
 
@@ -128,6 +140,8 @@ class Checkpointing:
             load_optimizer_states: False: the optimizer stays as it is.
             load_lr_scheduler_states: False: the scheduler stays as it is.
             load_module_only: Neither optimizer, nor scheduler, nor the position in the data.
+            custom_load_fn: Called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
+                module with all its parameters there: what it makes of them on rank 0 is loaded.
 
         Returns:
             Its path and the client state, or (None, {}) if there is none yet.
@@ -139,12 +153,17 @@ class Checkpointing:
         self._core.moved.need(self._core, "load_checkpoint()")
         with peers_may_vanish(self._link):
             options = LoadOptions(
-                strict=load_module_strict,
+                strict=load_module_strict and custom_load_fn is None,
                 optimizer=load_optimizer_states,
                 scheduler=load_lr_scheduler_states,
                 module_only=load_module_only,
             )
-            return self._persistence.load(place(load_dir), tag, options)
+            path, client = self._persistence.load(place(load_dir), tag, options)
+        if path is not None and custom_load_fn is not None:
+            source = get_fp32_state_dict_from_zero_checkpoint(path)
+            with GatheredParameters(self.module, modifier_rank=0):
+                custom_load_fn(src=source, dst=self.module)
+        return path, client
 
     def checkpoint_due(
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None

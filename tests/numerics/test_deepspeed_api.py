@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -376,6 +377,7 @@ def test_no_sync_and_declared_boundaries_change_nothing(worlds: WorldPool) -> No
     plain = one_result(worlds, train_plainly, 1)
     assert one_result(worlds, train_without_sync) == plain
     assert one_result(worlds, train_with_declared_boundaries) == plain
+    assert one_result(worlds, train_coalesced) == plain
 
 
 def train_plainly(stage: int) -> str:
@@ -402,6 +404,17 @@ def train_with_declared_boundaries() -> str:
     while engine.global_steps < 4:
         engine.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
         engine.backward(engine(next(loader)))
+        engine.step()
+    return engine.weight_hash()
+
+
+def train_coalesced() -> str:
+    engine = make_engine(config(3))
+    loader = RepeatingLoader(engine.training_dataloader)
+    for _ in range(4):
+        with engine.coalesce_grad_reduction():
+            for _ in range(engine._run.plan().micro_steps(engine.world_size)):
+                engine.backward(engine(next(loader)))
         engine.step()
     return engine.weight_hash()
 
@@ -453,6 +466,89 @@ def train_through_deepspeed_io() -> str:
     assert batches == 12 // engine.world_size
     train(engine, 4)
     return engine.weight_hash()
+
+
+# ---- checkpoints, as DeepSpeed's scripts name and load them ----
+
+
+@pytest.mark.parametrize(("mode", "messages"), [("Ignore", 0), ("warn", 1)])
+def test_rank_0_names_a_checkpoint_and_other_names_are_told_of(
+    worlds: WorldPool, tmp_path: Path, mode: str, messages: int
+) -> None:
+    first, *others = worlds.run(3, save_by_loss, str(tmp_path), mode)
+    assert [len(lines) for lines in (first, *others)] == [messages, 0, 0]
+    assert all("ranks 1, 2 said another name than rank 0; name it after" in line for line in first)
+    assert [json.loads(p.read_text())["tag"] for p in tmp_path.glob("*/MANIFEST.json")] == ["0"]
+
+
+def test_other_names_are_an_error_on_request_and_nothing_is_saved(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    with pytest.raises(WorldError) as caught:
+        worlds.run(2, save_by_loss, str(tmp_path), "Fail")
+    assert str(caught.value).count("errors.CheckpointError: save_checkpoint(tag=") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_by_loss(root: str, mode: str) -> list[str]:
+    engine = make_engine(config(1, checkpoint={"tag_validation": mode}))
+    train(engine, 1)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_engine").addHandler(handler)
+    try:
+        engine.save_checkpoint(root, str(engine.global_rank), {"a": 1}, True, False)
+    finally:
+        logging.getLogger("zero_engine").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_function_of_the_scripts_own_loads_the_module(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    worlds.run(2, save_plainly, str(tmp_path))
+    assert worlds.run(2, load_by_own_function, str(tmp_path), stage) == [(1, True)] * 2
+
+
+def save_plainly(root: str) -> None:
+    engine = make_engine(config(1))
+    train(engine, 1)
+    engine.save_checkpoint(root)
+
+
+def load_by_own_function(root: str, stage: int) -> tuple[int, bool]:
+    engine = make_engine(config(stage), seed=9)
+
+    def load_halved(src: dict[str, Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict({name: value / 2 for name, value in src.items()})
+
+    engine.load_checkpoint(root, custom_load_fn=load_halved)
+    halved = engine.get_fp32_state_dict()
+    plain = make_engine(config(2))
+    plain.load_checkpoint(root)
+    weights = plain.get_fp32_state_dict()
+    named = dict(engine.module.named_parameters())
+    return engine.global_steps, all(torch.equal(halved[n], weights[n] / 2) for n in named)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_of_weights_loaded_alone_the_master_weights_are_the_same(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    worlds.run(2, save_plainly, str(tmp_path))
+    assert worlds.run(2, load_weights_alone, str(tmp_path), stage) == [(0, [True] * 4)] * 2
+
+
+def load_weights_alone(root: str, stage: int) -> tuple[int, list[bool]]:
+    engine = make_engine(config(stage, bf16=True), seed=9)
+    engine.load_checkpoint(root, load_module_only=True)
+    computed = engine.module_state_dict()
+    masters = [
+        (name, safe_get_full_fp32_param(p)) for name, p in zip(PROBES, probes(engine), strict=True)
+    ]
+    return engine.global_steps, [torch.equal(computed[n], m.bfloat16()) for n, m in masters]
 
 
 # ---- several engines, the command line, a base64 config ----

@@ -26,7 +26,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": _ALWAYS,
     "checkpoint.load_universal": "every checkpoint loads at every world size",
     "checkpoint.parallel_write": "every rank writes its own share",
-    "checkpoint.tag_validation": "rank 0 names the checkpoint, the others hear it",
     "checkpoint.writer": "see checkpoint.async",
     "comet": "there are csv_monitor, tensorboard and wandb",
     "comms_logger": "collectives.bytes_sent counts what travels",

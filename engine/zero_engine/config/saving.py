@@ -14,6 +14,7 @@ from zero_engine.errors import ConfigError
 AUTO = "auto"
 SecondsOrAuto = float | Literal["auto"]
 WAIT, SKIP = "wait", "skip"
+WARN, IGNORE, FAIL = "warn", "ignore", "fail"
 MOST_REPLICAS = 2
 """Each costs every node as much memory, and every step as much traffic, as the image itself."""
 
@@ -78,8 +79,15 @@ class Checkpoint:
     stage 3 they are gathered for that; so None means: in saves that training waits for anyway."""
     ram: Ram | None = None
     """Checkpoints in memory; None: none."""
+    tag_validation: str = "Warn"
+    """What happens when ranks name a checkpoint differently: "Warn", "Ignore" or "Fail"."""
 
     def __post_init__(self) -> None:
+        if self.tag_validation.lower() not in (WARN, IGNORE, FAIL):
+            raise ConfigError(
+                f'checkpoint.tag_validation: {self.tag_validation!r} is not "Warn", "Ignore" or '
+                '"Fail"'
+            )
         if self.when_busy not in (WAIT, SKIP):
             raise ConfigError(f'checkpoint.when_busy: {self.when_busy!r} is not "wait" or "skip"')
         if self.every_steps is not None and self.every_s is not None:
