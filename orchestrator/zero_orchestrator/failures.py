@@ -72,9 +72,9 @@ def _excluded_by(job: Snapshot, host: str) -> tuple[Exclusion | None, str]:
     """The exclusion that a failure of this host brings about, and what to say of it."""
     spec = job.spec
     found = due(job.charged, host, after=spec.exclude_after, first_s=spec.exclude_for_s)
-    if found is None:
-        return None, ""
     others = sum(1 for node in job.eligible if node.machine != host)
+    if found is None or not others:  # a job on one host has nowhere else to go
+        return None, ""
     if spec.usable(others) < spec.min_nodes:
         left = f"{others} of {spec.min_nodes}:{spec.max_nodes} nodes would be left without it"
         return None, f"; {host} stays although {found.why}: {left}"

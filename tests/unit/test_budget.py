@@ -157,6 +157,8 @@ def test_an_exclusion_that_would_leave_too_few_nodes_is_not_made_and_that_is_sai
         "1 of 2:4 nodes would be left without it"
     )
     assert decide(failing_twice("abc", min_nodes=2), STEADY, TIMING).transition.exclusion
+    alone = decide(replace(failing_twice("ab"), nodes=(node("b"),)), STEADY, TIMING)
+    assert alone.transition.exclusion is None
 
 
 def test_failures_on_several_hosts_are_nobodys():
