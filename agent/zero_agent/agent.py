@@ -269,9 +269,9 @@ class Agent:
         job = self._rdzv.snapshot
         self.took_part |= job.state not in ENDED
         self._journal.round = job.n
-        if self._crew.progress is not None:
+        if (last := self._crew.steps.last) is not None:
             nodes = len(job.members.nodes)
-            self._publisher.progress(self._crew.progress, lease=self._rdzv.lease, nodes=nodes)
+            self._publisher.progress(last, lease=self._rdzv.lease, nodes=nodes)
 
     def _say_fitness(self) -> None:
         """Before this node says that it is quiet, the others know whether it is fit."""

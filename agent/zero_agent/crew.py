@@ -18,15 +18,14 @@ from typing import Any
 
 from zero_agent.channel import Channel
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
-from zero_agent.exits import Exit, fresh_error_file
-from zero_agent.hang import StepClock
+from zero_agent.exits import Exit
 from zero_agent.hub import Hub
 from zero_agent.network import interface_of
-from zero_agent.pulse import Pulses
-from zero_agent.streams import Std
+from zero_agent.orders import Orders
+from zero_agent.steps import Steps
 from zero_agent.supervise import Workers
-from zero_agent.worker_env import Place, nursery_env, own_device, places, worker_env
-from zero_agent.workers import Nursery, Order, WorkerGroup
+from zero_agent.worker_env import nursery_env
+from zero_agent.workers import Nursery, WorkerGroup
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import (
     Ability,
@@ -85,7 +84,6 @@ class Crew:
             on_ram: Answers a worker that wants to keep checkpoints in memory.
         """
         self._config = config
-        self._job = job
         self._log_dir = log_dir
         self._clock = clock
         self._journal = journal
@@ -93,23 +91,19 @@ class Crew:
         self._on_port = on_port
         self._on_commit = on_commit
         self._on_ram = on_ram
+        self.steps = Steps(config.hang, clock)
         self._env = nursery_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
         self._channel = Channel(self._hub, post(self._on_message))
+        self._orders = Orders(config, job, log_dir, self._env, self._channel.path)
         self._nursery = self._open_nursery()
         self._group: WorkerGroup | None = None
         self._can_leave: set[int] = set()
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
-        self._steps: dict[int, StepClock] = {}
-        self._pulses = Pulses({})
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
-        self.progress: Progress | None = None
-        """The last step that any worker of this node has reported."""
-        self._reporting = False
-        """A worker has said that it will report its steps."""
 
     # ---- how it stands ----
 
@@ -144,13 +138,6 @@ class Crew:
         return self._past(self._asked_s, self._config.boundary_timeout_s)
 
     @property
-    def finished_step(self) -> int | None:
-        """The last step that workers have finished, 0 before the first; None: they do not say."""
-        if self.progress is not None:
-            return self.progress.step
-        return 0 if self._reporting else None
-
-    @property
     def hung(self) -> bool:
         """The workers were taken for hung."""
         return self._group is not None and self._group.hung
@@ -175,9 +162,8 @@ class Crew:
         """Start the workers of the job's round on this node."""
         self._forget_last_round(job.n)
         self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
-        ranks = [place.rank for place in places(job, node)]
-        self._pulses = Pulses({rank: self._pulse_file(job.n, rank) for rank in ranks})
-        orders = [self._order(job, node, place) for place in places(job, node)]
+        self.steps.begin(self._orders.pulses(job, node))
+        orders = self._orders.of(job, node)
         self._group.start(self._config.program, orders)
         self._journal.tell(
             "start",
@@ -186,40 +172,6 @@ class Crew:
             round=job.n,
             world_size=job.members.world_size,
         )
-
-    def _order(self, job: Snapshot, node: Node, place: Place) -> Order:
-        """What one worker is started with."""
-        config = self._config
-        directory = self._log_dir / f"round{job.n}"
-        own = directory / f"rank{place.rank}"
-        own.mkdir(parents=True, exist_ok=True)
-        env = worker_env(
-            job,
-            node,
-            place,
-            name=self._job,
-            socket_path=self._channel.path,
-            error_file=str(fresh_error_file(own)),
-            heartbeat_file=str(self._pulse_file(job.n, place.rank)),
-        )
-        if config.virtual_local_rank:
-            env |= own_device(self._env, place.local_rank)
-        out, err = (
-            config.streams.route(std, directory, place.rank, place.local_rank, node.role)
-            for std in (Std.OUT, Std.ERR)
-        )
-        return Order(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            env=env,
-            out=out,
-            err=err,
-            cpus=config.cpus[place.local_rank] if config.cpus else (),
-        )
-
-    def _pulse_file(self, n: int, rank: int) -> Path:
-        """Beside the socket: that is a local disk, wherever the logs go."""
-        return Path(self._channel.path).with_name(f"heartbeat-{n}-{rank}")
 
     def ask_to_leave(self, reason: str) -> None:
         """Ask the workers to stop at their next step boundary."""
@@ -252,19 +204,16 @@ class Crew:
             self._kill_s = None
             self._group.stop(signal.SIGKILL)
         if self.state is Workers.RUNNING:
-            for rank, step in self._pulses.beats():
-                self._on_beat(rank, None if step is None else Progress(step=step))
             self._check_steps()
 
     def _check_steps(self) -> None:
         """A worker that has taken no step for too long makes the whole group fail."""
         assert self._group is not None
-        for rank, steps in self._steps.items():
-            if verdict := steps.verdict(self._clock.now()):
-                self._kill_s = self._clock.now()
-                self._group.condemn(rank, verdict)
-                self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
-                return
+        if hung := self.steps.too_slow():
+            rank, verdict = hung
+            self._kill_s = self._clock.now()
+            self._group.condemn(rank, verdict)
+            self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
 
     def close(self) -> None:
         """End every process of this node."""
@@ -281,7 +230,6 @@ class Crew:
         self._can_leave.clear()
         self._channel.hang_up()
         self._asked_s = self._stop_s = self._kill_s = None
-        self._steps = {}
         for store, of_round in list(self._stores.items()):
             if of_round != n:
                 del self._stores[store]
@@ -340,7 +288,7 @@ class Crew:
         match message:
             case Hello() if Ability.BOUNDARY in message.can:
                 self._can_leave.add(rank)
-                self._reporting = True
+                self.steps.promise()
             case CommitRequest():
                 granted, reason = self._on_commit(message)
                 reply = CommitReply(request=message.request, granted=granted, reason=reason)
@@ -350,13 +298,7 @@ class Crew:
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Progress():
-                self._on_beat(rank, message)
+                self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case _:
                 pass
-
-    def _on_beat(self, rank: int, progress: Progress | None) -> None:
-        """A worker gets on."""
-        self.progress = progress or self.progress
-        clock = self._steps.setdefault(rank, StepClock(self._config.hang))
-        clock.beat(self._clock.now())

@@ -33,7 +33,7 @@ def failure_of(crew: Crew, node: str) -> Failure:
         rank=end.rank,
         traceback=end.traceback,
         hang=crew.hung,
-        step=crew.finished_step,
+        step=crew.steps.finished,
     )
 
 

@@ -1,0 +1,43 @@
+"""How far the workers of a node are, and which of them takes too long."""
+
+from pathlib import Path
+
+from zero_agent.hang import HangPolicy
+from zero_agent.steps import Steps
+from zero_orchestrator.clock import ManualClock
+from zero_orchestrator.contract import Progress
+
+
+def begun(tmp_path: Path) -> tuple[Steps, ManualClock]:
+    clock = ManualClock()
+    steps = Steps(HangPolicy(limit_s=5.0), clock)
+    steps.begin({rank: tmp_path / str(rank) for rank in range(2)})
+    return steps, clock
+
+
+def test_steps_of_the_engine_and_pulses_of_a_script_count_the_same(tmp_path):
+    steps, clock = begun(tmp_path)
+    steps.beat(0, Progress(step=1))
+    (tmp_path / "1").write_text("2")
+    assert steps.too_slow() is None
+    assert steps.last == Progress(step=2)
+    clock.advance(4.0)
+    steps.beat(0)
+    clock.advance(2.0)
+    assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+
+
+def test_a_worker_that_has_said_nothing_is_not_judged(tmp_path):
+    steps, clock = begun(tmp_path)
+    clock.advance(1e6)
+    assert (steps.too_slow(), steps.finished) == (None, None)
+
+
+def test_a_round_begins_without_the_times_of_the_last_one_and_with_its_step(tmp_path):
+    steps, clock = begun(tmp_path)
+    steps.promise()
+    assert steps.finished == 0
+    steps.beat(0, Progress(step=7))
+    clock.advance(100.0)
+    steps.begin({})
+    assert (steps.too_slow(), steps.finished) == (None, 7)
