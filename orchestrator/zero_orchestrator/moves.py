@@ -104,7 +104,7 @@ def transaction(
         writes.append(Put(keys.excluded(exclusion.host), exclusion.to_json(), lease))
     if transition.move is Move.ACTIVATE:
         members = keys.of_round(n, "members")
-        compares += [absent(members), absent(keys.stop)]
+        compares.append(absent(keys.stop))
         writes.append(Put(members, transition.members.to_json()))
         # The round before the last is history; its failures are in the journal.
         old = (keys.of_round(n - 2, ""), keys.report(n - 2, ""))

@@ -10,7 +10,7 @@ snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence*
     nothing -> FORMING -> ACTIVE -> DONE
        STOPPED <-'  ^________|  `-> FAILED
 
-Must always hold (tested by exhaustive search in `tests/unit/test_round_model.py`):
+Must always hold (tested by exhaustive search, `tests/model`):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
 I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
 per round, and the job fails iff a failure finds the budget spent, or the last restarts without

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit import test_round_model
-from tests.unit.test_round_model import KEYS, begin, explore, running
+from tests.model import world as model
+from tests.model.search import explore, running
+from tests.model.world import KEYS, begin
 from zero_orchestrator import rounds
 from zero_orchestrator.spec import JobSpec
 
@@ -35,7 +36,7 @@ def test_the_search_notices_a_restart_that_came_back_unseen(monkeypatch):
         compares, writes = rounds.transaction(keys, job, move)
         return [compare for compare in compares if compare.key != KEYS.latest], writes
 
-    monkeypatch.setattr(test_round_model, "transaction", careless)
+    monkeypatch.setattr(model, "transaction", careless)
     spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=1, refill_after_steps=1)
     with pytest.raises(AssertionError, match="I5"):
         explore(running(begin(spec, 1, faults=2, commits=2)), max_round=2)
@@ -46,7 +47,7 @@ def test_the_search_notices_a_round_with_an_excluded_node(monkeypatch):
         compares, writes = rounds.transaction(keys, job, move)
         return [compare for compare in compares if compare.key != keys.round], writes
 
-    monkeypatch.setattr(test_round_model, "transaction", careless)
+    monkeypatch.setattr(model, "transaction", careless)
     spec = JobSpec(min_nodes=1, max_nodes=2, max_restarts=1, exclude_after=1)
     with pytest.raises(AssertionError, match=r"I\d+"):
         explore(running(begin(spec, 2, faults=1)), max_round=2)

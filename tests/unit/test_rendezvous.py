@@ -15,6 +15,8 @@ from zero_orchestrator.spec import JobSpec
 class Cluster:
     """Agents of one job; `settle` lets time pass until nothing changes any more."""
 
+    job = "job"
+
     def __init__(self, **spec: int) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(self.clock)
@@ -24,7 +26,7 @@ class Cluster:
     def join(self, name: str, incarnation: str = "1", spec: JobSpec | None = None) -> Rendezvous:
         agent = Rendezvous(
             self.store.client(),
-            "job",
+            self.job,
             spec or self.spec,
             Node(id=name, incarnation=incarnation, address=name, slots=1),
             clock=self.clock,

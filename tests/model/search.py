@@ -1,0 +1,224 @@
+"""Exhaustive search: every world that can be reached, each once, and what must hold in it.
+
+Two worlds count as one if no future can tell them apart (`fingerprint`), and nodes that have not
+come yet come in the order of their names, since what they are called changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.model.world import (
+    KEYS,
+    Agent,
+    Plan,
+    World,
+    act,
+    commit,
+    faults,
+    forgive,
+    look,
+    register,
+    still_registered,
+    stop,
+    workers_end,
+    write,
+)
+from zero_agent.supervise import Workers
+from zero_orchestrator.job_state import ENDED, State
+from zero_orchestrator.kv import KeyValue, Put, Write, unchanged
+from zero_orchestrator.moves import LEGAL
+from zero_orchestrator.rounds import Move
+
+
+def explore(world: World, max_round: int) -> int:
+    """Visit every world reachable within `max_round` rounds; returns how many there are."""
+    seen = {hash(fingerprint(world))}
+    stack = [world]
+    while stack:
+        world = stack.pop()
+        check_commits(world)
+        if world.job.n > max_round:
+            continue
+        changed = False
+        for after in successors(world):
+            if after is world:
+                continue
+            changed = True
+            mark = hash(fingerprint(after))
+            if mark not in seen:
+                seen.add(mark)
+                stack.append(after)
+        if not changed:
+            check_end(world)
+    return len(seen)
+
+
+def successors(world: World) -> Iterator[World]:
+    """Every next event."""
+    if world.may_stop:
+        yield stop(world)
+    yield from forgive(world)
+    for index, agent in enumerate(world.agents):
+        if not agent.gone and may_come(world, index):
+            yield from events(world, index)
+
+
+def may_come(world: World, index: int) -> bool:
+    """Not before a node that differs from it in nothing but its name."""
+    return all(earlier.incarnation for earlier in world.agents[:index])
+
+
+def events(world: World, index: int) -> Iterator[World]:
+    """What one node may do next, or what may happen to it."""
+    agent = world.agents[index]
+    if not agent.alive:
+        yield register(world, index, anew=True)
+        return
+    if not still_registered(world, agent):
+        yield register(world, index, anew=False)
+    if agent.plan is None:
+        yield look(world, index)
+    else:
+        yield move(world, index)
+        yield act(world, index)
+    yield from workers_end(world, index)
+    yield from commit(world, index)
+    if world.faults:
+        yield from faults(world, index)
+
+
+def move(world: World, index: int) -> World:
+    """Try the transition that was due in what this agent has read, however old that is."""
+    agent = world.agents[index]
+    assert agent.plan is not None
+    if agent.plan.transition is None:
+        return world
+    after, succeeded = write(world, agent.plan.compares, agent.plan.writes)
+    if succeeded:
+        check_move(world, after, agent.plan)
+    return after.with_agent(index, replace(after.agents[index], plan=None))
+
+
+def running(world: World) -> World:
+    """The same nodes in round 1, all workers running, nothing having gone wrong."""
+    nodes = range(len(world.agents))
+    for index in nodes:
+        world = register(world, index, anew=True)
+    while not all(agent.workers is Workers.RUNNING for agent in world.agents):
+        for index in nodes:
+            world = look(world, index)
+            for step in (move, act):
+                if world.agents[index].plan is not None:
+                    world = step(world, index)
+    return world
+
+
+# ---- what must hold ----
+
+
+def check_move(before: World, after: World, plan: Plan) -> None:
+    """I1, I3, I4, I5, I10, I11: of one transition that has succeeded."""
+    spec, old, new = before.spec, before.job, after.job
+    transition = plan.transition
+    assert transition is not None
+    assert old.state not in ENDED, "I10: an ended job moved"
+    source, target = LEGAL[transition.move]
+    assert (old.state, new.state) == (source, target), "I1: a move from where it is not legal"
+    assert plan.view.n == old.n, "I1: a move that was due in another round"
+    assert new.n - old.n == (transition.move is Move.ACTIVATE), "I1: rounds are counted by one"
+    assert not write(after, plan.compares, plan.writes)[1], "I1: the same move twice"
+    assert new.state is not State.STOPPED or old.stop, "I11: nobody asked for a stop"
+    if transition.move is Move.ACTIVATE:
+        assert not old.stop, "I11: a round began after a stop was asked for"
+        ids = [node.id for node in new.members.nodes]
+        assert len(set(ids)) == len(ids), "I3: one rank, one node"
+        assert spec.min_nodes <= len(ids) <= spec.max_nodes, "I4: the size is within bounds"
+        assert len(ids) % spec.node_unit == 0, "I4: whole units"
+        assert not any(map(old.exclusion, new.members.nodes)), "I4: nobody excluded takes part"
+    else:
+        assert new.members == old.members, "I1: members never change"
+    check_charge(before, after, transition.move)
+
+
+def check_charge(before: World, after: World, move: Move) -> None:
+    """I5."""
+    spec, old, new = before.spec, before.job, after.job
+    charged = new.charges - old.charges
+    failures = {Move.INTERRUPT, Move.FAIL, Move.GIVE_UP}
+    assert charged == (move in failures), "I5: failures only, once"
+    refill = spec.refill_after_steps or 10**9
+    spent = [c for c in old.charged if old.committed - c.committed < refill]
+    over = len(spent) >= spec.max_restarts or move is Move.GIVE_UP
+    assert (new.state is State.FAILED) == (bool(charged) and over), "I5: fails iff it is spent"
+    if charged:
+        assert new.charged[-1].committed == old.committed, "I5: a charge knows what is committed"
+
+
+def check_commits(world: World) -> None:
+    """I2: whoever tries to commit now succeeds only as a member of the ACTIVE round."""
+    for agent in world.agents:
+        if agent.fence and world.database.holds(unchanged(KEYS.round, agent.fence)):
+            assert world.job.state is State.ACTIVE, "I2: a commit outside a round"
+            assert agent.round == world.job.n, "I2: a commit with an old fence"
+
+
+def check_end(world: World) -> None:
+    """I6: nothing is left to do, fault or no fault; the job has ended and all have seen it."""
+    assert world.job.state in ENDED, f"I6: stuck in {world.job}"
+    assert all(agent.gone for agent in world.agents), f"I6: one waits for ever: {world.agents}"
+
+
+# ---- which worlds are the same ----
+
+
+def fingerprint(world: World) -> tuple[Any, ...]:
+    """Equal for worlds between which no future can tell.
+
+    Of revisions only this matters: whether what an agent compares still is true (what is not
+    never will be again), and in which order nodes, failures and the yield were written. Keys of
+    rounds before the current one are read by nobody.
+    """
+    items = [item for item in world.database.items.values() if matters(world, item)]
+    fence = world.job.fence
+    leases = {agent.lease: agent.id for agent in world.agents}
+    return (
+        (world.faults, world.may_stop, world.commits),
+        frozenset((item.key, item.value, leases.get(item.lease)) for item in items),
+        ordered(items, "/nodes/"),
+        ordered(items, "/fail/", "/symptom/", "/yield"),
+        tuple(_agent(world, agent, fence) for agent in world.agents),
+    )
+
+
+def matters(world: World, item: KeyValue) -> bool:
+    n = world.job.n
+    of_a_round = (KEYS.of_round(0)[:-1], KEYS.report(0)[:-1])
+    if item.key.startswith(of_a_round):
+        return item.key.startswith((KEYS.of_round(n, ""), KEYS.report(n, "")))
+    return True
+
+
+def ordered(items: list[KeyValue], *parts: str) -> tuple[str, ...]:
+    of_them = [item for item in items if any(part in item.key for part in parts)]
+    return tuple(item.key for item in sorted(of_them, key=lambda item: item.create_revision))
+
+
+def _agent(world: World, agent: Agent, fence: int) -> tuple[Any, ...]:
+    state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
+    plan = _plan(world, agent.plan, fence) if agent.plan is not None else None
+    return (*state, agent.fence == fence, still_registered(world, agent), plan)
+
+
+def _plan(world: World, plan: Plan, fence: int) -> tuple[Any, ...]:
+    step: Any = None
+    if plan.transition is not None:
+        holds = all(world.database.holds(compare) for compare in plan.compares)
+        step = tuple(map(_write, plan.writes)) if holds else "in vain"
+    return (step, plan.actions, plan.view.n, plan.view.fence == fence)
+
+
+def _write(write: Write) -> tuple[str, str]:
+    return (write.key, write.value if isinstance(write, Put) else "")

@@ -1,0 +1,277 @@
+"""The model of a small job: its store, its agents, and everything that may happen to them.
+
+It runs the product's own lines: `rounds.decide`, `rounds.transaction` and
+`supervise.next_action`, on the database of `kv_memory`. An agent acts on what it last read,
+however old that is; it may die between any two operations, lose its lease while it lives on, come
+back under the same lease-less process or as a new one, and a user may ask for a stop at any time.
+Worlds are values: every event returns another world.
+
+Who calls it: `search`, and the random walks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zero_agent.supervise import Action, Situation, Workers, next_action
+from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, parse
+from zero_orchestrator.kv import Compare, Delete, Put, Range, Write, absent, unchanged
+from zero_orchestrator.kv_memory import Database
+from zero_orchestrator.rounds import Observed, Timing, Transition, decide, transaction
+from zero_orchestrator.spec import JobSpec
+
+KEYS = Keys("model")
+LONG_AGO = Observed(nodes_s=1e9, symptom_s=1e9)
+"""Every wait of the round machine is over; not moving yet is another order of the same moves."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an agent has read, and all that it can make of it before it reads again."""
+
+    view: Snapshot
+    transition: Transition | None
+    compares: tuple[Compare, ...]
+    writes: tuple[Write, ...]
+    actions: tuple[Action, ...]
+    """The next action for each state that its workers may be in by then."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One node: its process, what it last read, and its workers."""
+
+    id: str
+    incarnation: int
+    lease: int
+    plan: Plan | None = None
+    """What it has read and not yet acted upon."""
+    workers: Workers = Workers.NONE
+    round: int = 0
+    fence: int = 0
+    asked: bool = False
+    alive: bool = True
+    gone: bool = False
+    """The process ended by its own decision."""
+
+    @property
+    def node(self) -> Node:
+        return Node(id=self.id, incarnation=str(self.incarnation), address="", slots=1)
+
+
+@dataclass(frozen=True)
+class World:
+    """The whole model: the store, the agents, and what may still happen."""
+
+    spec: JobSpec
+    database: Database
+    agents: tuple[Agent, ...]
+    job: Snapshot
+    """What somebody who reads the store now finds."""
+    faults: int
+    """So many may still happen."""
+    may_stop: bool = False
+    """A user may still ask for a stop."""
+    commits: int = 0
+    """So many checkpoints may still be published."""
+
+    def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
+        agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
+        return replace(self, agents=agents, **changes)
+
+    def with_database(self, database: Database, **changes: object) -> World:
+        items = tuple(database.items.values())
+        job = parse(KEYS, Range(database.revision, items), self.spec)
+        return replace(self, database=database, job=job, **changes)
+
+
+def begin(
+    spec: JobSpec, nodes: int, faults: int, *, may_stop: bool = False, commits: int = 0
+) -> World:
+    """Nobody is there yet."""
+    names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
+    agents = tuple(Agent(name, 0, 0, alive=False) for name in names)
+    return World(spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits)
+
+
+# ---- the store ----
+
+
+def write(world: World, compares: Sequence[Compare], writes: Sequence[Write]) -> tuple[World, bool]:
+    """A transaction on a copy of the store."""
+    if not all(world.database.holds(compare) for compare in compares):
+        return world, False
+    database = world.database.clone()
+    database.write(writes)
+    return world.with_database(database), True
+
+
+def end_lease(world: World, index: int) -> World:
+    database = world.database.clone()
+    database.end(world.agents[index].lease)
+    return world.with_database(database)
+
+
+def register(world: World, index: int, *, anew: bool) -> World:
+    """A new process of a node announces itself, or the old one does again."""
+    agent, database = world.agents[index], world.database.clone()
+    lease = database.grant(3, 0.0)
+    again = replace(agent, lease=lease, plan=None)
+    fresh = Agent(agent.id, agent.incarnation + 1, lease) if anew else again
+    database.write([Put(KEYS.node(agent.id), fresh.node.to_json(), lease)])
+    return world.with_database(database).with_agent(index, fresh)
+
+
+def still_registered(world: World, agent: Agent) -> bool:
+    item = world.database.items.get(KEYS.node(agent.id))
+    return item is not None and item.lease == agent.lease
+
+
+# ---- what an agent does ----
+
+
+def look(world: World, index: int) -> World:
+    """Read the job; a reading that calls for nothing leaves no trace."""
+    agent = world.agents[index]
+    plan = plan_for(world.job, agent)
+    if plan.transition is None and next_of(plan, agent) is Action.WAIT:
+        return world
+    return world.with_agent(index, replace(agent, plan=plan))
+
+
+def plan_for(view: Snapshot, agent: Agent) -> Plan:
+    move = due(view)
+    compares, writes = transaction(KEYS, view, move) if move is not None else ([], [])
+    actions = tuple(what_next(view, replace(agent, workers=workers)) for workers in Workers)
+    return Plan(view, move, tuple(compares), tuple(writes), actions)
+
+
+def due(view: Snapshot) -> Transition | None:
+    """The move that is due, without its words: they change nothing."""
+    move = decide(view, LONG_AGO, Timing()).transition
+    if move is None:
+        return None
+    charge = replace(move.charge, cause="") if move.charge is not None else None
+    return replace(move, cause="", charge=charge)
+
+
+def what_next(view: Snapshot, agent: Agent) -> Action:
+    return next_action(
+        Situation(
+            job=view,
+            node=agent.node,
+            workers=agent.workers,
+            round=agent.round,
+            asked_to_leave=agent.asked,
+            can_leave=True,
+        )
+    )[0]
+
+
+def next_of(plan: Plan, agent: Agent) -> Action:
+    return plan.actions[list(Workers).index(agent.workers)]
+
+
+def act(world: World, index: int) -> World:
+    """Do what the supervisor says about what was read."""
+    agent = world.agents[index]
+    assert agent.plan is not None
+    after = ACT[next_of(agent.plan, agent)](world, index)
+    return after.with_agent(index, replace(after.agents[index], plan=None))
+
+
+def note(key_of: Callable[..., str], *parts: str, value: str = "") -> Callable[[World, int], World]:
+    def write_once(world: World, index: int) -> World:
+        agent = world.agents[index]
+        key = key_of(agent.plan.view.n, *(part.format(id=agent.id) for part in parts))
+        return write(world, [absent(key)], [Put(key, value)])[0]
+
+    return write_once
+
+
+def fail(world: World, index: int) -> World:
+    agent = world.agents[index]
+    symptom = agent.workers is Workers.PEER_LOST
+    failure = Failure(node=agent.id, symptom=symptom, summary="a worker failed")
+    kind = "symptom" if symptom else "fail"
+    return note(KEYS.report, kind, agent.id, value=failure.to_json())(world, index)
+
+
+def become(**changes: object) -> Callable[[World, int], World]:
+    return lambda world, index: world.with_agent(index, replace(world.agents[index], **changes))
+
+
+def start(world: World, index: int) -> World:
+    agent = world.agents[index]
+    view = agent.plan.view
+    return become(workers=Workers.RUNNING, round=view.n, fence=view.fence, asked=False)(
+        world, index
+    )
+
+
+def leave(world: World, index: int) -> World:
+    """The process exits: it revokes its lease."""
+    left = replace(world.agents[index], alive=False, gone=True, workers=Workers.NONE)
+    return end_lease(world, index).with_agent(index, left)
+
+
+ACT: dict[Action, Callable[[World, int], World]] = {
+    Action.WAIT: lambda world, index: world,
+    Action.HOST_STORE: note(KEYS.of_round, "master", value="host:1"),
+    Action.START: start,
+    Action.ASK_TO_LEAVE: become(asked=True),
+    Action.STOP: become(workers=Workers.STOPPED),
+    Action.KILL: become(workers=Workers.STOPPED),
+    Action.REPORT_DONE: note(KEYS.report, "done", "{id}"),
+    Action.REPORT_QUIET: note(KEYS.report, "quiet", "{id}"),
+    Action.REPORT_FAILURE: fail,
+    Action.EXIT: leave,
+}
+
+
+# ---- what happens to an agent ----
+
+
+def workers_end(world: World, index: int) -> Iterator[World]:
+    """Running workers finish, or leave once any agent of the round asked; that is no fault."""
+    agent = world.agents[index]
+    if agent.workers is not Workers.RUNNING:
+        return
+    yield world.with_agent(index, replace(agent, workers=Workers.SUCCEEDED))
+    if any(other.asked and other.round == agent.round for other in world.agents):
+        yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
+
+
+def commit(world: World, index: int) -> Iterator[World]:
+    """Running workers publish a checkpoint of one more step, if their fence still holds."""
+    agent = world.agents[index]
+    if agent.workers is Workers.RUNNING and world.commits:
+        latest = Put(KEYS.latest, f'{{"step": {world.job.committed + 1}}}')
+        published, succeeded = write(world, [unchanged(KEYS.round, agent.fence)], [latest])
+        if succeeded:
+            yield replace(published, commits=world.commits - 1)
+
+
+def forgive(world: World) -> Iterator[World]:
+    """The lease of an exclusion runs out."""
+    for exclusion in world.job.exclusions:
+        yield write(world, [], [Delete(KEYS.excluded(exclusion.host))])[0]
+
+
+def faults(world: World, index: int) -> Iterator[World]:
+    """Whatever may go wrong with a node once."""
+    agent = world.agents[index]
+    fewer = replace(world, faults=world.faults - 1)
+    if agent.workers is Workers.RUNNING:
+        yield fewer.with_agent(index, replace(agent, workers=Workers.FAILED))
+        yield fewer.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
+    cut_off = end_lease(fewer, index)
+    yield cut_off.with_agent(index, replace(agent, alive=False, plan=None, workers=Workers.NONE))
+    if still_registered(world, agent):
+        yield cut_off  # the lease lapsed while the process lives on, with what it last read
+
+
+def stop(world: World) -> World:
+    """A user asks for a stop."""
+    return replace(write(world, [], [Put(KEYS.stop, '"enough"')])[0], may_stop=False)
