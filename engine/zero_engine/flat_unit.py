@@ -122,6 +122,7 @@ class FlatUnit:
         master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
         local: [padded / world], what the full parameters are gathered from: `shard` where it is
             near, else its copy in the compute dtype.
+        rests: The tier of `local`.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
     """
@@ -179,7 +180,7 @@ class FlatUnit:
         own = self._collectives.own(source)
         self.shard = own if self._replica is not None else self.tiers.state.hold(own)
         self.master = self.shard if self._stage.shards_optimizer else source
-        self.local, self._rests = self._make_local(own)
+        self.local, self.rests = self._make_local(own)
 
     def _make_local(self, own: Tensor) -> tuple[Tensor, Tier]:
         """What to gather from, and where that rests."""
@@ -238,19 +239,15 @@ class FlatUnit:
             if self.full is not self._replica:
                 self.full.copy_(self._replica)
         else:
-            self._rests.changed()
+            self.rests.changed()
             self.accept(0, self.shard)
-            self.settle()
+            self.rests.settle()
             wait(self.refresh())
 
     def accept(self, start: int, values: Tensor) -> None:
-        """Take in new values of `shard`, from element `start` of it on; `settle` ends it."""
+        """Begin to take in new values of `shard`, from element `start` on; `rests` settles it."""
         if self.local is not self.shard:
-            self._rests.put(self.local[start : start + values.numel()], values)
-
-    def settle(self) -> None:
-        """Let what was accepted be what is gathered; raises TierError if it cannot be."""
-        self._rests.settle()
+            self.rests.put(self.local[start : start + values.numel()], values)
 
     def adopt_full(self, source: int) -> None:
         """Take in what rank `source` has written into its full parameters. Collective.
@@ -279,7 +276,7 @@ class FlatUnit:
         if self._node is not None and self.secondary is not None:
             self._node.own(self.full).copy_(self.secondary)
             return self._node.all_gather(self.full, what)
-        self._rests.fetch(self.local, own)
+        self.rests.fetch(self.local, own)
         if not self._quantized:
             return self._collectives.all_gather(self.full, what)
         size = packed_size(own.numel())

@@ -170,10 +170,9 @@ class StepBySubGroups:
                 self._step(sub_group, lease, before)
         finally:
             self._show_whole()
-        for tier in {id(tier): tier for tier in self._tiers.values()}.values():
+        resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
+        for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()
-        for unit in self._tiers:
-            unit.settle()
 
     def _before(self, segment: Segment) -> Before:
         state = self._optimizer.state.get(segment.param, {})
