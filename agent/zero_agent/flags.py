@@ -75,7 +75,12 @@ def _items(text: str) -> tuple[str, ...]:
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "the job": (
         Flag(name="nnodes", default="1:1", metavar="MIN:MAX", help="how many nodes: 4, 1:4 (1:1)"),
-        Flag(name="nproc-per-node", default="1", help="workers here: a number, auto, cpu, gpu (1)"),
+        Flag(
+            name="nproc-per-node",
+            default="1",
+            metavar="N|auto|cpu|gpu",
+            help="workers here (1)",
+        ),
         Flag(
             name="max-restarts",
             kind=_whole,
