@@ -4,10 +4,11 @@ A host whose workers fail `--exclude-after` times in a row, while those of other
 excluded together with the charge for the last failure, in one transaction, and a spare takes its
 place at once. The exclusion is a key under a lease that nobody keeps alive: it ends by the clock
 of the store, whatever becomes of the agents. The next one of the same host is twice as long. An
-exclusion that would leave too few nodes is not made.
+exclusion that would leave too few nodes is not made; should others go later, the host takes part
+again for as long as the minimum needs it (`Snapshot.eligible`).
 
-Must always hold: no round begins with an excluded host; a host, not an agent: an agent that is
-started again there is excluded as well. Pure. Who calls it: `rounds`.
+Must always hold: no round begins with an excluded host that can be done without; a host, not an
+agent: one that is started again there is excluded as well. Pure. Who calls it: `failures`.
 
 Source of the idea: Horovod's blacklist with its exponential cooldown; DLRover's exclusion.
 """
@@ -34,6 +35,8 @@ class Exclusion:
     why: str
     for_s: int = 0
     """It ends so long after it began; 0: when somebody ends it."""
+    by_user: bool = False
+    """Somebody wants it, rather than the job itself: it holds whatever becomes of the others."""
 
     def to_json(self) -> str:
         """The value of its key."""

@@ -318,8 +318,16 @@ class Snapshot:
 
     @cached_property
     def eligible(self) -> tuple[Node, ...]:
-        """Live agents that may take part in the next round."""
-        return tuple(node for node in self.nodes if self._may_take_part(node))
+        """Live agents that may take part in the next round.
+
+        Where the minimum cannot be met otherwise, those that only the job itself has excluded may:
+        a host that keeps failing is better than none.
+        """
+        fit = [node for node in self.nodes if not node.draining and not node.unfit]
+        chosen = [node for node in fit if self.exclusion(node) is None]
+        if self.spec.usable(len(chosen)) < self.spec.min_nodes:
+            chosen = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]
+        return tuple(chosen)
 
     @cached_property
     def joiners(self) -> tuple[Node, ...]:
@@ -327,11 +335,12 @@ class Snapshot:
         return tuple(node for node in self.eligible if self.members.index(node) is None)
 
     def exclusion(self, node: Node) -> Exclusion | None:
-        """Why no round begins with this node, or None."""
+        """The exclusion of this node's host, or None."""
         return next((e for e in self.exclusions if e.host == node.machine), None)
 
-    def _may_take_part(self, node: Node) -> bool:
-        return not node.draining and not node.unfit and self.exclusion(node) is None
+    def barred(self, node: Node) -> Exclusion | None:
+        """Why no round begins with this node, if it is excluded and can be done without."""
+        return None if node in self.eligible else self.exclusion(node)
 
     def node(self, node: str) -> Node | None:
         """The live agent of this id, or None."""

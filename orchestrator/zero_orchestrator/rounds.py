@@ -182,7 +182,7 @@ def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
 
 
 def _a_member_is_excluded(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    reasons = [str(e) for member in job.members.nodes if (e := job.exclusion(member))]
+    reasons = [str(e) for node in job.nodes if job.has_member(node) and (e := job.barred(node))]
     return go(Move.YIELD, "; ".join(reasons)) if reasons else None
 
 

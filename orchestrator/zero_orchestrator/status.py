@@ -249,7 +249,7 @@ _CONDITIONS: Sequence[tuple[Condition, Callable[[Snapshot, Node], bool]]] = (
     (Condition.LOST, lambda view, node: node in view.lost),
     (Condition.GONE, lambda view, node: (node.id, node.incarnation) not in view.alive),
     (Condition.DRAINING, _is_draining),
-    (Condition.EXCLUDED, lambda view, node: view.exclusion(node) is not None),
+    (Condition.EXCLUDED, lambda view, node: view.barred(node) is not None),
     (Condition.UNFIT, _is_unfit),
     (Condition.SPARE, lambda view, node: not view.has_member(node)),
     (Condition.LEFT, lambda view, node: node.id in view.quiet),

@@ -64,7 +64,7 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
         TooFewNodes: Without it the job could not go on.
     """
     view = _look(store, job)
-    found = Exclusion(host=_host(view, name), why=why, for_s=for_s)
+    found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
     left = [node for node in view.eligible if node.machine != found.host]
     if view.spec.usable(len(left)) < view.spec.min_nodes:
         raise TooFewNodes(

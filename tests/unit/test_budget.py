@@ -183,12 +183,25 @@ def test_a_node_may_come_back_when_its_exclusion_has_ended():
 
 
 def test_a_member_that_a_user_excludes_lets_the_workers_stop_at_a_boundary():
-    job = replace(active("ab"), exclusions=(Exclusion(host="b", why="by me", for_s=60),))
+    exclusion = Exclusion(host="b", why="by me", for_s=60, by_user=True)
+    job = replace(active("ab"), exclusions=(exclusion,))
     assert verdict(job) == (Move.YIELD, "b is excluded for 60 s: by me")
 
 
+def test_a_host_that_the_job_has_excluded_is_better_than_none():
+    excluded = (Exclusion(host="b", why="why", for_s=60),)
+    alone = replace(forming("ab", former="ac", quiet="ac", low=2), exclusions=excluded)
+    members = decide(alone, STEADY, TIMING).transition.members.nodes
+    assert [member.id for member in members] == ["a", "b"]
+    spec = JobSpec(min_nodes=2, max_nodes=4)
+    running = replace(active("ab"), spec=spec, exclusions=excluded)
+    assert verdict(running) == (None, "round 1 runs on 2 nodes")
+    with_another = replace(running, nodes=tuple(map(node, "abc")))
+    assert verdict(with_another) == (Move.YIELD, "b is excluded for 60 s: why")
+
+
 def test_who_is_waited_for_in_vain_is_said():
-    excluded = (Exclusion(host="b", why="by me"),)
+    excluded = (Exclusion(host="b", why="by me", by_user=True),)
     job = replace(forming("ab", low=2), exclusions=excluded)
     assert verdict(job) == (
         None,

@@ -160,6 +160,21 @@ def test_a_node_that_keeps_failing_is_replaced_by_a_spare_and_comes_back_by_the_
     assert cluster.order() == "a", "for longer than the first time"
 
 
+def test_an_excluded_node_comes_back_early_when_the_minimum_needs_it():
+    cluster = Cluster(min_nodes=2, max_nodes=3, max_restarts=9, exclude_after=1, exclude_for_s=900)
+    for name in "abc":
+        cluster.join(name)
+    cluster.settle()
+    fail(cluster, "b")
+    assert cluster.order() == "ac"
+    cluster.kill("c")
+    cluster.settle()
+    assert cluster.order() == "ab"
+    cluster.join("c", incarnation="2")
+    cluster.settle()
+    assert cluster.order() == "ac", "and leaves when it can be done without"
+
+
 def test_a_crash_loop_ends_the_job_before_its_budget_is_spent():
     cluster = Cluster(max_restarts=100, max_restarts_without_progress=3)
     cluster.join("a")
