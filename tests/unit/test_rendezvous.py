@@ -1,5 +1,7 @@
 """Several agents and one store, moved on by a manual clock: no process, no waiting."""
 
+import json
+
 import pytest
 
 from zero_orchestrator.clock import ManualClock
@@ -188,6 +190,22 @@ def test_a_crash_loop_ends_the_job_before_its_budget_is_spent():
         "give up",
         4,
     )
+
+
+def test_a_checkpoint_in_memory_is_fenced_too_and_wakes_no_agent():
+    cluster = Cluster()
+    agent = cluster.join("a")
+    cluster.settle()
+    fence, facts = agent.snapshot.fence, {"tag": "t", "digest": "d", "samples": 8, "in_ram": True}
+    assert agent.commit(fence, step=1, **facts)
+    kept = cluster.store.get(agent.keys.in_ram)
+    assert kept is not None
+    assert json.loads(kept.value)["step"] == 1
+    assert not kept.key.startswith(agent.keys.prefix)
+    assert cluster.store.get(agent.keys.latest) is None
+    agent.report_failure(1, Failure(node="a", symptom=False, summary="broke"))
+    cluster.settle()
+    assert not agent.commit(fence, step=2, **facts)
 
 
 def test_a_committed_step_gives_a_restart_back():

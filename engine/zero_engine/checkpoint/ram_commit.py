@@ -4,7 +4,8 @@
     rank 0 names the checkpoint                     verdict: the name, and everybody's address
     each rank seals its image, hashes it, and
     sends it to the neighbours                      vote: size, digests, fragments; or its error
-    rank 0 assembles the manifest, ASKS THE FENCE   verdict: the manifest, or why not
+    rank 0 assembles the manifest, ASKS THE FENCE,
+    and keeps the manifest                          verdict: the manifest, or why not
     each rank keeps the manifest and gives back
     what is older
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from zero_engine.checkpoint.arena import FrozenImage
 from zero_engine.checkpoint.ballot import Ballot, Record
@@ -102,11 +104,11 @@ def commit_in_ram(save: RamSave, ballot: Ballot, node: RamNode | None, peers: Ne
     assert node is not None, "or this rank's own vote would have switched it off"
     name, home = directory_name(save.step, opened["round"], opened["nonce"]), opened["home"]
     vote = _seal_own(save, ballot.rank, node, peers, f"{home}/{name}", opened["roster"])
-    verdict = ballot.ask(vote, partial(_judge, save, opened))
+    verdict = ballot.ask(vote, partial(_judge, save, opened, node.directory_of(home, name)))
     if "problem" in verdict:
         node.forget(home, [name])
     _raise_problem(verdict)
-    with suppress(OSError):  # others have it; a manifest is read from anywhere
+    with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
         keep_manifest(node.directory_of(home, name), verdict["manifest"].encode())
     node.forget_before(home, name)
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
@@ -172,7 +174,7 @@ def _hashed(image: FrozenImage, name: str) -> FileRecord:
 # ---- judging ----
 
 
-def _judge(save: RamSave, opened: Record, votes: list[Record | None]) -> Record:
+def _judge(save: RamSave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
     """Rank 0: the manifest if all votes are good and the fence agrees, or the problem."""
     header = Header(
         tag=save.tag,
@@ -185,6 +187,7 @@ def _judge(save: RamSave, opened: Record, votes: list[Record | None]) -> Record:
         text, digest = encode(assemble(save.state, header, votes))
         if save.fence is not None:
             save.fence(digest)
+        keep_manifest(directory, text)  # at once: one node that has it is enough
     except CommitRefused as error:
         return {"problem": str(error), "refused": True}
     except Exception as error:

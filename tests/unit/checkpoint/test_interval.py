@@ -143,6 +143,10 @@ def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
     [
         ({"keep_last": 1}, "checkpoint.keep_last: 1 is less than 2"),
         ({"keep_every": 5}, "only with keep_last"),
+        ({"ram": {"every_steps": 0}}, "checkpoint.ram.every_steps: 0 is less than 1"),
+        ({"ram": {"replicas": 3}}, "checkpoint.ram.replicas: 3 is more than 2"),
+        ({"ram": {"replica": 1}}, "did you mean 'replicas'"),
+        ({"ram": True}, "checkpoint.ram: True is not an object"),
         ({"keep_best": {"metric": "loss"}}, "checkpoint.keep_best: only with keep_last"),
         ({"keep_best": {"mode": "max"}, "keep_last": 2}, "checkpoint.keep_best.metric: missing"),
         ({"keep_best": {"metric": "x", "mode": "up"}}, '\'up\' is not "min" or "max"'),
