@@ -293,6 +293,33 @@ def test_prune_keeps_the_best_and_says_why(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (".metadata", "it looks like a checkpoint of torch.distributed.checkpoint: zero-ckpt"),
+        ("mp_rank_00_model_states.pt", "looks like a checkpoint of DeepSpeed: zero-ckpt import"),
+        ("model.safetensors.index.json", "it looks like a Hugging Face model: zero-ckpt import"),
+        ("notes.txt", "there are no checkpoints here\n"),
+    ],
+)
+def test_a_directory_of_another_format_is_recognized_and_the_import_named(
+    tmp_path, capsys, file, says
+):
+    (tmp_path / file).write_text("")
+    assert main(["ls", str(tmp_path)]) == 0
+    assert says in capsys.readouterr().out
+    assert main(["show", str(tmp_path)]) == 2
+    assert says.removeprefix("there are no checkpoints here") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_url_where_only_a_local_file_will_do_is_refused(root, command, capsys):
+    places = {"export": [str(root), "s3://b/x", "--to", "torch"]}
+    with pytest.raises(SystemExit):
+        main([command, *places.get(command, ["s3://b/x", str(root), "--from", "torch"])])
+    assert "s3://b/x: only checkpoints can be in a store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["loss", "loss:low", "loss:min:0", ":min", "loss:min:2:3"])
 def test_a_best_that_cannot_be_read_is_refused(root, text, capsys):
     with pytest.raises(SystemExit):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from zero_engine.checkpoint.retention import Best
@@ -72,5 +73,13 @@ def _parse_best(text: str) -> Best:
     return Best(metric=match["metric"], mode=match["mode"], count=int(match["count"] or 1))
 
 
+def _parse_local(text: str) -> Path:
+    """A path of this machine, for what is not kept in a store."""
+    if "://" in text:
+        raise ValueError(f"{text}: only checkpoints can be in a store; copy it, give a local path")
+    return Path(text)
+
+
+local_path = _checked(_parse_local)
 pair, best = _checked(_parse_pair), _checked(_parse_best)
 size, duration_s = _checked(_parse_size), _checked(_parse_duration_s)

@@ -102,7 +102,7 @@ def _ls(options: argparse.Namespace) -> int:
     elif rows:
         output.show_rows(rows)
     else:
-        print(f"{root}: there are no checkpoints here")
+        print(f"{root}: there are no checkpoints here{locate.hint(root)}")
     return FOUND if any(row.status is Status.DAMAGED for row in rows) else OK
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -32,12 +31,17 @@ _log = logging.getLogger(__name__)
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The flags of `export`."""
     parser.add_argument("checkpoint", metavar="DIR[@TAG]")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new file, or directory for hf")
+    parser.add_argument(
+        "out", type=arguments.local_path, metavar="OUT", help="a new file, or directory for hf"
+    )
     parser.add_argument("--to", required=True, choices=("torch", "hf"))
     parser.add_argument("--dtype", choices=_DTYPES, help="convert floats; default: as stored")
     parser.add_argument("--strip-prefix", default="", metavar="P", help="take P off all names")
     parser.add_argument(
-        "--hf-config", type=Path, metavar="DIR", help="copy config.json and tokenizer from there"
+        "--hf-config",
+        type=arguments.local_path,
+        metavar="DIR",
+        help="copy config.json and tokenizer from there",
     )
     parser.add_argument(
         "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="(5GB)"
@@ -71,7 +75,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     """The flags of `import`."""
-    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("source", type=arguments.local_path, metavar="SOURCE")
     parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints")
     parser.add_argument("--from", dest="kind", required=True, choices=tuple(_READERS))
     parser.add_argument("--tag", default="imported", help="the name of the checkpoint")

@@ -5,6 +5,8 @@ Called by `cli`; everything behind it gets a `Candidate`.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, examine, find
 from zero_engine.checkpoint.manifest import MANIFEST
 from zero_engine.checkpoint.parse import read_manifest
@@ -79,6 +81,23 @@ def _named(path: Place, tag: str | None) -> Candidate:
         ) from None
 
 
+def hint(path: Place) -> str:
+    """What a directory without a checkpoint of ours seems to hold instead, and the command."""
+    there = [inner.name for inner in path.iterdir()]
+    for kind, (pattern, what) in _FOREIGN.items():
+        if any(fnmatchcase(name, pattern) for name in there):
+            return f"; it looks like {what}: zero-ckpt import {path} DIR --from {kind}"
+    return ""
+
+
+_FOREIGN = {
+    "dcp": (".metadata", "a checkpoint of torch.distributed.checkpoint"),
+    "deepspeed": ("*_model_states.pt", "a checkpoint of DeepSpeed"),
+    "hf": ("*.safetensors*", "a Hugging Face model"),
+}
+"""Kind of an import -> a file that tells it, and what it is called."""
+
+
 def _nothing(
     path: Place,
     tag: str | None,
@@ -87,7 +106,7 @@ def _nothing(
 ) -> str:
     unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
     also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
-    if tag is None:
-        return f"{path}: there is no usable checkpoint here{also}"
+    if not candidates:
+        return f"{path}: there is no usable checkpoint here{also}{hint(path)}"
     tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
     return f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}"
