@@ -147,7 +147,7 @@ def test_a_rank_lost_in_mid_save_costs_no_sample_and_no_bit_at_three_ranks_and_a
     """Five micro-batches a step divide among neither; the epoch ends in step 3."""
     root = str(tmp_path)
     with pytest.raises(WorldError, match="rank 1 died, exit -9"):
-        worlds.run(4, run_round, root, 1, 2, True)
+        worlds.run(4, run_round, root, 1, 2, True, deadline_s=150)
     assert [c.manifest.step for c in find(tmp_path / "checkpoints").candidates] == [1]
 
     assert {begun for _, begun in worlds.run(3, run_round, root, 2, 4, False)} == {1}

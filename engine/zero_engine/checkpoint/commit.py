@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
-from zero_engine.checkpoint.layout import FileLayout, lay_out
+from zero_engine.checkpoint.layout import FileLayout, block_bytes_for, lay_out
 from zero_engine.checkpoint.manifest import MANIFEST, directory_name, file_name
 from zero_engine.checkpoint.object_disk import disk_of
 from zero_engine.checkpoint.pieces import State
@@ -74,11 +74,12 @@ def save(
     disk = disk or disk_of(root)
     opened = ballot.announce(_Opening(root, step, round, disk).open)
     _raise_problem(opened)
-    header = Header(tag=tag, step=step, block_bytes=disk.block_bytes, **opened)
+    block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
+    header = Header(tag=tag, step=step, block_bytes=block_bytes, **opened)
     directory = root / directory_name(header.step, header.round, header.nonce)
     path = directory / file_name(ballot.rank)
     verdict = ballot.ask(
-        _write_own(path, state, image, ballot.rank, disk),
+        _write_own(path, state, image, ballot.rank, block_bytes, disk),
         lambda votes: _judge(directory, state, header, votes, fence, disk),
     )
     if "problem" in verdict:
@@ -139,14 +140,16 @@ def own_layout(state: State, rank: int) -> FileLayout:
     return lay_out(state, comment={"file": file_name(rank)})
 
 
-def _write_own(path: Place, state: State, image: Image | None, rank: int, disk: Disk) -> Record:
+def _write_own(
+    path: Place, state: State, image: Image | None, rank: int, block_bytes: int, disk: Disk
+) -> Record:
     """Write this rank's file; the vote tells what was written, or what went wrong.
 
     A rank without a file votes too: a silent one would cost everybody the whole timeout.
     """
     try:
         image = image or LiveImage(own_layout(state, rank))
-        file = write_file(path, image, disk)
+        file = write_file(path, image, block_bytes, disk)
         return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)

@@ -24,6 +24,8 @@ from zero_engine.checkpoint.pieces import Piece, State, TensorId, TensorInfo
 from zero_engine.errors import CheckpointError
 
 PAGE_BYTES = 4096
+_MOST_BLOCKS = 1 << 20
+_SHORTEST_BLOCK, _LONGEST_BLOCK = 32 << 10, 4 << 20
 LENGTH_BYTES = 8
 """The safetensors prefix: the header's length, little-endian."""
 
@@ -58,6 +60,19 @@ class FileLayout:
 def numel(info: TensorInfo) -> int:
     """Elements of the whole tensor; 1 for a 0-d one."""
     return math.prod(info.shape)
+
+
+def block_bytes_for(tensors: Mapping[TensorId, TensorInfo]) -> int:
+    """How large the blocks are that a checkpoint is hashed, and verified on load, by.
+
+    Whoever needs a part of a block reads all of it, at both ends of each run that it owns, and a
+    rank owns a run of every unit and kind: what is read beyond the checkpoint is in proportion
+    to the blocks. So they are as short as the manifest can afford, with 11 characters for each.
+    Eight ranks read 1.008 times gpt2 with Adam (1.5 GB, 32 KiB); with 4 MiB it would be 1.9 times.
+    """
+    total = sum(numel(info) * info.dtype.itemsize for info in tensors.values())
+    wanted = 1 << max(total // _MOST_BLOCKS, 1).bit_length()
+    return min(max(wanted, _SHORTEST_BLOCK), _LONGEST_BLOCK)
 
 
 def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from zero_engine.checkpoint.manifest import BLOCK_BYTES, MANIFEST
+from zero_engine.checkpoint.manifest import MANIFEST
 from zero_engine.checkpoint.place import Place
 
 _BUFFER_BYTES = 1 << 20
@@ -28,8 +28,8 @@ REMOVED = "removed."
 class Disk:
     """A POSIX file system that all ranks share. Every method raises OSError when it fails."""
 
-    block_bytes = BLOCK_BYTES
-    """What is hashed, and read back, as one unit: the manifest records it."""
+    block_bytes: int | None = None
+    """What is hashed, and read back, as one unit; None: as `layout.block_bytes_for` says."""
 
     def make_directories(self, path: Place) -> None:
         """Create a directory and its parents, each durable in its parent; no error if there."""

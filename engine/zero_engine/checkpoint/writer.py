@@ -84,13 +84,13 @@ class BlockHasher:
         self._filled = 0
 
 
-def write_file(path: Place, image: Image, disk: Disk) -> FileRecord:
+def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileRecord:
     """Write an image to a new file; it and its directory entry are durable on return.
 
     Raises:
         OSError: Any operation failed; a partial file may be left.
     """
-    hasher, layout = BlockHasher(disk.block_bytes), image.layout
+    hasher, layout = BlockHasher(block_bytes), image.layout
     with disk.create(path) as file:
         for slab in image.slabs():
             hasher.update(slab)

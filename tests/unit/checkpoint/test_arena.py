@@ -27,8 +27,8 @@ def test_the_copy_is_byte_for_byte_the_file(tmp_path, full):
     layout = own_layout(share(full, 1, 2), 1)
     arena = Arena("job", 1, tmp_path)
     image = arena.freeze(layout)
-    write_file(tmp_path / "live", LiveImage(layout), Disk())
-    record = write_file(tmp_path / "frozen", image, Disk())
+    write_file(tmp_path / "live", LiveImage(layout), 4096, Disk())
+    record = write_file(tmp_path / "frozen", image, 4096, Disk())
     assert (tmp_path / "frozen").read_bytes() == (tmp_path / "live").read_bytes()
     assert record.size_bytes == layout.size_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.support import share
+from tests.unit.checkpoint.support import share, table
 from zero_engine.checkpoint import own_layout
 from zero_engine.checkpoint.fragments import check_cover, first_break, from_lists
-from zero_engine.checkpoint.manifest import BLOCK_BYTES
-from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.layout import block_bytes_for
+from zero_engine.checkpoint.pieces import PARAM, State, TensorId, TensorInfo
 from zero_engine.checkpoint.plan import Part, Want, plan
 
 BLOCK = 64
@@ -114,18 +115,20 @@ def shadow(shapes):
 
 def saved_by(full, world):
     """The fragments and file sizes of a save by so many ranks."""
-    layouts = [own_layout(share(full, rank, world), rank) for rank in range(world)]
-    columns = [
-        layout.columns() | {"file": [r] * len(layout.placed)} for r, layout in enumerate(layouts)
-    ]
-    joined = {name: [n for c in columns for n in c[name]] for name in columns[0]}
+    layouts = [own_layout(share_of_units(full, rank, world), rank) for rank in range(world)]
+    columns = [layout.columns() for layout in layouts]
+    joined = {name: [n for one in columns for n in one[name]] for name in columns[0]}
+    joined["file"] = [rank for rank, layout in enumerate(layouts) for _ in layout.placed]
     return from_lists(joined), [layout.size_bytes for layout in layouts]
 
 
-def reads_of(full, rank, world, fragments):
-    index = {tensor: position for position, tensor in enumerate(full)}
-    wants = [Want(index[p.id], p.start, p.data.numel(), 4) for p in share(full, rank, world).pieces]
-    return plan(wants, fragments, len(index), BLOCK_BYTES)
+def share_of_units(full, rank, world):
+    """As the engine divides it: every layer by itself."""
+    units = {}
+    for tensor, data in full.items():
+        units.setdefault(".".join(tensor.fqn.split(".")[:2]), {})[tensor] = data
+    shares = [share(unit, rank, world).pieces for unit in units.values()]
+    return State(table(full), tuple(itertools.chain(*shares)))
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3, 4, 8])
@@ -133,13 +136,24 @@ def reads_of(full, rank, world, fragments):
 def test_all_ranks_together_read_hardly_more_than_the_checkpoint(saved_by_ranks, loaded_by):
     full = shadow(gpt2_shapes())
     fragments, sizes = saved_by(full, saved_by_ranks)
-    read = sum(
-        min(BLOCK_BYTES, sizes[read.file] - read.block * BLOCK_BYTES)
-        for rank in range(loaded_by)
-        for read in reads_of(full, rank, loaded_by, fragments)
-    )
+    block_bytes = block_bytes_for(table(full))
+    index = {tensor: position for position, tensor in enumerate(full)}
+    read = 0
+    for rank in range(loaded_by):
+        pieces = share_of_units(full, rank, loaded_by).pieces
+        wants = [Want(index[p.id], p.start, p.data.numel(), 4) for p in pieces]
+        for block in plan(wants, fragments, len(index), block_bytes):
+            read += min(block_bytes, sizes[block.file] - block.block * block_bytes)
     assert sum(sizes) > 12 * 124_439_808
     assert 0.999 * sum(sizes) < read < 1.01 * sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("billions", "kib"), [(0.001, 32), (1.5, 32), (84, 128), (1_000, 1024), (60_000, 4096)]
+)
+def test_blocks_are_short_as_long_as_the_manifest_stays_small(billions, kib):
+    info = TensorInfo((int(billions * 1e9),), torch.uint8)
+    assert block_bytes_for({TensorId(PARAM, "w"): info}) == kib << 10
 
 
 def cut_evenly(numels, world):
@@ -177,7 +191,7 @@ def test_a_thousand_ranks_read_every_byte_exactly_once_and_ask_nobody_for_their_
         [
             (read.file, part.offset, part.length)
             for own in wants
-            for read in plan(own, fragments, 3000, BLOCK_BYTES)
+            for read in plan(own, fragments, 3000, 1 << 19)
             for part in read.parts
         ]
     )
