@@ -90,7 +90,8 @@ def environment(objects: list[Object], container: Object) -> dict[str, str]:
     """A container's variables with a fixed value: its config maps', then its own."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
-        found |= named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+        if "configMapRef" in source:
+            found |= named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
     return found | {e["name"]: e["value"] for e in container.get("env", []) if "value" in e}
 
 

@@ -185,6 +185,7 @@ def variables_are_defined_before_they_are_used(objects: list[Object]) -> Iterato
         known = {
             name
             for source in container.get("envFrom", [])
+            if "configMapRef" in source
             for name in named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
         }
         texts = []

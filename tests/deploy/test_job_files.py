@@ -100,12 +100,14 @@ ETCDS = {
 MACHINES = {
     "cpu": "",
     "gpu": "processes_per_node: gpu\nresources: {cpu: 64, memory: 512Gi, gpu: 8, shm: 64Gi}",
+    "more": "processes_per_node: 4",
     "amd": "processes_per_node: gpu\nresources: {gpu: 4, gpu_kind: amd.com/gpu}",
 }
 MORE = {
     "spot": "spot: true",
     "queue": "kubernetes: {queue: research, namespace: team}",
     "claim": "checkpoint: {claim: shared}",
+    "url": "checkpoint: {url: s3://bucket/gpt, secret: keys}",
 }
 
 
@@ -196,6 +198,19 @@ def test_two_jobs_of_one_namespace_share_nothing(tmp_path):
             assert f"'{INSTANCE}': 'gpt'" in str(selecting["spec"])
     secrets = {c["spec"]["secretName"] for c in of_kind(one, "Certificate")}
     assert all(name.startswith("gpt-") for name in secrets)
+
+
+@needs_kustomize
+def test_checkpoints_in_an_object_store_need_no_volume_that_is_shared(tmp_path):
+    objects = objects_of(job(tmp_path, MORE["url"]))
+    assert of_kind(objects, "PersistentVolumeClaim") == []
+    [agent] = containers(next(jobs(objects)))
+    assert agent["args"][-1] == "--checkpoints=s3://bucket/gpt"
+    assert agent["envFrom"] == [
+        {"configMapRef": {"name": "gpt-agent"}}, {"secretRef": {"name": "keys"}},
+    ]  # fmt: skip
+    text = shown(RENDERERS["slurm"](job(tmp_path, MORE["url"].replace(", secret: keys", ""))))
+    assert "--checkpoints=s3://bucket/gpt\n" in text
 
 
 @needs_kustomize

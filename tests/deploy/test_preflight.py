@@ -43,7 +43,7 @@ def cluster(**found: object) -> Cluster:
     """A cluster in which nothing is wrong, but for what is said here."""
     fine: dict[str, object] = {
         "namespace": None, "machines": [machine("a"), machine("b")], "classes": [NFS],
-        "claim": None, "secret": None, "queue": None, "has_kueue": None,
+        "claim": None, "secret": None, "bucket_secret": None, "queue": None, "has_kueue": None,
         "has_cert_manager": None, "job": [],
     }  # fmt: skip
     return Cluster(**{**fine, **found})  # type: ignore[arg-type]
@@ -63,6 +63,11 @@ FATAL = [
     (
         LOGIN, "secret", [{"data": {"word": ""}}],
         "etcd.secret: login has no ca.pem; it has word",
+    ),
+    (
+        "checkpoint: {url: s3://b, secret: s}", "bucket_secret", [],
+        "checkpoint.secret: s: there is no such Secret; kubectl create secret generic s "
+        "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=...",
     ),
     (
         "checkpoint: {claim: c}", "claim", [],

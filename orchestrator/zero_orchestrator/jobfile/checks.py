@@ -7,7 +7,8 @@ before anything is rendered; what needs a cluster to be known is in `preflight`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from zero_orchestrator.jobfile.reading import Problem
 from zero_orchestrator.jobfile.schema import Job
@@ -61,25 +62,32 @@ def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
 
 
 def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
-    """A save in the background first copies the node's share of the state."""
+    """Without room a save holds training up, and nothing is kept in memory: the job works."""
     file = job.file
-    in_background = bool(job.engine.get("checkpoint", {}).get("async"))
-    if file.parameters is None or not in_background:
+    copies = _copies_in_memory(job.engine.get("checkpoint", {}))
+    if file.parameters is None or not copies:
         return
     share = file.parameters * BYTES_PER_PARAMETER / file.nodes.min
-    needed = at_least(share + file.processes * SHM_OF_A_WORKER_BYTES)
+    needed = at_least(copies * share + file.processes * SHM_OF_A_WORKER_BYTES)
     if file.resources.shm < needed:
         text = (
-            f"{file.resources.shm} is less than the {needed} that a node's copy of the state "
-            f"takes with {file.nodes.min} nodes; write {needed}, or let saves hold training up "
-            'with "async": false'
+            f"{file.resources.shm} is less than the {needed} that {copies} copies of the state "
+            f"take on each of {file.nodes.min} nodes, so training would wait for saves; write "
+            f"{needed}, or keep less in memory"
         )
-        yield Problem(key="resources.shm", text=text)
+        yield Problem(key="resources.shm", text=text, is_fatal=False)
+
+
+def _copies_in_memory(saving: Mapping[str, Any]) -> int:
+    """Of a node's share of the state: one while it is saved; checkpoints in memory, two each."""
+    ram = saving.get("ram")
+    replicas = ram.get("replicas", 1) if isinstance(ram, Mapping) else 1
+    return bool(saving.get("async")) + (2 * (1 + replicas) if ram else 0)
 
 
 def _the_volume_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
     file = job.file
-    if file.parameters is None or file.checkpoint.claim is not None:
+    if file.parameters is None or not file.checkpoint.makes_a_claim:
         return
     kept = job.engine.get("checkpoint", {}).get("keep_last", 1) + 1
     needed = at_least(file.parameters * BYTES_PER_PARAMETER * kept)
@@ -90,9 +98,18 @@ def _the_volume_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
 
 def _all_nodes_reach_the_volume(job: Job) -> Iterator[Problem]:
     checkpoint = job.file.checkpoint
-    if checkpoint.access == "ReadWriteOnce" and job.file.nodes.max > 1 and not checkpoint.claim:
+    if checkpoint.access == "ReadWriteOnce" and job.file.nodes.max > 1 and checkpoint.makes_a_claim:
         text = "ReadWriteOnce: agents on a second machine cannot mount it, on Kubernetes"
         yield Problem(key="checkpoint.access", text=text, is_fatal=False)
+
+
+def _checkpoints_have_one_place(job: Job) -> Iterator[Problem]:
+    checkpoint = job.file.checkpoint
+    if checkpoint.url is not None and checkpoint.claim is not None:
+        yield Problem(key="checkpoint", text="url and claim are two places; name one")
+    if checkpoint.secret is not None and checkpoint.url is None:
+        text = f"{checkpoint.secret} opens an object store; name its url"
+        yield Problem(key="checkpoint.secret", text=text)
 
 
 def _a_save_fits_the_grace_period(job: Job) -> Iterator[Problem]:
@@ -158,6 +175,7 @@ CHECKS: tuple[Check, ...] = (
     _shared_memory_holds_the_arenas,
     _the_volume_holds_the_checkpoints,
     _all_nodes_reach_the_volume,
+    _checkpoints_have_one_place,
     _a_save_fits_the_grace_period,
     _etcd_is_ours_or_yours,
     _places_that_are_used_are_named,

@@ -32,7 +32,9 @@ def render(job: Job) -> str:
         "command": [
             f"--rdzv-id={file.name}",
             file.script,
-            *file.arguments(config=CONFIG, checkpoints=f"{CHECKPOINTS}/{file.name}"),
+            *file.arguments(
+                config=CONFIG, checkpoints=file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
+            ),
         ],
         "stop_grace_period": f"{file.grace:g}s",
         "shm_size": file.resources.shm.size_bytes,

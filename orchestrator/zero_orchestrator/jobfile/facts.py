@@ -37,6 +37,8 @@ class Cluster:
     """Storage classes."""
     claim: list[Object] | None
     secret: list[Object] | None
+    """etcd's."""
+    bucket_secret: list[Object] | None
     queue: list[Object] | None
     has_kueue: bool | None
     has_cert_manager: bool | None
@@ -96,13 +98,14 @@ class Kubectl:
 def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
     """All that `preflight` needs to know of a cluster for this job."""
     claim, secret, queue = file.checkpoint.claim, file.etcd.secret, file.kubernetes.queue
-    namespace = file.kubernetes.namespace
+    namespace, bucket = file.kubernetes.namespace, file.checkpoint.secret
     return Cluster(
         namespace=kubectl.get("namespace", namespace) if namespace else None,
         machines=kubectl.get("nodes"),
         classes=kubectl.get("storageclasses"),
         claim=kubectl.get("persistentvolumeclaim", claim) if claim else None,
         secret=kubectl.get("secret", secret) if secret else None,
+        bucket_secret=kubectl.get("secret", bucket) if bucket else None,
         queue=kubectl.get("localqueues.kueue.x-k8s.io", queue) if queue else None,
         has_kueue=kubectl.has_kind("localqueues.kueue.x-k8s.io") if queue else None,
         has_cert_manager=kubectl.has_kind("certificates.cert-manager.io")

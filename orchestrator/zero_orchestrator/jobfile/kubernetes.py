@@ -15,19 +15,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import yaml
 
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.jobfile import templates
+from zero_orchestrator.jobfile.patches import Object, members, named, operations
 from zero_orchestrator.jobfile.schema import CONFIG_NAME, Job, JobFile
 from zero_orchestrator.jobfile.settings import etcd_settings, settings
 
-Object = dict[str, Any]
-
-CHECKPOINTS = "/checkpoints"
-CONFIG = f"/etc/zero/{CONFIG_NAME}"
 SECRET_FILES = "/etc/zero-etcd"
 INSTANCE = "app.kubernetes.io/instance"
 RENDER_TIMEOUT_S = 60.0
@@ -35,7 +31,6 @@ RENDER_TIMEOUT_S = 60.0
 _HEAD = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 _PARTS = "parts"
 _RENDERERS = (("kubectl", "kustomize"), ("kustomize", "build"))
-_IDENTITY = ("--rdzv-id=$(JOB_NAME)-$(JOB_UID)", "--node-id=$(POD_NAME)", "--local-addr=$(POD_IP)")
 
 
 class ToolMissing(ZeroError):
@@ -97,8 +92,8 @@ def _kustomization(job: Job) -> Object:
         "images": [_image(file.image)],
         "generatorOptions": {"immutable": True},
         "configMapGenerator": _config_maps(job),
-        "patches": [{"patch": yaml.safe_dump(one, sort_keys=False)} for one in _patches(file)]
-        + _operations(file),
+        "patches": [{"patch": yaml.safe_dump(one, sort_keys=False)} for one in named(file)]
+        + operations(file),
     }
 
 
@@ -138,7 +133,7 @@ def _config_maps(job: Job) -> list[Object]:
 def _endpoint(file: JobFile) -> dict[str, str]:
     """Where etcd is; its files are those of the Secret, by the same names."""
     if not file.etcd.endpoints:
-        return {"PET_RDZV_ENDPOINT": ",".join(f"{host}:2379" for host in _members(file).values())}
+        return {"PET_RDZV_ENDPOINT": ",".join(f"{host}:2379" for host in members(file).values())}
     flags = etcd_settings(file)
     return {
         **({"PET_ETCD_USER": "", "PET_ETCD_CA": ""} if file.etcd.secret else {}),
@@ -149,144 +144,3 @@ def _endpoint(file: JobFile) -> dict[str, str]:
             for flag, path in file.etcd.files.items()
         },
     }
-
-
-def _members(file: JobFile) -> dict[str, str]:
-    """Pod -> its DNS name, of every member of the job's own etcd."""
-    service = f"{file.name}-etcd"
-    return {f"{service}-{n}": f"{service}-{n}.{service}" for n in range(file.etcd.members)}
-
-
-# ---- the job's numbers ----
-
-
-def _patches(file: JobFile) -> list[Object]:
-    """Patches that name what they change; lists of named things are merged by name."""
-    found = [_job(file)]
-    if file.checkpoint.claim is None:
-        found.append(_claim(file))
-    if not file.etcd.endpoints:
-        found.append(_etcd(file))
-    budget = {"minAvailable": file.nodes.min}
-    return [*found, _object("policy/v1", "PodDisruptionBudget", "train", spec=budget)]
-
-
-def _object(version: str, kind: str, name: str, **more: Any) -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **more}
-
-
-def _job(file: JobFile) -> Object:
-    claim = file.checkpoint.claim
-    volumes = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(file.resources.shm)}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": str(file.resources.scratch)}},
-        *(
-            [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}}]
-            if claim
-            else []
-        ),
-        *_secrets(file),
-    ]
-    pod = {
-        "subdomain": f"{file.name}-train",
-        "terminationGracePeriodSeconds": int(file.grace),
-        "containers": [{"name": "agent", "args": _arguments(file), "resources": _resources(file)}],
-        "volumes": volumes,
-    }
-    spec = {"parallelism": file.start, "completions": file.start, "template": {"spec": pod}}
-    return _object("batch/v1", "Job", "train", spec=spec)
-
-
-def _arguments(file: JobFile) -> list[str]:
-    places = file.arguments(config=CONFIG, checkpoints=f"{CHECKPOINTS}/{file.name}")
-    return [*_IDENTITY, file.script, *places]
-
-
-def _resources(file: JobFile) -> Object:
-    wanted = file.resources
-    one: Object = {"cpu": wanted.cpu, "memory": str(wanted.memory)}
-    if wanted.gpu:
-        one |= {"nvidia.com/gpu": None, wanted.gpu_kind: str(wanted.gpu)}
-    scratch = str(wanted.scratch)
-    doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"
-    return {
-        "requests": {**one, "ephemeral-storage": scratch},
-        "limits": {**one, "ephemeral-storage": doubled},
-    }
-
-
-def _secrets(file: JobFile) -> list[Object]:
-    names = {"etcd-client-tls": f"{file.name}-etcd-client-tls"} if file.etcd.tls else {}
-    names |= {"etcd-credentials": file.etcd.secret} if file.etcd.secret else {}
-    return [{"name": volume, "secret": {"secretName": secret}} for volume, secret in names.items()]
-
-
-def _claim(file: JobFile) -> Object:
-    wanted = file.checkpoint
-    spec = {
-        "accessModes": [wanted.access],
-        "resources": {"requests": {"storage": str(wanted.size)}},
-        **({"storageClassName": wanted.storage_class} if wanted.storage_class else {}),
-    }
-    return _object("v1", "PersistentVolumeClaim", "checkpoints", spec=spec)
-
-
-def _etcd(file: JobFile) -> Object:
-    cluster = ",".join(f"{pod}=$(SCHEME)://{host}:2380" for pod, host in _members(file).items())
-    # Patched variables move to the front, so all must be here that one of them refers to.
-    environment = {
-        "SERVICE": f"{file.name}-etcd",
-        "SCHEME": "https" if file.etcd.tls else "http",
-        "INITIAL_CLUSTER": cluster,
-    }
-    variables = [{"name": name, "value": value} for name, value in environment.items()]
-    pod: Object = {"containers": [{"name": "etcd", "env": variables}]}
-    if file.etcd.tls:
-        secret = f"{file.name}-etcd-server-tls"
-        pod["volumes"] = [{"name": "tls", "secret": {"secretName": secret}}]
-    spec = {"replicas": file.etcd.members, "template": {"spec": pod}}
-    return _object("apps/v1", "StatefulSet", "etcd", spec=spec)
-
-
-def _operations(file: JobFile) -> list[Object]:
-    """Patches of what kustomize cannot merge: lists without names, and other projects' kinds."""
-    found = [_target("StatefulSet", "etcd", _STORAGE, str(file.etcd.storage))]
-    if file.checkpoint.claim is not None:
-        gone = _object("v1", "PersistentVolumeClaim", "checkpoints") | {"$patch": "delete"}
-        found.append({"patch": yaml.safe_dump(gone)})
-    if file.kubernetes.queue is not None:
-        found += [
-            _target("Job", "train", _QUEUE, file.kubernetes.queue),
-            _target("Job", "train", _LEAST, str(file.nodes.min)),
-        ]
-    return found + (_certificates(file) if file.etcd.tls else [])
-
-
-def _target(kind: str, name: str, path: str, value: Any) -> Object:
-    change = [{"op": "replace", "path": path, "value": value}]
-    return {"target": {"kind": kind, "name": name}, "patch": yaml.safe_dump(change)}
-
-
-def _certificates(file: JobFile) -> list[Object]:
-    """cert-manager's objects: kustomize knows no names inside of them."""
-    prefix = f"{file.name}-"
-    secrets = ("etcd-ca", "etcd-server-tls", "etcd-client-tls")
-    found = [
-        _target("Certificate", secret.removesuffix("-tls"), "/spec/secretName", prefix + secret)
-        for secret in secrets
-    ]
-    signers = {"etcd-ca": "etcd-self-signed", "etcd-server": "etcd-ca", "etcd-client": "etcd-ca"}
-    found += [
-        _target("Certificate", name, "/spec/issuerRef/name", prefix + signer)
-        for name, signer in signers.items()
-    ]
-    return [
-        *found,
-        _target("Issuer", "etcd-ca", "/spec/ca/secretName", f"{prefix}etcd-ca"),
-        _target("Certificate", "etcd-server", "/spec/dnsNames", [*_members(file).values()]),
-    ]
-
-
-_STORAGE = "/spec/volumeClaimTemplates/0/spec/resources/requests/storage"
-_QUEUE = "/metadata/labels/kueue.x-k8s.io~1queue-name"
-_LEAST = "/metadata/annotations/kueue.x-k8s.io~1job-min-parallelism"

@@ -21,8 +21,11 @@ def places(job: Job, default: Path | None = None) -> list[str]:
     Raises:
         JobFileError: They name the checkpoints' place, and the file does not.
     """
-    path = job.file.checkpoint.path or default
+    wanted = job.file.checkpoint
+    path = wanted.url or wanted.path or default
     if path is None and job.file.uses("CHECKPOINTS"):
-        text = "is missing; on machines $(CHECKPOINTS) is a directory that all of them see"
+        text = (
+            "is missing; on machines $(CHECKPOINTS) is a directory that all of them see, or a url"
+        )
         raise JobFileError(job.source.tell(Problem(key="checkpoint.path", text=text)))
     return job.file.arguments(config=str(job.config_path), checkpoints=str(path))

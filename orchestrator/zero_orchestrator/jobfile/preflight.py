@@ -62,6 +62,16 @@ def _the_secret_has_the_files(file: JobFile, cluster: Cluster) -> Iterator[Probl
             yield Problem(key="etcd.secret", text=text)
 
 
+def _the_bucket_can_be_opened(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
+    name = file.checkpoint.secret
+    if cluster.bucket_secret == []:
+        text = (
+            f"{name}: there is no such Secret; kubectl create secret generic {name} "
+            "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
+        )
+        yield Problem(key="checkpoint.secret", text=text)
+
+
 def _the_claim_can_be_shared(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     name = file.checkpoint.claim
     if cluster.claim == []:
@@ -75,7 +85,7 @@ def _the_claim_can_be_shared(file: JobFile, cluster: Cluster) -> Iterator[Proble
 
 
 def _the_class_offers_what_is_asked(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
-    if cluster.classes is None or file.checkpoint.claim is not None:
+    if cluster.classes is None or not file.checkpoint.makes_a_claim:
         return
     wanted = file.checkpoint.storage_class
     found = [one for one in cluster.classes if _is_wanted(one, wanted)]
@@ -103,7 +113,7 @@ def _is_wanted(one: Object, name: str | None) -> bool:
 
 def _one_machine_can_share_anything(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     wanted = file.checkpoint
-    is_single = wanted.claim is None and wanted.access == "ReadWriteOnce"
+    is_single = wanted.makes_a_claim and wanted.access == "ReadWriteOnce"
     if is_single and file.nodes.max > 1 and _has_several(cluster):
         text = "ReadWriteOnce: agents on a second machine could not start; write ReadWriteMany"
         yield Problem(key="checkpoint.access", text=text)
@@ -161,6 +171,7 @@ def _no_job_has_the_name(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
 CHECKS: tuple[Check, ...] = (
     _the_namespace_is_there,
     _the_secret_has_the_files,
+    _the_bucket_can_be_opened,
     _the_claim_can_be_shared,
     _the_class_offers_what_is_asked,
     _one_machine_can_share_anything,

@@ -38,6 +38,7 @@ from zero_orchestrator.jobfile.values import (
     positive,
     seconds,
     truth,
+    url,
     whole,
     workers,
 )
@@ -77,6 +78,10 @@ class Checkpoint:
     """Where checkpoints go: a place that every node sees."""
 
     path: str | None = entry(scalar(str), "a directory, on machines", None)
+    url: str | None = entry(scalar(url), "in an object store, everywhere", None)
+    secret: str | None = entry(
+        scalar(str), "a Secret with variables that open it, on Kubernetes", None
+    )
     claim: str | None = entry(scalar(str), "a PersistentVolumeClaim that there is, by name", None)
     size: Size = entry(scalar(Size), "of the claim to make", Size("200Gi"))
     storage_class: str | None = entry(scalar(str), "of the claim (the cluster's default)", None)
@@ -84,6 +89,11 @@ class Checkpoint:
         scalar(one_of("ReadWriteMany", "ReadWriteOnce")), "of the claim", "ReadWriteMany"
     )
     save_s: float | None = entry(scalar(seconds), "how long one save takes at most", None)
+
+    @property
+    def makes_a_claim(self) -> bool:
+        """Whether Kubernetes is asked for a volume."""
+        return self.claim is None and self.url is None
 
 
 @dataclass(frozen=True, kw_only=True)

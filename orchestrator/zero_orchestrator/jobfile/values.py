@@ -130,6 +130,13 @@ def endpoint(text: str) -> str:
     return text
 
 
+def url(text: str) -> str:
+    """A place in an object store."""
+    if re.fullmatch(r"(s3|gs)://[^/\s]+(/\S*)?", text) is None:
+        raise ValueError("is no place in an object store; write s3://BUCKET/PREFIX or gs://...")
+    return text
+
+
 def bounds(text: str) -> tuple[int, int]:
     """`"2:16"` -> (2, 16)."""
     try:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.jobfile.support import job
@@ -50,6 +50,8 @@ IMPOSSIBLE = {
     "environment: {OMP_NUM_THREADS: 4}": "environment.OMP_NUM_THREADS: is made from the key "
     "threads; set that",
     "environment: {a b: 4}": "environment.a b: is no name of a variable",
+    "checkpoint: {url: s3://b/x, claim: c}": "checkpoint: url and claim are two places; name one",
+    "checkpoint: {secret: s}": "checkpoint.secret: s opens an object store; name its url",
     "checkpoint: {access: ReadWriteOnce}": "checkpoint.access: ReadWriteOnce: agents on a second "
     "machine cannot mount it, on Kubernetes",
 }
@@ -72,14 +74,21 @@ def test_a_number_of_nodes_that_cannot_be_is_named(tmp_path, nodes, complaint):
     assert [f"{one.key}: {one.text}" for one in found] == [complaint]
 
 
-def test_saves_in_the_background_need_shared_memory_for_a_nodes_share_of_the_state(tmp_path):
-    job_of_7b = "parameters: 7B\nresources: {memory: 200Gi, shm: 4Gi}"
-    assert complaints(tmp_path, job_of_7b, checkpoint={"async": False}) == []
-    [complaint] = complaints(tmp_path, job_of_7b, checkpoint={"async": True})
-    # 7e9 parameters of 12 bytes on the least number of nodes, 2, and 64 MiB for the one worker.
-    assert complaint.startswith("resources.shm: 4Gi is less than the 40Gi that a node's copy")
-    enough = job_of_7b.replace("4Gi}", "40Gi}")
-    assert complaints(tmp_path, enough, checkpoint={"async": True}) == []
+@pytest.mark.parametrize(
+    ("saving", "needed"),
+    [
+        # 7e9 parameters of 12 bytes on the least number of nodes, 2, and 64 MiB for one worker.
+        ({"async": True}, "40Gi"),
+        ({"ram": {"replicas": 0}}, "79Gi"),
+        ({"ram": {"every_steps": 1}, "async": True}, "196Gi"),
+    ],
+)
+def test_copies_of_the_state_in_memory_need_shared_memory(tmp_path, saving, needed):
+    text = "parameters: 7B\nresources: {memory: 500Gi, shm: 4Gi}"
+    assert complaints(tmp_path, text, checkpoint={"async": False}) == []
+    [complaint] = complaints(tmp_path, text, checkpoint=saving)
+    assert complaint.startswith(f"resources.shm: 4Gi is less than the {needed} that ")
+    assert complaints(tmp_path, text.replace("4Gi}", f"{needed}}}"), checkpoint=saving) == []
 
 
 def test_the_volume_holds_the_checkpoints_that_are_kept_and_one_more(tmp_path):
@@ -104,6 +113,7 @@ def saving(save_s: float, grace_s: float) -> Job:
     return Job(file=file, source=Source(file="f", lines={}), directory=Path(), config=None)
 
 
+@settings(deadline=None)  # as slow as the machine is busy
 @given(st.integers(10, 3600))
 def test_the_grace_period_that_is_proposed_is_long_enough(save_s):
     [complaint] = check(saving(save_s, grace_s=save_s))

@@ -78,6 +78,8 @@ WRONG = {
     "gpu",
     "etcd:\n  endpoints:\n  - etcd": "5: etcd.endpoints: etcd: is no address of etcd; write "
     "HOST:PORT, such as etcd-0:2379",
+    "checkpoint: {url: /mnt}": "4: checkpoint.url: /mnt: is no place in an object store; write "
+    "s3://BUCKET/PREFIX or gs://...",
     "checkpoint: {access: RWX}": "4: checkpoint.access: RWX: write ReadWriteMany or ReadWriteOnce",
     "environment: {A: [1]}": "4: environment.A: a list: one value is needed here",
     "kubernetes: {namespace: My_Team}": "4: kubernetes.namespace: My_Team: cannot be a name "
