@@ -64,6 +64,7 @@ class Row:
     wire_bytes: float | None
     loss: float
     parameters: int
+    largest_unit: int
 
 
 def show(runs: Sequence[Run], title: str) -> None:
@@ -101,6 +102,7 @@ def _row(runs: Sequence[Run], floors: Sequence[float]) -> Row:
         wire_bytes=runs[0].wire_bytes,
         loss=statistics.mean(rank["steps"][-1]["loss"] for rank in runs[0].ranks),
         parameters=runs[0].ranks[0]["parameters"],
+        largest_unit=runs[0].ranks[0]["largest_unit"],
     )
 
 
@@ -148,8 +150,16 @@ def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | Non
     from zero_engine.memory import estimate
 
     activations = floor.peak_bytes - _FLOOR_STATE_BYTES[dtype] * floor.parameters
-    state = estimate(floor.parameters, stage=stage, compute=dtype, states=2, world=2).total
-    return rows[system].peak_bytes / (activations + state)
+    formula = estimate(
+        floor.parameters,
+        stage=stage,
+        compute=dtype,
+        states=2,
+        world=2,
+        largest=floor.largest_unit,
+        gpu=False,
+    )
+    return rows[system].peak_bytes / (activations + formula.total + formula.in_flight)
 
 
 def ratios(rows: Mapping[str, Row]) -> Iterable[str]:

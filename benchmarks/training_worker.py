@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from training_model import GPT, Shape, batch
 from training_systems import SYSTEMS, Setting
 
@@ -43,6 +44,10 @@ def machine_busy_s() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
+def count(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
 def begin_memory() -> int:
     """Forget the peak of the imports, and return what they hold."""
     with suppress(OSError):  # where this is not allowed, the imports' own peak stays in
@@ -57,7 +62,7 @@ def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     shape = Shape(**task["shape"])
     model = GPT(shape)
-    parameters = sum(param.numel() for param in model.parameters())
+    parameters, blocks = count(model), [count(block) for block in model.blocks]
     setting = Setting(world=world, micro=shape.micro, bf16=task["dtype"] == "bf16")
     step = SYSTEMS[system].make(model, setting)
     steps: list[dict[str, float]] = []
@@ -82,6 +87,7 @@ def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes": sent_bytes(interface) - sent_before,
         "peak_bytes": resident_bytes("VmHWM:") - baseline,
         "parameters": parameters,
+        "largest_unit": max(*blocks, parameters - sum(blocks)),
     }
 
 

@@ -134,14 +134,53 @@ class Collectives:
         return full[self.rank * size : (self.rank + 1) * size]
 
     def exchange_leaves(self, leaves: Tensor, received: Tensor, what: str) -> Pending:
-        """Send interval j of `leaves` to rank j; both [world * n].
+        """Send interval j of `leaves` [world * n] to every other rank j.
 
-        `received` becomes [world, n]: row j is this rank's interval of the leaf that rank j ran.
+        `received` [(world - 1) * n] gets this rank's interval of the leaves that the others ran;
+        `in_leaf_order` puts them and its own in order. In two exchanges, with the ranks below and
+        with those above, so that a rank's own interval is neither sent nor copied.
         """
         self._count("leaves", leaves)
+        size = leaves.numel() // self.world
+        below, above = self.rank * size, (self.rank + 1) * size
+        down, up = leaves[:below], leaves[above:]
+        from_below, from_above = received[:below], received[below:]
         with _transport_failures(what):
-            work = dist.all_to_all_single(received, leaves, group=self._group, async_op=True)
-        return self._pending(what, (work,), (leaves, received))
+            works = (
+                self._all_to_all(from_above, down, from_ranks=self._above, to_ranks=self._below),
+                self._all_to_all(from_below, up, from_ranks=self._below, to_ranks=self._above),
+            )
+        return self._pending(what, works, (leaves, received))
+
+    def in_leaf_order(self, leaves: Tensor, received: Tensor) -> list[Tensor]:
+        """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
+        others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
+        others.insert(self.rank, self.own(leaves))
+        return others
+
+    def _all_to_all(
+        self, into: Tensor, out: Tensor, *, from_ranks: range, to_ranks: range
+    ) -> dist.Work:
+        def counts(tensor: Tensor, ranks: range) -> list[int]:
+            each = tensor.numel() // len(ranks) if ranks else 0
+            return [each * (rank in ranks) for rank in range(self.world)]
+
+        return dist.all_to_all_single(
+            into,
+            out,
+            output_split_sizes=counts(into, from_ranks),
+            input_split_sizes=counts(out, to_ranks),
+            group=self._group,
+            async_op=True,
+        )
+
+    @property
+    def _below(self) -> range:
+        return range(self.rank)
+
+    @property
+    def _above(self) -> range:
+        return range(self.rank + 1, self.world)
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""

@@ -2,7 +2,7 @@
 
 Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
 
-- Units are reduced in one fixed order on every rank, two at a time, at stage 3 perhaps more. A
+- Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
   unit that is ready early waits for its turn; one that lacks gradients when backward ends is
   completed with zeros. So a rank that skipped a branch stays in step with the others.
 - The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
@@ -27,11 +27,12 @@ from zero_engine.flat_unit import FlatUnit
 from zero_engine.quantization import pack, packed_size, unpack
 from zero_engine.stages import Stage
 
-_MAX_IN_FLIGHT = 2
+_MAX_IN_FLIGHT = 1
+"""More would take memory and no time off: the network is never idle while a unit is under way."""
 
 
 class BufferPool:
-    """Flat buffers that are used again: fresh ones cost a page fault per page."""
+    """Flat buffers that are used again within a backward: fresh ones cost page faults."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,11 +64,18 @@ class UnitGradient:
         self.unit = unit
         self.total = total
         self.buffer: Tensor | None = None
+        self._gaps = _gaps(unit)
         self.missing = set(range(len(unit.layout.slots)))
 
     def reset(self) -> None:
         """Expect the gradient of every parameter again."""
         self.missing = set(range(len(self.unit.layout.slots)))
+
+    def start(self, buffer: Tensor) -> None:
+        """Take a buffer with undefined contents: all of it will be written."""
+        self.buffer = buffer
+        for start, stop in self._gaps:  # they take part in norms
+            buffer[start:stop].zero_()
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Put in the gradient of one parameter."""
@@ -85,6 +93,14 @@ class UnitGradient:
         assert self.buffer is not None
         slot = self.unit.layout.slots[position]
         return self.buffer[slot.start : slot.stop].view(slot.shape)
+
+
+def _gaps(unit: FlatUnit) -> tuple[tuple[int, int], ...]:
+    """The parts of a unit's buffer that belong to no parameter."""
+    slots = unit.layout.slots
+    starts = [slot.start for slot in slots[1:]] + [unit.padded]
+    gaps = zip((slot.stop for slot in slots), starts, strict=True)
+    return tuple((stop, start) for stop, start in gaps if stop < start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,7 @@ class GradReducer:
             units: The trained units, in module order.
             totals: For each unit its accumulator [padded / world], fp32.
             collectives: The group to reduce over.
-            stage: Whether gradient buffers are kept.
+            stage: Whether parameters are gathered in backward.
             on_ready: Called when a unit's weights are not needed any more by this backward.
             guard: Around exchanges, which may find a peer gone.
             quantized: Leaves travel as int8.
@@ -131,6 +147,7 @@ class GradReducer:
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
         self._next = 0
         self._live = 0
+        self._first = True
         self._running = False
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
@@ -142,9 +159,15 @@ class GradReducer:
         for position, param in enumerate(gradient.unit.params):
             param.register_post_accumulate_grad_hook(partial(self._on_gradient, gradient, position))
 
-    def begin(self, live: int) -> None:
-        """Expect one backward pass, in which the leaves of ranks [0, live) count."""
+    def begin(self, live: int, *, first: bool) -> None:
+        """Expect one backward pass.
+
+        Args:
+            live: The leaves of ranks [0, live) count; at least one.
+            first: It is the first of its step: what the totals hold is of the step before.
+        """
         self._live = live
+        self._first = first
         self._next = 0
         self._running = True
 
@@ -158,13 +181,8 @@ class GradReducer:
         self._issue_ready()
         while self._in_flight:
             self._complete(self._in_flight.popleft())
+        self._pool.free()  # the next forward needs the memory
         self._running = False
-
-    def free_buffers(self) -> None:
-        """Give back the memory of all buffers, between micro-steps; new ones are made at need."""
-        for gradient in self._order:
-            gradient.buffer = None
-        self._pool.free()
 
     def _on_gradient(self, gradient: UnitGradient, position: int, param: Tensor) -> None:
         if not self._running:
@@ -182,11 +200,9 @@ class GradReducer:
                 self._issue_ready()
 
     def _ensure_buffer(self, gradient: UnitGradient) -> None:
-        # The padding between the slots must be zero: it takes part in norms. Slots themselves
-        # are all written before the buffer is sent.
         if gradient.buffer is None:
             unit = gradient.unit
-            gradient.buffer = self._pool.take(unit.padded, unit.full.dtype).zero_()
+            gradient.start(self._pool.take(unit.padded, unit.full.dtype))
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
@@ -200,10 +216,11 @@ class GradReducer:
         assert leaves is not None
         if self._quantized:
             leaves = self._pack(leaves)
-        if self._collectives.world == 1:
-            self._complete(_Exchange(None, gradient, leaves, leaves))
+        world = self._collectives.world
+        received = self._pool.take(leaves.numel() // world * (world - 1), leaves.dtype)
+        if world == 1:
+            self._complete(_Exchange(None, gradient, received, leaves))
             return
-        received = self._pool.take(leaves.numel(), leaves.dtype)
         what = f"gradients of {gradient.unit.label}"
         pending = self._collectives.exchange_leaves(leaves, received, what)
         self._in_flight.append(_Exchange(pending, gradient, received, leaves))
@@ -229,25 +246,31 @@ class GradReducer:
         gradient = exchange.gradient
         if exchange.pending is not None:
             wait(exchange.pending)
-        leaves = exchange.received.view(self._collectives.world, -1)
+        leaves = self._collectives.in_leaf_order(exchange.sent, exchange.received)
         self._fold(leaves[: self._live], gradient.total)
-        for buffer in {id(b): b for b in (exchange.received, exchange.sent)}.values():
-            if buffer is not gradient.buffer:
-                self._pool.give(buffer)
-        if self._stage.shards_gradients and gradient.buffer is not None:
-            self._pool.give(gradient.buffer)
-            gradient.buffer = None
+        assert gradient.buffer is not None
+        used = (exchange.received, exchange.sent, gradient.buffer)  # the last two may be one
+        for buffer in {id(buffer): buffer for buffer in used}.values():
+            self._pool.give(buffer)
+        gradient.buffer = None
         gradient.reset()
 
-    def _fold(self, leaves: Tensor, total: Tensor) -> None:
-        if leaves.dtype == total.dtype:
-            for leaf in leaves.unbind(0):
-                total.add_(leaf)
+    def _fold(self, leaves: list[Tensor], total: Tensor) -> None:
+        first, *others = leaves
+        if self._first:
+            self._widen(first, total)
+        else:
+            others.insert(0, first)
+        for leaf in others:
+            self._add(leaf, total)
+
+    def _add(self, leaf: Tensor, total: Tensor) -> None:
+        if leaf.dtype == total.dtype:
+            total.add_(leaf)
             return
         # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
         wide = self._pool.take(total.numel(), total.dtype)
-        for leaf in leaves.unbind(0):
-            total.add_(self._widen(leaf, wide))
+        total.add_(self._widen(leaf, wide))
         self._pool.give(wide)
 
     def _widen(self, leaf: Tensor, into: Tensor) -> Tensor:

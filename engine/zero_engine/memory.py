@@ -104,8 +104,6 @@ def estimate(
     policy, size = STAGES[stage], _COMPUTE_BYTES[compute]
     shard = -(-parameters // world)
     stepped = shard if policy.shards_optimizer else parameters
-    sums = _FP32_BYTES * (shard + (0 if policy.shards_optimizer else parameters))
-    unreduced = 0 if policy.shards_gradients else size * parameters
     unit = largest or parameters
     plan = _Resting(zero or ZeroOptimization(stage=stage), compute, stepped, gpu=gpu)
     places = plan.master() + plan.moments(states) + plan.weights()
@@ -118,7 +116,7 @@ def estimate(
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),
-        gradients=sums + unreduced,
+        gradients=_FP32_BYTES * stepped,
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=_IN_FLIGHT * size * unit,

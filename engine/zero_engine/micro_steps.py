@@ -127,7 +127,8 @@ class MicroSteps:
         core, run = self._core, self._run
         assert core.reducer is not None
         core.coordinator.begin_backward()
-        core.reducer.begin(run.plan().live(run.cursor.micro, run.world))
+        live = run.plan().live(run.cursor.micro, run.world)
+        core.reducer.begin(live, first=run.cursor.micro == 0)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core

@@ -71,8 +71,6 @@ class MovedStates:
             if kind in include:
                 for tensor in tensors_of(core, kind):
                     self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
-        if Kind.contiguous_grad_buffer in include and core.reducer is not None:
-            core.reducer.free_buffers()
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
         storage = tensor.untyped_storage()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
@@ -76,9 +77,10 @@ class ZeroOptimizer:
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
         sizes = [unit.padded // collectives.world for unit in units]
-        self._accumulated = torch.zeros(sum(sizes), device=device)
-        self.totals = self._accumulated.split(sizes)
-        self._gradients = self._full_gradients() if not stage.shards_optimizer else self.totals
+        self._gradients = tuple(torch.zeros(u.master.numel(), device=device) for u in units)
+        self.totals = self._gradients
+        if not stage.shards_optimizer:
+            self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
         self.steps = self._make_steps(pace)
@@ -108,12 +110,7 @@ class ZeroOptimizer:
 
     def gradient_sums(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between micro-steps."""
-        yield self._accumulated
-        if not self._stage.shards_optimizer:
-            yield from self._gradients
-
-    def _full_gradients(self) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(unit.master) for unit in self.units)
+        yield from self._gradients
 
     def _attach(self) -> tuple[Segment, ...]:
         """Put segments in the place of the groups' parameters."""
@@ -162,14 +159,14 @@ class ZeroOptimizer:
     def step(
         self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
     ) -> StepOutcome:
-        """Apply the gradient totals, and clear them. Collective.
+        """Apply the gradient totals. Collective.
 
         Args:
             notes: [n] fp32, the same n on all ranks; every rank gets everybody's.
             correction: From everybody's notes [world, n], on the CPU, what the totals are to be
                 multiplied with.
         """
-        blocks = torch.linalg.vector_norm(self._accumulated.view(-1, BLOCK), dim=1)
+        blocks = torch.cat([vector_norm(total.view(-1, BLOCK), dim=1) for total in self.totals])
         everybodys = self._exchange(torch.cat([blocks, notes]))
         ordered = everybodys[:, : blocks.numel()].flatten()[self._block_order]
         everybodys_notes = everybodys[:, blocks.numel() :].cpu()
@@ -179,7 +176,6 @@ class ZeroOptimizer:
         culprit = "" if applied else self._culprit(ordered)
         if applied:
             self._apply(norm, factor)
-        self._accumulated.zero_()
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
         self._tell_scale(overflow=not applied)
@@ -219,7 +215,8 @@ class ZeroOptimizer:
         if self._clip > 0 and clip < 1:
             factor *= clip
         if factor != 1:
-            self._accumulated.mul_(factor)
+            for total in self.totals:
+                total.mul_(factor)
         if not self._stage.shards_optimizer:
             self._gather_gradients()
         self.steps.step()
@@ -228,8 +225,7 @@ class ZeroOptimizer:
 
     def _gather_gradients(self) -> None:
         started = []
-        for unit, total, full in zip(self.units, self.totals, self._gradients, strict=True):
-            self._collectives.own(full).copy_(total)
+        for unit, full in zip(self.units, self._gradients, strict=True):
             started.append(self._collectives.all_gather(full, f"gradient sums of {unit.name}"))
         for pending in started:
             wait(pending)

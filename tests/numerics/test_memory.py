@@ -46,7 +46,7 @@ def allocated(stage: int, compute: str, optimizer: str) -> dict[str, int]:
     assert core.reducer is not None
     moments = [v for state in core.zero.optimizer.state.values() for v in state.values()]
     unreduced = [g.buffer for g in core.reducer._order if g.buffer is not None]
-    sums = [core.zero._accumulated, *core.zero._gradients]
+    sums = list(core.zero.gradient_sums())
     seen: set[int] = set()
     return {
         "weights": storage([unit.full for unit in core.units], seen),
