@@ -293,9 +293,10 @@ class Rendezvous:
     def _announce(self) -> int:
         """(Re-)register under a lease that is alive; the revision of it."""
         if self._lease is None or self._lost_lease.is_set():
+            before = self._lease
             self._lost_lease.clear()
-            if self._lease is not None:
-                self._lease.close()
+            if before is not None:
+                before.close()
             self._lease = LeaseKeeper(
                 self._store,
                 self._ttl_s,
@@ -304,6 +305,9 @@ class Rendezvous:
                 on_silent=self._ages.silent,
                 on_heard=self._ages.heard,
             )
+            if before is not None:
+                # Whatever the keeper before it last said: the store answers, after a gap.
+                self._ages.heard("a new lease was granted")
         try:
             revision = self._store.put(
                 self.keys.node(self._node.id), self._node.to_json(), lease=self._lease.lease

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.errors import SpecError
+from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.job_state import Failure, Node, State
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.kv_memory import MemoryStore
@@ -247,6 +247,23 @@ def test_an_agent_whose_lease_lapsed_while_nobody_looked_goes_on_without_a_resta
     assert [node.id for node in agent.snapshot.nodes] == ["a"]
 
 
+def test_an_agent_that_has_a_new_lease_after_a_silence_notices_lost_nodes_again():
+    """Its old lease is found dead while registering, so nobody says that the silence is over."""
+    cluster = Cluster()
+    agent = cluster.join("a")
+    cluster.join("b")
+    cluster.settle()
+    agent._ages.silent("no answer")
+    agent._lease._repeating.cancel()
+    cluster.store.revoke(agent.lease)
+    with pytest.raises(StoreUnavailable, match="ended while this node registered"):
+        agent.poll()
+    cluster.settle()
+    cluster.kill("b")
+    cluster.settle(20)
+    assert (agent.snapshot.n, cluster.order()) == (2, "a")
+
+
 def test_the_same_command_again_is_a_new_run_only_after_the_old_one_has_ended():
     store = MemoryStore(ManualClock())
     assert current_run(store, "train") == "train.1"
@@ -265,3 +282,17 @@ def test_a_run_that_all_its_agents_have_left_is_over():
     assert current_run(store, "train") == "train.1"
     store.put("/zero/v1/train.1/round", '{"n": 1, "state": "ACTIVE", "cause": ""}')
     assert current_run(store, "train") == "train.2"
+
+
+def test_an_agent_that_stood_still_while_its_command_was_started_again_stops_for_good():
+    cluster = Cluster()
+    cluster.job = current_run(cluster.store, "train")
+    agent = cluster.join("a")
+    cluster.settle()
+    fence = agent.snapshot.fence
+    cluster.store.revoke(agent.lease)
+    assert current_run(cluster.store, "train") == "train.2"
+    assert not agent.commit(fence, step=1, tag="t", digest="d", samples=8)
+    cluster.settle()
+    assert agent.snapshot.state is State.STOPPED
+    assert "started again as train.2" in agent.snapshot.cause
