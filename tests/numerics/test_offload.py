@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_engine.errors import EngineError
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.utils import (
     safe_get_full_fp32_param,
@@ -124,6 +127,49 @@ def train_split(path: str, ratio: float) -> tuple[str, tuple[str, int]]:
     return hashes[0], (hashes[1], sum(unit.tiers.offloaded for unit in trained))
 
 
+def train_fp16(where: str, path: str) -> tuple[Any, ...]:
+    fp16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+    engine = make_engine(offloading(3, where, path, fp16=fp16))
+    losses = train(engine, 6)
+    return (*fingerprint(engine), losses, engine.skipped_steps)
+
+
+def test_steps_that_overflow_are_skipped_alike(worlds: WorldPool, tmp_path: Path) -> None:
+    plain = worlds.run(2, train_fp16, "none", str(tmp_path))
+    assert plain[0][-1] > 0
+    assert worlds.run(2, train_fp16, "nvme+nvme", str(tmp_path)) == plain
+
+
+def fail_half_way(path: str) -> list[str]:
+    """What is said when the disk fails in the middle of a step, and when the script goes on."""
+    engine = make_engine(offloading(3, "nvme", path) | {"train_batch_size": 2})
+    train(engine, 2)
+    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.trained}
+    assert isinstance(tier, Nvme)
+    write, left = tier.file._write_at, iter(range(4))
+
+    def write_at(data: memoryview, position: int) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(data, position)
+
+    tier.file._write_at = write_at  # type: ignore[method-assign]
+    told = []
+    engine.backward(engine(next(iter(engine.training_dataloader))))
+    for use in (engine.step, engine.step, lambda: engine.save_checkpoint(f"{path}/root")):
+        with pytest.raises(EngineError) as caught:
+            use()
+        told.append(str(caught.value))
+    return told
+
+
+def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_path: Path) -> None:
+    failed, again, saved = worlds.run(1, fail_half_way, str(tmp_path))[0]
+    assert "Input/output error; the disk is failing: name another one as nvme_path" in failed
+    assert again == f"a step has failed half way: {failed}; start again from the newest checkpoint"
+    assert saved.startswith("save_checkpoint() between backward() and step()")
+
+
 def test_lamb_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
     lamb = {"type": "Lamb", "params": {"lr": 1e-2}}
     settings = offloading(1, "cpu", str(tmp_path), optimizer=lamb)
@@ -135,12 +181,13 @@ def test_lamb_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
 
 
 def save_and_go_on(root: str, path: str, saves: str, loads: str) -> tuple[str, str, str]:
-    """Train, save in one tier; load in another and train; the hashes."""
-    engine = make_engine(offloading(3, saves, path, bf16=True))
+    """Train, save in one tier in the background; load in another and train; the hashes."""
+    engine = make_engine(offloading(3, saves, path, bf16=True, checkpoint={"async": True}))
     train(engine, 2)
-    engine.save_checkpoint(root)
     saved = engine.weight_hash()
+    engine.save_checkpoint(root)
     train(engine, STEPS)
+    assert engine.wait_for_checkpoint()
     other = make_engine(offloading(3, loads, path, bf16=True), seed=8)
     other.load_checkpoint(root)
     loaded = other.weight_hash()

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_engine.errors import TierError
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.segments import Segment, elementwise_keys
 from zero_engine.tiers.places import Lease, Tier, wait
@@ -120,6 +121,7 @@ class StepBySubGroups:
         streamed = [s for s in segments if s.unit in tiers and s.stop > s.start]
         others = [s for s in segments if s not in streamed]
         self._segments = streamed
+        self._failure = ""
         self._others = StepAtOnce(optimizer, others) if others else None
         sub_groups = [
             SubGroup(unit, tier, totals[unit], start, stop, _parts(unit, streamed, start, stop))
@@ -159,7 +161,24 @@ class StepBySubGroups:
     # ---- a step ----
 
     def step(self) -> None:
-        """Step all segments. Raises TierError; state is then neither old nor new."""
+        """Step all segments.
+
+        Raises:
+            TierError: The disk has failed. State is then neither old nor new, and no further step
+                is made with it.
+        """
+        if self._failure:
+            raise TierError(
+                f"a step has failed half way: {self._failure}; start again from the newest "
+                "checkpoint"
+            )
+        try:
+            self._step_all()
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def _step_all(self) -> None:
         if self._others is not None:
             self._others.step()
         for segment in self._segments:
