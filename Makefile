@@ -1,17 +1,21 @@
 # make demo   everything the main job needs, and runs it
 # make test   everything the tests need, and runs them (they mostly wait: three at a time on two cores)
+# make image-test   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install dev clean
+.PHONY: demo test image-test check install dev clean
 
 demo: install
 	$(BIN)/python examples/demo.py
 
 test: dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+
+image-test: dev
+	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .
