@@ -73,8 +73,9 @@ def check(curves: dict[Run, list[float]]) -> None:
             raise SystemExit(f"not the same losses{', bf16' if bf16 else ''}: {', '.join(apart)}")
 
 
-def draw(curves: dict[Run, list[float]], out: Path) -> None:
+def draw(curves: dict[Run, list[float]], outs: Sequence[Path]) -> None:
     mpl.use("Agg")
+    mpl.rcParams["svg.fonttype"] = "none"
     mpl.rcParams["svg.hashsalt"] = "zero"  # the same picture, the same file
     from matplotlib import pyplot as plt
 
@@ -100,20 +101,21 @@ def draw(curves: dict[Run, list[float]], out: Path) -> None:
     right.set_yscale("symlog", linthresh=1e-8)
     right.set(title="Distance from stage 0 on one rank, fp32", xlabel="step", ylim=(-2e-9, None))
     right.legend(fontsize=8)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    for out in outs:
+        figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("docs/loss-curves.svg"))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--out", type=Path, nargs="+", default=[Path("docs/loss-curves.svg")])
     args = parser.parse_args(arguments)
     curves = {run: losses_of(run, args.steps) for run in runs()}
     check(curves)
     draw(curves, args.out)
-    print(f"wrote {args.out}")
+    print("wrote", *args.out)
 
 
 if __name__ == "__main__":

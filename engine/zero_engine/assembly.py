@@ -284,6 +284,12 @@ def _make_run(
         first_round=link.round <= 1,
     )
     run = Run(batch=batch, batch_from_world=from_world, cursor=Cursor(), rank=rank, world=world)
+    if rank == 0:
+        _log.info(
+            "a step: %d samples in %d micro-batches of %d; %d micro-steps on %d ranks",
+            *(batch.samples, batch.leaves, batch.micro_batch),
+            *(run.plan().micro_steps(world), world),
+        )
     if dataset is not None:
         run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
     if config.elastic.sample_ledger is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zero_engine.config import SchedulerConfig
+from zero_engine.config.nearest import check_params
 from zero_engine.errors import ConfigError
 
 _BETA2 = 0.99  # OneCycle sets the second beta as well, to this
@@ -311,6 +312,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
     params = {key: value for key, value in config.params.items() if value != "auto"}
     if config.params.get("warmup_max_lr") == "auto":
         params["warmup_max_lr"] = None
+    check_params("scheduler.params", cls, params)
     try:
         return cls(optimizer, **params)
     except (TypeError, ValueError) as error:

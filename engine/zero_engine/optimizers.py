@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zero_engine.config import OptimizerConfig
+from zero_engine.config.nearest import check_params
 from zero_engine.errors import ConfigError
 from zero_engine.lamb import Lamb
 from zero_engine.lion import Lion
@@ -89,6 +90,7 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
         params["fused"] = True
+    check_params("optimizer.params", cls, params)
     try:
         return cls(parameters, **params)
     except (TypeError, ValueError) as error:

@@ -26,6 +26,9 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = "null"
+"""In the place of a standing: this rank waits no more."""
+
 
 class Board(Protocol):
     """What is needed of a torch.distributed Store."""
@@ -38,9 +41,6 @@ class Board(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all are there."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +129,21 @@ class Standstill:
         """The wait is over: take back what was told."""
         if self._posted:
             with suppress(RuntimeError):
-                self._board.delete_key(str(self._rank))
+                # Not deleted: who has seen the key would wait for it to come again.
+                self._board.set(str(self._rank), _NOTHING)
         self._posted = self._warned = False
 
     def _exchange(self, own: Standing) -> dict[int, Standing]:
         self._board.set(str(self._rank), json.dumps(asdict(own)))
         self._posted = True
         others = [rank for rank in range(self._world) if rank != self._rank]
-        return {self._rank: own} | {
-            rank: Standing(**json.loads(self._board.get(str(rank))))
+        told = {
+            rank: json.loads(self._board.get(str(rank)))
             for rank in others
             if self._board.check([str(rank)])
+        }
+        return {self._rank: own} | {
+            rank: Standing(**standing) for rank, standing in told.items() if standing is not None
         }
 
     def _warn(self, own: Standing, standings: Mapping[int, Standing]) -> None:

@@ -114,7 +114,10 @@ def test_lion_steps_by_the_sign_and_decays_the_weight() -> None:
         ({"type": "Adamm"}, "optimizer.type: 'Adamm' is unknown; known: adadelta, adagrad, adam"),
         ({"type": "Lion", "params": {"lr": -1}}, "optimizer.params of Lion: Lion: lr -1"),
         ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write it as gradient_clipping"),
-        ({"type": "SGD", "params": {"rate": 1}}, "unexpected keyword argument 'rate'"),
+        (
+            {"type": "SGD", "params": {"rate": 1}},
+            "optimizer.params.rate: unknown config key; known",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_named(

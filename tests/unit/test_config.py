@@ -113,6 +113,11 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             "communication_data_type: 'bf16' would round the gradients; they travel in fp32 here",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "fp8"}}, "torch_autocast.dtype: 'fp8'"),
+        (
+            {"aio": {"block_sze": 1}},
+            "aio.block_sze: unknown config key; did you mean 'block_size'?",
+        ),
+        ({"amp": {"enabled": True}}, "amp: not supported yet; remove it"),
         ({"elasticity": {"enabled": True}}, "elasticity.micro_batch_sizes: give numbers of"),
         ({"bfloat16": {}, "bf16": {}}, "bf16: bf16 is given twice; keep one"),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing"),

@@ -183,8 +183,8 @@ def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:
     ("name", "params", "message"),
     [
         ("Warmup", {}, "scheduler.type: 'Warmup' is unknown; known: LRRangeTest, OneCycle"),
-        ("WarmupDecayLR", {}, "missing 1 required positional argument: 'total_num_steps'"),
-        ("WarmupLR", {"warmup_steps": 3}, "unexpected keyword argument 'warmup_steps'"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: missing, or"),
+        ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "0 is not a whole number of at least 1"),
         ("WarmupLR", {"warmup_type": "cubic"}, '\'cubic\' is not "log" or "linear"'),
         ("WarmupLR", {"warmup_min_lr": [1, 2, 3]}, "3 values for 1 param groups"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -57,3 +59,37 @@ def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_par
     assert "rank 0 waits for a, which rank 1 has not begun" in first.look("a", turns[0])
     second.go_on()
     assert first.look("a", turns[0]) == ""
+
+
+class GoesOnMeanwhile:
+    """A store in which the other rank goes on just after one has looked whether it waits."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.other: Standstill | None = None
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        there = self._store.check(keys)
+        assert self.other is not None
+        self.other.go_on()
+        return there
+
+
+def test_a_rank_that_goes_on_while_another_looks_holds_nobody_up() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    board = GoesOnMeanwhile(store)
+    first, second = Standstill(board, 0, 2), Standstill(store, 1, 2)
+    first.begin("a")
+    second.begin("b")
+    board.other = Standstill(store, 1, 2)  # has told nothing, so takes nothing back
+    first.look("a", 0)
+    assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", 0)
+    board.other = second
+    assert first.look("a", 0) == ""

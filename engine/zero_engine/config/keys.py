@@ -21,7 +21,6 @@ _ALWAYS = "always so here"
 WITHOUT_EFFECT: dict[str, str] = {
     "activation_checkpointing": "call torch.utils.checkpoint in the model; it passes through",
     "aio": _WHOLE,
-    "amp": "removed from DeepSpeed; use bf16 or torch_autocast",
     "bf16.check_grad_overflow": "a norm that is not finite always skips the step",
     "bf16.immediate_grad_update": _ALWAYS,
     "checkpoint.load_universal": "every checkpoint loads at every world size",
@@ -78,6 +77,31 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Path of the key -> why it has no effect."""
 
 
+INSIDE: dict[str, frozenset[str]] = {
+    section: frozenset(names.split())
+    for section, names in {
+        "activation_checkpointing": (
+            "contiguous_memory_optimization cpu_checkpointing number_checkpoints "
+            "partition_activations profile synchronize_checkpoint_boundary"
+        ),
+        "aio": (
+            "block_size intra_op_parallelism overlap_events queue_depth single_submit "
+            "thread_count use_gds"
+        ),
+        "comet": (
+            "api_key enabled experiment_key experiment_name mode online project "
+            "samples_log_interval workspace"
+        ),
+        "comms_logger": "debug enabled prof_all prof_ops verbose",
+        "flops_profiler": (
+            "detailed enabled module_depth output_file profile_step recompute_fwd_factor "
+            "top_modules"
+        ),
+    }.items()
+}
+"""What there may be in a section without effect: a key misspelt there is a mistake all the same."""
+
+
 def _enabled(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value.get("enabled", False))
 
@@ -88,6 +112,7 @@ def _asks(key: str, default: Any) -> Callable[[Any], bool]:
 
 
 MISSING: dict[str, Callable[[Any], bool]] = {
+    "amp": _enabled,
     "autotuning": _enabled,
     "bf16.bf16_master_weights_and_grads": bool,
     "bf16.bf16_optimizer_states": bool,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import hjson
 
 from zero_engine.config import keys
 from zero_engine.config.elasticity import choose_batch
+from zero_engine.config.nearest import unknown_key
 from zero_engine.config.schema import SECTIONS, Config
 from zero_engine.errors import ConfigError
 
@@ -180,6 +180,9 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
             raise ConfigError(f"{where}: not supported yet; remove it")
     elif where not in keys.WITHOUT_EFFECT:
         raise _unknown(path, key, fields)
+    elif where in keys.INSIDE and isinstance(value, Mapping):
+        for inner in value.keys() - keys.INSIDE[where]:
+            raise _unknown(where, inner, set(keys.INSIDE[where]))
 
 
 def _canonical(path: str, key: str) -> str:
@@ -195,10 +198,7 @@ def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
     others = {*keys.MISSING, *keys.WITHOUT_EFFECT, *keys.KEYS_ONLY_SECTIONS}
     here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
     here = {name for name in here if "." not in name}
-    near = difflib.get_close_matches(key, fields | here, n=1)
-    known = ", ".join(sorted(fields or here))
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {known}"
-    return ConfigError(f"{_join(path, key)}: unknown config key{hint}")
+    return unknown_key(_join(path, key), fields | here, told=fields or here)
 
 
 # ---- one value ----
