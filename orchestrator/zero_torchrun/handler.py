@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -35,8 +36,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from zero_orchestrator.clock import SystemClock
-from zero_orchestrator.errors import StoreError, StoreUnavailable
-from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
+from zero_orchestrator.etcd import Credentials, EtcdStore
 from zero_orchestrator.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.kv import KeyValueStore
@@ -61,7 +62,11 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
     Args:
         params: `endpoint` is etcd, `HOST:PORT[,HOST:PORT...]`; of the settings in --rdzv-conf
-            `join_timeout` (600) and `last_call_timeout` (1) have a meaning, both in seconds.
+            `join_timeout` (600) and `last_call_timeout` (1) have a meaning, both in seconds, and
+            for a secure etcd `ca_cert`, `ssl_cert`, `ssl_cert_key`, `user` and `password_file`.
+
+    Raises:
+        SpecError: Half of a pair of these, or a file that cannot be read.
     """
     spec = JobSpec(
         min_nodes=params.min_nodes,
@@ -77,13 +82,35 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         slots=1,
     )
     return EtcdV3Handler(
-        EtcdStore(params.endpoint),
+        EtcdStore(params.endpoint, credentials=_credentials(params)),
         check_job_name(params.run_id),
         spec,
         node,
         timing=Timing(settle_s=float(params.get("last_call_timeout", Timing.settle_s))),
         join_timeout_s=float(params.get("join_timeout", 600)),
     )
+
+
+def _credentials(params: RendezvousParameters) -> Credentials:
+    """Who we are to etcd. A password is in a file: command lines are read by everybody."""
+    password = _file(params, "password_file")
+    return Credentials(
+        user=params.get("user"),
+        password=password.read_text().partition("\n")[0] if password else None,
+        ca=_file(params, "ca_cert"),
+        cert=_file(params, "ssl_cert"),
+        key=_file(params, "ssl_cert_key"),
+    )
+
+
+def _file(params: RendezvousParameters, name: str) -> Path | None:
+    if (value := params.get(name)) is None:
+        return None
+    try:
+        with open(value, "rb"):
+            return Path(value)
+    except OSError as error:
+        raise SpecError(f"--rdzv-conf: {name}={value}: {error.strerror}") from error
 
 
 class EtcdV3Handler(RendezvousHandler):

@@ -1,0 +1,202 @@
+"""The network is cut, or an agent stands still: who goes on, who waits, and what it costs.
+
+Machines are network namespaces, packets vanish without a word, etcd is real. The workers are a
+plain script that counts: which rounds there were, on which nodes, and how many restarts they cost
+is all that is claimed here. That a round that is over publishes nothing is proved by the fence
+(`tests/model`, `tests/unit/test_rendezvous.py`), and the bits are by `test_elastic.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+import signal
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.etcd_server import EtcdServer
+from tests.support.etcd_server import cluster as etcd_cluster
+from tests.support.partition import network
+from tests.support.waiting import wait_for
+from zero_agent.config import AgentExit
+from zero_agent.etcd_process import Member, is_healthy
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+PORT = 2379
+
+COUNTS = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+name = ".".join(os.environ[k] for k in ("ZERO_ROUND", "RANK", "WORLD_SIZE"))
+with (here / name).open("a") as file:
+    while not (here / "finish").exists():
+        print(file=file, flush=True)
+        time.sleep(0.05)
+"""
+"""A line every 50 ms, in a file that is named after round, rank and world size."""
+
+
+class Counting(Cluster):
+    """A job of such workers."""
+
+    def __init__(self, directory, endpoint, restarts):
+        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start")
+        (directory / "counts").mkdir()
+        script = directory / "count.py"
+        script.write_text(COUNTS)
+        words = [str(script), str(directory / "counts")]
+        super().__init__(directory, endpoint, flags=flags, script=words)
+
+    def files(self, n, world):
+        """The files of a round, if all of its workers have begun."""
+        found = list((self.directory / "counts").glob(f"{n}.*.{world}"))
+        return found if len(found) == world else []
+
+    def wait_for_round(self, n, world):
+        wait_for(lambda: self.files(n, world), 60, f"round {n} with {world} workers")
+
+    def goes_on(self, n, world):
+        """Wait until each worker of the round has counted on by ten."""
+        before = {path: path.stat().st_size for path in self.files(n, world)}
+
+        def counted():
+            return all(path.stat().st_size >= size + 10 for path, size in before.items())
+
+        wait_for(lambda: before and counted(), 60, f"the workers of round {n} go on")
+
+    def finish(self):
+        """Let the workers end, and the agents with them: the number of rounds that there were."""
+        (self.directory / "counts" / "finish").touch()
+        self.wait_for_end()
+        return len(self.events("activate"))
+
+
+class Machines:
+    """One job on machines of its own: `store` runs etcd, each other one an agent."""
+
+    def __init__(self, net, job, etcd):
+        self.net, self.job, self.etcd = net, job, etcd
+
+    def start(self, *names):
+        for name in names:
+            with self.net.inside(name):
+                self.job.start(name)
+
+
+@pytest.fixture
+def machines(tmp_path, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("etcd")
+    with contextlib.ExitStack() as stack:
+        net = stack.enter_context(network("store", "a", "b"))
+        everywhere = f"--listen-client-urls=http://0.0.0.0:{PORT}"
+        member = Member(data=directory / "data", client_port=PORT, options=(everywhere,))
+        etcd = EtcdServer(directory, member)
+        with net.inside("store"):
+            stack.callback(etcd.close)
+            etcd.start()
+        job = Counting(tmp_path, f"{net.address('store')}:{PORT}", restarts=1)
+        stack.callback(job.close)
+        yield Machines(net, job, etcd)
+
+
+@pytest.fixture
+def own(tmp_path, tmp_path_factory):
+    """A job with three members of etcd of its own, which has no restart to lose."""
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as members:
+        endpoints = ",".join(member.endpoint for member in members)
+        job = Counting(tmp_path, endpoints, restarts=0)
+        yield job, members
+        job.close()
+
+
+def nodes(machines):
+    """The registered agents, as etcd's own gateway tells."""
+    prefix = f"/zero/v1/{machines.job.job}/nodes/"
+    key, end = (base64.b64encode(text.encode()).decode() for text in (prefix, prefix[:-1] + "0"))
+    with machines.net.inside("store"):
+        return machines.etcd.call("kv/range", key=key, range_end=end).get("kvs", [])
+
+
+def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
+    """Its lease lapses meanwhile: nobody else is there to take it for lost."""
+    job = machines.job
+    machines.start("a")
+    job.wait_for_round(1, world=1)
+    machines.net.cut("a", "store")
+    wait_for(lambda: "etcd cannot be reached" in job.output, 30, "a word about it")
+    wait_for(lambda: not nodes(machines), 30, "the lease has lapsed")
+    job.goes_on(1, world=1)
+    machines.net.heal("a", "store")
+    wait_for(lambda: nodes(machines), 30, "it has registered again")
+    assert (job.finish(), job.events("interrupt")) == (1, [])
+
+
+@pytest.mark.parametrize("cut_off_from", [("store",), ("store", "b")], ids=["etcd", "everybody"])
+def test_the_others_go_on_without_a_node_that_is_cut_off_and_it_comes_back(machines, cut_off_from):
+    """Longer than its lease: the round ends for one restart, and coming back is free."""
+    job = machines.job
+    machines.start("a", "b")
+    job.wait_for_round(1, world=2)
+    machines.net.cut("a", *cut_off_from)
+    job.wait_for_round(2, world=1)
+    job.goes_on(2, world=1)
+    machines.net.heal("a", *cut_off_from)
+    job.wait_for_round(3, world=2)
+    assert job.finish() == 3
+    assert [(e["node"], e["text"]) for e in job.events("interrupt")] == [
+        ("b", "lost node a; restart 1 of 1")
+    ]
+
+
+def test_an_agent_that_stood_still_past_its_lease_comes_back_for_free(machines):
+    job = machines.job
+    machines.start("a", "b")
+    job.wait_for_round(1, world=2)
+    job.agents["a"].process.send_signal(signal.SIGSTOP)
+    job.wait_for_round(2, world=1)
+    job.agents["a"].process.send_signal(signal.SIGCONT)
+    job.wait_for_round(3, world=2)
+    assert job.finish() == 3
+    assert len(job.events("interrupt")) == 1
+
+
+def leads(member: EtcdServer) -> bool:
+    status = member.call("maintenance/status")
+    return status["leader"] == status["header"]["member_id"]
+
+
+def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):
+    job, members = own
+    job.start("a", "b")
+    job.wait_for_round(1, world=2)
+    leader = next(member for member in members if leads(member))
+    leader.kill()
+    left = next(m for m in members if m is not leader)
+    wait_for(lambda: is_healthy(left.endpoint), 20, "a new leader")
+    revision = left.call("maintenance/status")["header"]["revision"]
+    left.call("kv/compaction", revision=revision)
+    job.goes_on(1, world=2)
+    job.agents["a"].process.send_signal(signal.SIGTERM)
+    assert job.agents.pop("a").wait() == 128 + signal.SIGTERM
+    job.wait_for_round(2, world=1)
+    assert (job.finish(), job.events("interrupt")) == (2, [])
+
+
+def test_when_etcd_has_lost_everything_the_agents_stop_and_the_job_can_be_started_again(machines):
+    job, etcd = machines.job, machines.etcd
+    machines.start("a", "b")
+    job.wait_for_round(1, world=2)
+    etcd.kill()
+    shutil.rmtree(etcd.member.data)
+    with machines.net.inside("store"):
+        etcd.start()
+    assert [job.agents.pop(node).wait() for node in "ab"] == [AgentExit.NO_STORE] * 2
+    assert job.output.count("etcd has lost the data of job job") == 2
+    for path in job.files(1, world=2):
+        path.unlink()
+    machines.start("a", "b")
+    job.wait_for_round(1, world=2)
+    job.finish()

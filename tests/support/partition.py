@@ -1,0 +1,115 @@
+"""Machines on a network of their own, which can be cut in two without a word to either side.
+
+Each machine is a network namespace with an address on one bridge. Packets that are cut vanish:
+no reset, no "unreachable", as when a switch dies or a firewall drops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+_NOBODY = "02:00:00:00:00:01"
+"""A hardware address that no interface has."""
+
+
+class Network:
+    """Machines by name; each reaches the others until it is cut off."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._mark = uuid.uuid4().hex[:6]
+        self._names = list(names)
+        self._hub = self._namespace("hub")
+        _ip("netns", "add", self._hub)
+        try:
+            _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._hub, "link", "set", "bridge", "up")
+            for name in names:
+                self._plug_in(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, name: str) -> str:
+        return f"10.77.0.{self._names.index(name) + 1}"
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """What this thread starts or connects to in the block is on that machine."""
+        with open("/proc/thread-self/ns/net") as home:
+            _enter(Path("/run/netns", self._namespace(name)))
+            try:
+                yield
+            finally:
+                _set_namespace(home.fileno())
+
+    def cut(self, one: str, *others: str) -> None:
+        """Nothing gets from one machine to the others, or back."""
+        for other in others:
+            self._drop(one, other)
+            self._drop(other, one)
+
+    def heal(self, one: str, *others: str) -> None:
+        for other in others:
+            for here, there in ((one, other), (other, one)):
+                _ip("-n", self._namespace(here), "route", "del", f"{self.address(there)}/32")
+
+    def close(self) -> None:
+        for name in (*self._names, "hub"):
+            subprocess.run(
+                ["ip", "netns", "delete", self._namespace(name)], check=False, capture_output=True
+            )
+
+    def _namespace(self, name: str) -> str:
+        return f"zero-{self._mark}-{name}"
+
+    def _plug_in(self, name: str) -> None:
+        space, port = self._namespace(name), f"p-{name}"
+        _ip("netns", "add", space)
+        _ip(
+            *("-n", space, "link", "add", "eth0", "type", "veth"),
+            *("peer", "name", port, "netns", self._hub),
+        )
+        _ip("-n", self._hub, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", space, "link", "add", "void", "type", "veth", "peer", "name", "pit")
+        _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+        for device in ("lo", "eth0", "void", "pit"):
+            _ip("-n", space, "link", "set", device, "up")
+
+    def _drop(self, here: str, there: str) -> None:
+        space, address = self._namespace(here), self.address(there)
+        _ip("-n", space, "neigh", "replace", address, "lladdr", _NOBODY, "dev", "void")
+        _ip("-n", space, "route", "add", f"{address}/32", "dev", "void")
+
+
+@contextlib.contextmanager
+def network(*names: str) -> Iterator[Network]:
+    """Such machines; the test is skipped where they cannot be made."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    with contextlib.closing(Network(names)) as machines:
+        yield machines
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _enter(namespace: Path) -> None:
+    with namespace.open() as there:
+        _set_namespace(there.fileno())
+
+
+def _set_namespace(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
