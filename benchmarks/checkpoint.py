@@ -5,13 +5,15 @@
 
 Two workloads, each with Adam's two moments: "gpt2" (124 M parameters, 1.49 GB) and "small"
 (10,000 tensors of 4,096 elements). `--save-world` ranks save in turn with each system and load
-again; then `--load-world` ranks load. Systems take turns within each trial, a first round is not
-counted; medians and ranges are printed.
+again; then other numbers of ranks load, `--load-worlds`. Systems take turns within each trial, a
+first round is not counted; medians and ranges are printed.
 
     stall     how long save_checkpoint() holds training up
     durable   until the checkpoint is whole and survives a power cut (both sides fsync)
     load      from files that are not in the page cache, verified only on our side
     read      bytes read by all ranks, in sizes of the checkpoint
+
+Last, what a job of 1,024 ranks and 1,000 parameters plans with, on paper.
 
 DCP gets flat 1-D shards in "gpt2", its best case, and one DTensor per tensor in "small".
 """
@@ -22,15 +24,20 @@ import argparse
 import multiprocessing
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 from checkpoint_worker import LOADS, SAVES, Took, run_rank
 from rich.console import Console
 from rich.table import Table
+
+from zero_engine.checkpoint.fragments import check_cover, from_lists
+from zero_engine.checkpoint.plan import Want, plan
 
 LIMIT_S = 1800.0
 Trials = dict[str, list[Took]]
@@ -43,8 +50,12 @@ def main() -> None:
     for workload in args.workloads:
         with tempfile.TemporaryDirectory(dir=args.root, prefix="checkpoint-bench") as folder:
             same = measure(args, workload, Path(folder), args.save_world, save_plan(args.trials))
-            other = measure(args, workload, Path(folder), args.load_world, load_plan(args.trials))
-        console.print(render(workload, args, same, other))
+            others = {
+                world: measure(args, workload, Path(folder), world, load_plan(args.trials))
+                for world in args.load_worlds
+            }
+        console.print(render(workload, args, same, others))
+    console.print(plan_line())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,14 +67,14 @@ def parse_arguments() -> argparse.Namespace:
         "--workloads", nargs="+", choices=["gpt2", "small"], default=["gpt2", "small"]
     )
     parser.add_argument("--save-world", type=int, default=2, metavar="N")
-    parser.add_argument("--load-world", type=int, default=3, metavar="M")
+    parser.add_argument("--load-worlds", type=int, nargs="*", default=[1, 4], metavar="M")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small sizes and two trials")
     args = parser.parse_args()
     if args.quick:
         args.trials = min(args.trials, 2)
-    if args.trials < 1 or min(args.save_world, args.load_world) < 1:
-        parser.error("--trials, --save-world and --load-world begin at 1")
+    if args.trials < 1 or min(args.save_world, *args.load_worlds) < 1:
+        parser.error("--trials, --save-world and --load-worlds begin at 1")
     if not args.root.is_dir():
         parser.error(f"--root {args.root}: there is no such directory")
     return args
@@ -109,39 +120,79 @@ def together(ranks: Sequence[Took]) -> Took:
     return {key: (sum if key in sums else max)(took[key] for took in ranks) for key in ranks[0]}
 
 
-def render(workload: str, args: argparse.Namespace, same: Trials, other: Trials) -> Table:
+def render(
+    workload: str, args: argparse.Namespace, same: Trials, others: dict[int, Trials]
+) -> Table:
     own = same["save memcpy"][0]["own"]
     table = Table(title=f"{workload}: {own / 1e9:.2f} GB, saved by {args.save_world} ranks")
-    headings = ("stall s", "durable s", "GB/s", "files", "load s", "read")
-    for heading in ("", *headings, f"load s by {args.load_world}", "read"):
+    headings = ["stall s", "durable s", "GB/s", "files", "load s", "read"]
+    for world in others:
+        headings += [f"load s by {world}", "read"]
+    for heading in ("", *headings):
         table.add_column(heading, justify="right" if heading else "left")
-    for name in SAVES:
-        table.add_row(name, *cells(name, own, same, other))
+    for name in dict.fromkeys([*SAVES, *LOADS]):
+        saved = cells(name, own, same) if name in SAVES else [""] * 4
+        table.add_row(name, *saved, *load_cells(name, [same, *others.values()]))
     return table
 
 
-def cells(name: str, own: float, same: Trials, other: Trials) -> Iterator[str]:
-    """One row: a ceiling has its time where it belongs, a system all of its figures."""
+def cells(name: str, own: float, same: Trials) -> Iterator[str]:
+    """The saving half of a row: a ceiling has its time where it belongs, a system all of it."""
     saves = same[f"save {name}"]
     if "s" in saves[0]:
         times = [took["s"] for took in saves]
         yield from (spread(times), "") if name == "memcpy" else ("", spread(times))
         yield f"{own / statistics.median(times) / 1e9:.2f}"
+        yield ""
         return
     yield spread([took["stall_s"] for took in saves])
     durable = [took["durable_s"] for took in saves]
     yield spread(durable)
     yield f"{own / statistics.median(durable) / 1e9:.2f}"
     yield f"{saves[0]['files']:.0f}"
-    for trials in (same, other) if name in LOADS else ():
+
+
+def load_cells(name: str, worlds: Sequence[Trials]) -> Iterator[str]:
+    """The loading half of a row: time and bytes at every world size."""
+    size = worlds[0][f"save {name if name in SAVES else 'ours'}"][0].get("size", 0)
+    for trials in worlds if name in LOADS else ():
         loads = trials[f"load {name}"]
         yield spread([took["load_s"] for took in loads])
-        yield f"{loads[0]['read'] / saves[0]['size']:.2f}x"
+        yield f"{loads[0]['read'] / size:.3f}x"
 
 
 def spread(values: Sequence[float]) -> str:
     """Median, and the range."""
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+# ---- a large job, on paper ----
+
+
+def plan_line(ranks: int = 1024, parameters: int = 1000) -> str:
+    """How long one rank takes to plan its load, and rank 0 to check everybody's fragments."""
+    numels = np.arange(parameters * 3) * 7 + 900_000
+    ends = np.cumsum(numels)
+    starts, total = ends - numels, int(ends[-1])
+    edges = np.unique([*starts, *(total * np.arange(ranks) // ranks)])
+    tensor = np.searchsorted(ends, edges, side="right")
+    file = np.searchsorted(total * np.arange(1, ranks) // ranks, edges, side="right")
+    length = np.diff([*edges, total])
+    offset = 4096 + 4 * (edges - (total * file // ranks))
+    columns = {"start": edges - starts[tensor], "length": length, "offset": offset}
+    begin = time.perf_counter()
+    fragments = from_lists({"tensor": tensor, "file": file, **columns})
+    gap = check_cover(fragments, numels.tolist(), str)
+    checked = time.perf_counter()
+    mine = [Want(t, 0, int(numels[t]), 4) for t in range(3)]
+    reads = plan(mine, fragments, len(numels), 1 << 17)
+    planned = time.perf_counter()
+    assert gap is None
+    return (
+        f"{ranks} ranks, {parameters} parameters with two moments, {len(fragments)} fragments: "
+        f"rank 0 checks them in {checked - begin:.3f} s, a rank plans its {len(reads)} reads in "
+        f"{planned - checked:.3f} s; no collective"
+    )
 
 
 if __name__ == "__main__":

@@ -182,6 +182,23 @@ class Bench:
         reader = dcp.FileSystemReader(root)
         return self._loaded(root, lambda: dcp.load(self.peer_state, storage_reader=reader))
 
+    def read_raw(self) -> Took:
+        """Read this rank's part of the files' bytes, and do nothing with them."""
+        files = sorted((self.root / "ours").glob("step-*/r*.safetensors"))
+        buffer = memoryview(bytearray(SLAB_BYTES))
+        rank, world = dist.get_rank(), dist.get_world_size()
+
+        def read() -> None:
+            for path in files:
+                with path.open("rb", buffering=0) as file:
+                    size = path.stat().st_size
+                    begin, end = (size * part // world for part in (rank, rank + 1))
+                    file.seek(begin)
+                    while begin < end:
+                        begin += file.readinto(buffer[: end - begin])
+
+        return self._loaded(self.root / "ours", read)
+
     def _loaded(self, root: Path, load: Callable[[], object]) -> Took:
         forget(root)
         before = bytes_read()
@@ -233,7 +250,11 @@ SAVES: dict[str, Callable[[Bench], Took]] = {
     "ours, async": lambda bench: bench.save_ours(blocking=False),
     "DCP, async": lambda bench: bench.save_dcp(blocking=False),
 }
-LOADS: dict[str, Callable[[Bench], Took]] = {"ours": Bench.load_ours, "DCP": Bench.load_dcp}
+LOADS: dict[str, Callable[[Bench], Took]] = {
+    "disk, read": Bench.read_raw,
+    "ours": Bench.load_ours,
+    "DCP": Bench.load_dcp,
+}
 
 
 def run_rank(
