@@ -79,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # `zero-ctl events | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
+    except OSError as error:  # `zero-ctl render > file`, and the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"zero-ctl: {error}", file=sys.stderr)
+        code = CtlExit.USAGE
     sys.exit(code)
 
 

@@ -156,3 +156,14 @@ def test_the_reader_of_a_pipe_may_leave(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     wait_for(lambda: process.poll() is not None, 10, "zero-ctl ends")
+
+
+def test_a_disk_that_is_full_is_one_message(tmp_path):
+    words = [*CTL, "render", str(job_file(tmp_path)), "--to", "compose"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (
+        2, "zero-ctl: [Errno 28] No space left on device\n",
+    )  # fmt: skip

@@ -73,7 +73,7 @@ def _render(args: argparse.Namespace) -> int:
     job = _read(args.file)
     files = render.RENDERERS[args.to](job)
     if args.output is None:
-        print(render.shown(files), end="")
+        print(render.shown(files), end="", flush=True)
     else:
         for path in render.write(files, args.output):
             print(path)

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -54,13 +55,22 @@ def render(job: Job) -> str:
         for name, text in files(job, where).items():
             (where / name).parent.mkdir(exist_ok=True)
             (where / name).write_text(text, encoding="utf-8")
-        done = subprocess.run(
-            [*renderer, str(where)],
-            capture_output=True, text=True, timeout=RENDER_TIMEOUT_S, check=False,
-        )  # fmt: skip
+        done = _run(renderer, where)
     if done.returncode:
         raise ToolMissing(f"{' '.join(renderer)} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _run(renderer: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [*renderer, str(where)],
+            capture_output=True, text=True, timeout=RENDER_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ToolMissing(
+            f"{' '.join(renderer)} did not end within {RENDER_TIMEOUT_S:g} s; try again"
+        ) from None
 
 
 def files(job: Job, directory: Path) -> dict[str, str]:
