@@ -119,13 +119,16 @@ class ObjectDisk(Disk):
 
     def remove_tree(self, path: Place) -> None:
         """Remove all objects of a directory, its manifest last, and what dead uploads hold."""
-        try:
-            _abort_uploads(path)
-            every: list[Place] = list(path.iterdir())
-            for inner in sorted(every, key=lambda inner: inner.name == MANIFEST):
-                self.remove(inner)
-        except OSError as error:
-            _log.warning("%s could not be removed: %s", path, error)
+        for removal in (_abort_uploads, self._remove_objects):
+            try:
+                removal(path)
+            except OSError as error:
+                _log.warning("%s could not be removed: %s", path, error)
+
+    def _remove_objects(self, path: Place) -> None:
+        every: list[Place] = list(path.iterdir())
+        for inner in sorted(every, key=lambda inner: inner.name == MANIFEST):
+            self.remove(inner)
 
 
 OBJECTS = ObjectDisk()
