@@ -3,9 +3,9 @@
     python benchmarks/loss_curves.py --out docs/loss-curves.svg
 
 A small GPT learns real text (see `loss_curves_worker.py`) in fp32 and in bf16, at stages 0-3 on
-1 to 4 ranks, and under torch's DistributedDataParallel on 1 and 2 ranks. The left part of the plot
-shows the losses; the right one how far each fp32 run is from our own run on one rank. Runs of ours
-that are equal to it to the bit lie on zero; the program fails if one does not.
+1 to 4 ranks, and under torch's DistributedDataParallel on 1 and 2 ranks. The plot shows our
+losses, and how far each fp32 run is from our own on one rank: those of ours that are equal to it
+to the bit lie on zero. The program fails if one does not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -73,34 +74,34 @@ def check(curves: dict[Run, list[float]]) -> None:
             raise SystemExit(f"not the same losses{', bf16' if bf16 else ''}: {', '.join(apart)}")
 
 
+def look(run: Run) -> dict[str, Any]:
+    """Thinner and darker from stage to stage, so that curves on top of each other are seen."""
+    if run.system == "ddp":
+        return {"color": ("tab:gray", "tab:orange")[run.world - 1], "linewidth": 1}
+    shade = mpl.colormaps["Blues"](0.25 + 0.22 * run.stage)
+    return {"color": shade, "linewidth": (9, 6.5, 4, 1.5)[run.stage]}
+
+
 def draw(curves: dict[Run, list[float]], outs: Sequence[Path]) -> None:
     mpl.use("Agg")
     mpl.rcParams["svg.fonttype"] = "none"
     mpl.rcParams["svg.hashsalt"] = "zero"  # the same picture, the same file
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    ours = [run for run in curves if run.system == "zero"]
-    reference = curves[ours[0]]
-    widths = dict(enumerate((9, 6.5, 4, 1.5)))
-    for bf16, colours in ((False, "Blues"), (True, "Oranges")):
-        shades = mpl.colormaps[colours]
-        for run in (run for run in ours if run.bf16 is bf16):
-            label = f"{run.name}, {'bf16' if bf16 else 'fp32'}"
-            shade = shades(0.25 + 0.22 * run.stage)
-            left.plot(curves[run], color=shade, linewidth=widths[run.stage], label=label)
-    left.set(title="Mean loss of the global batch", xlabel="step", ylabel="loss")
-    left.legend(fontsize=8)
-    for run, losses in curves.items():
-        if not run.bf16 and run is not ours[0]:
-            far = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-            mine = run.system == "zero"
-            colour = mpl.colormaps["Blues"](0.25 + 0.22 * run.stage) if mine else None
-            width = widths[run.stage] if mine else 1
-            right.plot(far, linewidth=width, label=run.name, color=colour)
-    right.set_yscale("symlog", linthresh=1e-8)
-    right.set(title="Distance from stage 0 on one rank, fp32", xlabel="step", ylim=(-2e-9, None))
-    right.legend(fontsize=8)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for axis, bf16 in zip(axes, (False, True), strict=False):
+        for run, losses in curves.items():
+            if run.system == "zero" and run.bf16 is bf16:
+                axis.plot(losses, label=run.name, **look(run))
+        axis.set(title=f"loss, {'bf16' if bf16 else 'fp32'}", xlabel="step", ylim=(2, 6))
+        axis.legend(fontsize=8)
+    first, *others = (run for run in curves if not run.bf16)
+    for run in others:
+        pairs = zip(curves[run], curves[first], strict=True)
+        axes[2].plot([abs(a - b) for a, b in pairs], label=run.name, **look(run))
+    axes[2].set(title="distance from stage 0 on one rank, fp32", xlabel="step")
+    axes[2].legend(fontsize=8, loc="upper right")
+    axes[2].margins(y=0.3)
     for out in outs:
         figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
 
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, nargs="+", default=[Path("docs/loss-curves.svg")])
     args = parser.parse_args(arguments)
     curves = {run: losses_of(run, args.steps) for run in runs()}
