@@ -37,23 +37,23 @@ MEMORIES: dict[str, Ram] = {}
 @contextmanager
 def on_a_node(root: str, **options: Any) -> Iterator[Agent]:
     """Under an agent whose memory is there from one call of the pool to the next."""
-    if root not in MEMORIES:
-        MEMORIES[root] = Ram("job", f"node-{dist.get_rank()}", "127.0.0.1")
-    ram = MEMORIES[root]
+    ram = memory_of_this_node(root)
     Path(root, f"agent-{dist.get_rank()}.sock").unlink(missing_ok=True)
     with under_agent(root, memory=lambda request: ram.open(request, "secret"), **options) as agent:
         yield agent
 
 
+def memory_of_this_node(root: str) -> Ram:
+    if root not in MEMORIES:
+        directory = Path(root, f"shm-{dist.get_rank()}")
+        directory.mkdir()
+        MEMORIES[root] = Ram("job", f"node-{dist.get_rank()}", "127.0.0.1", directory)
+    return MEMORIES[root]
+
+
 @pytest.fixture
-def root(worlds: WorldPool, tmp_path: Path) -> Iterator[str]:
-    yield str(tmp_path)
-    worlds.run(4, give_back, str(tmp_path))
-
-
-def give_back(root: str) -> None:
-    if root in MEMORIES:
-        MEMORIES.pop(root).close()
+def root(tmp_path: Path) -> str:
+    return str(tmp_path)
 
 
 def checkpoints(root: str) -> Path:
@@ -321,7 +321,7 @@ def train_beside_a_stopped_memory(root: str) -> tuple[list[bool], list[str]]:
         assert stopped.stdout is not None
         address = stopped.stdout.readline().strip()
         stopped.send_signal(signal.SIGSTOP)
-        own = MEMORIES.setdefault(root, Ram("job", f"node-{dist.get_rank()}", "127.0.0.1"))
+        own = memory_of_this_node(root)
 
         def memory(request: RamRequest) -> RamReply:
             reply = own.open(request, "secret")
