@@ -404,6 +404,7 @@ def test_a_watch_may_be_cancelled_by_its_own_callback(store: KeyValueStore, root
     for n in range(3):
         store.put(f"{root}a", str(n))
     still.wait(3)
+    seen.wait(1)
     assert len(seen.batches) == 1
     other.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -92,7 +93,14 @@ def encrypted(directory: Path, cert: Path, key: Path, *options: str) -> Iterator
     own = (*urls, f"--cert-file={cert}", f"--key-file={key}", *options)
     member = Member(data=directory / "data", client_port=port, options=own)
     with contextlib.closing(EtcdServer(directory, member)) as etcd:
-        yield etcd.start(wait=False).endpoint
+        etcd.start(wait=False)
+        wait_for(lambda: listens(port), 30, "the server")
+        yield etcd.endpoint
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")

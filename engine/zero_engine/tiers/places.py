@@ -5,7 +5,7 @@ is in memory for the step of one sub-group. Must always hold: a resting tensor c
 written like any other (checkpoints and scripts do so between steps), and after a `put`, a `close`
 or a `settle` it holds what was put.
 
-Called by `flat_unit`, which lets weights rest, and by `stream`, which steps.
+Called by `flat_unit`, which lets weights rest, and by `steps`, which steps.
 """
 
 from __future__ import annotations
