@@ -22,6 +22,7 @@ Run as `python -m zero_agent.nursery FD MODULE...`; only `workers.py` does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -179,6 +180,7 @@ def preload(modules: list[str]) -> None:
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
+    gc.freeze()  # shared with every worker for good: no collection there looks at it, or copies it
 
 
 def main() -> None:

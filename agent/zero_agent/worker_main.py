@@ -10,9 +10,14 @@ Source of the format: torch.distributed.elastic.multiprocessing.errors.ErrorHand
 from __future__ import annotations
 
 import atexit
+import bz2
 import contextlib
 import faulthandler
+import gc
+import gzip
+import io
 import json
+import lzma
 import os
 import runpy
 import signal
@@ -21,13 +26,22 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """On it a worker writes the stacks of all its threads beside its error file, and goes on."""
+FINISHED_IN_TURN: tuple[tuple[Callable[[Any], object], tuple[type, ...]], ...] = (
+    (lambda file: file.flush(), (io.TextIOWrapper,)),
+    (lambda file: file.close(), (gzip.GzipFile, bz2.BZ2File, lzma.LZMAFile)),  # writes a trailer
+    (lambda file: file.flush(), (io.BufferedWriter, io.BufferedRandom)),
+)
+"""Text is written to compressors, and those to buffers. Readers may be in use by a thread."""
+_LEFT: list[object] = []
+"""What the program has left behind, with all its variables: never freed, see `_end`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +67,13 @@ def run(program: Program) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]
     try:
-        _execute(program)
+        _LEFT.append(_execute(program))
         code = 0
     except SystemExit as end:
+        _LEFT.append(end)
         code = _exit_code(end)
     except Exception as error:
+        _LEFT.append(error)
         write_error_file(error)
         code = 1
     _end(code)
@@ -83,25 +99,40 @@ def _exit_code(end: SystemExit) -> int:
 def _end(code: int) -> NoReturn:
     """End as an interpreter does, without taking thousands of modules apart first.
 
-    That would take half a second of CPU per worker, in every restart. Threads are joined,
-    `atexit` functions run and streams are flushed, as multiprocessing does in its children.
+    That would take half a second of CPU per worker, in every restart, and could wait without end:
+    a DDP model freed with the GIL held joins gloo's thread, which may be waiting for the GIL.
+    Threads are joined, `atexit` functions run, and what was written to open files is flushed.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    _finish_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def _execute(program: Program) -> None:
+def _finish_files() -> None:
+    """What the program wrote to files that it left open is in them, as if they had been freed.
+
+    Only objects younger than the fork are looked at: the nursery has frozen the others.
+    """
+    files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
+    for finish, kinds in FINISHED_IN_TURN:
+        for file in files:
+            if isinstance(file, kinds):
+                with contextlib.suppress(Exception):  # as in a destructor
+                    finish(file)
+
+
+def _execute(program: Program) -> dict[str, Any]:
+    """Run it, and return its variables."""
     # The first entry is the nursery's idea of a program's directory; put the user's there.
     if program.is_module:
         sys.path[0] = os.getcwd()
-        runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-        return
+        return runpy.run_module(program.target, run_name="__main__", alter_sys=True)
     sys.path[0] = str(Path(program.target).resolve().parent)
-    runpy.run_path(program.target, run_name="__main__")
+    return runpy.run_path(program.target, run_name="__main__")
 
 
 def stacks_file(error_file: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -32,7 +33,7 @@ dist.all_gather(everyone, total.detach())
 assert len(set(map(float, everyone))) == 1
 local = os.environ["LOCAL_RANK"]
 print("rank", dist.get_rank(), "of", dist.get_world_size(), "local", local, flush=True)
-os._exit(0)  # torch's own teardown of gloo, with a peer that may be gone, can wait without end
+dist.destroy_process_group()
 """
 
 
@@ -83,6 +84,18 @@ def test_a_plain_ddp_script_runs_unchanged(tmp_path):
         "rank 0 of 2 local 0",
         "rank 1 of 2 local 1",
     ]
+
+
+def test_what_a_script_wrote_to_files_that_it_left_open_is_there(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gzip\ntext, packed = open('text', 'w'), gzip.open('packed', 'wt')\n"
+        "def save(file): file.write('last words')\n"
+        "save(text); save(packed)"
+    )
+    done = agent("--standalone", str(script), cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "text").read_text()) == (0, "last words"), done.stderr
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"last words"
 
 
 def test_a_module_runs_with_its_arguments(tmp_path):
