@@ -13,7 +13,15 @@ import pytest
 import yaml
 
 from tests.deploy.job import ARGUMENTS, SAMPLES
-from tests.support.cluster import Cluster, environment, final_hash, paced, training
+from tests.support.cluster import (
+    Cluster,
+    descendants,
+    environment,
+    final_hash,
+    is_alive,
+    paced,
+    training,
+)
 from tests.support.network import kill_all_with
 from tests.support.waiting import wait_for
 from zero_agent.etcd_process import free_port
@@ -51,8 +59,11 @@ def program(directory: Path, name: str, text: str) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.etcd
-def test_a_job_that_is_run_here_drains_at_ctrl_c_and_when_run_again_ends_with_the_same_bits(
-    tmp_path, etcd, undisturbed_hash
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_the_same_bits(
+    tmp_path, etcd, undisturbed_hash, how, code
 ):
     script, *arguments = paced(training(tmp_path, *ARGUMENTS), 0.02)
     path = job_file(
@@ -69,8 +80,10 @@ def test_a_job_that_is_run_here_drains_at_ctrl_c_and_when_run_again_ends_with_th
     try:
         first = start(tmp_path / "first")
         view.wait_for_step(10, world=2)
-        first.send_signal(signal.SIGINT)
-        assert first.wait(30) == 128 + signal.SIGINT, (tmp_path / "first").read_text()
+        agents_and_workers = descendants(first.pid)
+        first.send_signal(how)
+        assert first.wait(30) == code, (tmp_path / "first").read_text()
+        wait_for(lambda: not any(map(is_alive, agents_and_workers)), 30, "nothing is left behind")
         second = start(tmp_path / "second")
         assert second.wait(90) == 0, (tmp_path / "second").read_text()
     finally:
