@@ -76,7 +76,7 @@ class Agent:
             on_commit=self._commit,
             on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )
-        self._ram = Ram(job, config.node_id, config.address)
+        self._ram = Ram(job, config.node_id, config.address, limit_bytes=config.ram_budget_bytes)
         self._ring = Ring(config.address, self._post(self._peer_is_dead))
         self._rdzv = Rendezvous(
             store,

@@ -86,6 +86,8 @@ class AgentConfig:
     """How long workers may take to reach a step boundary before they are stopped."""
     hang: HangPolicy = field(default_factory=HangPolicy)
     """When workers that take no step are killed."""
+    ram_budget_bytes: int | None = None
+    """Checkpoints in memory take no more of this node; None: as the agent finds right."""
     etcd_grace_s: float = 600.0
     """How long the workers may go on while etcd cannot be reached."""
     join_timeout_s: float = 600.0

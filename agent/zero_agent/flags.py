@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_agent.hang import parse_hang_timeout
 from zero_orchestrator.arguments import seconds
+from zero_orchestrator.jobfile.values import Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,13 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port; write a number up to 65535")
     return int(text)
+
+
+def _size_bytes(text: str) -> int:
+    try:
+        return Size(text).size_bytes
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
 
 
 def _items(text: str) -> tuple[str, ...]:
@@ -241,6 +249,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="it is given so long (60)",
         ),
         Flag(
+            name="ram-budget",
+            kind=_size_bytes,
+            default=None,
+            help="checkpoints in memory take at most so much of /dev/shm: 16Gi (half of it, or "
+            "what the config says)",
+        ),
+        Flag(
             name="preflight",
             kind=None,
             help="check this node, print what was found, and start nothing",
@@ -283,6 +298,7 @@ METAVARS: Mapping[object, str] = {
     _some_seconds: "SECONDS",
     _port: "PORT",
     _whole: "N",
+    _size_bytes: "SIZE",
     Path: "FILE",
 }
 """What a value is called in the help, by its kind."""

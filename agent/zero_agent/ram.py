@@ -37,7 +37,15 @@ _PREFIX = "zero-ram."
 class Ram:
     """One agent's memory for checkpoints; nothing is taken before a worker asks."""
 
-    def __init__(self, job: str, node: str, address: str, directory: Path = DIRECTORY) -> None:
+    def __init__(
+        self,
+        job: str,
+        node: str,
+        address: str,
+        directory: Path = DIRECTORY,
+        *,
+        limit_bytes: int | None = None,
+    ) -> None:
         """Remove what dead agents have left.
 
         Args:
@@ -45,6 +53,8 @@ class Ram:
             node: This agent's.
             address: The node's own; the server listens there and nowhere else.
             directory: A tmpfs.
+            limit_bytes: The node gives no more, whatever workers ask for; None: half of the room
+                there is, or what they ask for.
         """
         words = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = _PREFIX + ".".join(words)
@@ -53,6 +63,7 @@ class Ram:
         self._path: Path | None = None
         self._lock = -1
         self._server: RamServer | None = None
+        self._limit_bytes = limit_bytes
         self._half_bytes = 0
         """Half of the room that there was in the beginning."""
         sweep(directory)
@@ -70,7 +81,7 @@ class Ram:
                 self._half_bytes = _free_bytes(self._parent) // 2  # training needs memory, too
                 self._path, self._lock = _make(self._parent, self._name)
                 log.info("checkpoints in memory are kept in %s", self._path)
-            budget = request.budget_bytes or self._half_bytes
+            budget = self._budget_bytes(request.budget_bytes)
             if self._server is None:
                 self._server = RamServer(self._path, self._address, key, budget)
             self._server.budget_bytes = budget
@@ -83,6 +94,11 @@ class Ram:
             key=key,
             budget_bytes=budget,
         )
+
+    def _budget_bytes(self, wanted: int | None) -> int:
+        if self._limit_bytes is None:
+            return wanted or self._half_bytes
+        return min(wanted or self._limit_bytes, self._limit_bytes)
 
     def close(self) -> None:
         """Stop serving and give the memory back; the workers must be gone."""

@@ -154,7 +154,8 @@ class _Caller(socketserver.BaseRequestHandler):
             if used + size_bytes > self.server.budget_bytes:
                 raise WireError(
                     f"{size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed the "
-                    f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes)"
+                    f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes, "
+                    "--ram-budget)"
                 )
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.truncate(descriptor, size_bytes)

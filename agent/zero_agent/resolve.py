@@ -66,6 +66,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         gpus=wants_gpus(args),
         health_check=args.health_check,
         health_check_timeout_s=args.health_check_timeout,
+        ram_budget_bytes=args.ram_budget,
         lease_ttl_s=conf.lease_ttl_s or AgentConfig.lease_ttl_s,
         log_dir=_log_dir(args.log_dir, streams),
         streams=streams,

@@ -241,6 +241,6 @@ def over_budget(needed: int, budget: int) -> str:
         return ""
     return (
         f"they need {needed / (1 << 20):.1f} MiB of each node, the budget is "
-        f"{budget / (1 << 20):.1f} MiB; raise checkpoint.ram.budget_bytes, enlarge /dev/shm, or "
-        "lower checkpoint.ram.replicas"
+        f"{budget / (1 << 20):.1f} MiB; raise checkpoint.ram.budget_bytes or the agents' "
+        "--ram-budget, enlarge /dev/shm, or lower checkpoint.ram.replicas"
     )

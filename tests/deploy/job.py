@@ -1,7 +1,24 @@
-"""The job that the deployments run in these tests: that of `tests/support/cluster.py`, shorter."""
+"""The job that the deployments run in these tests, and jobs that are only rendered."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 from tests.support.cluster import TINY
+from zero_orchestrator.jobfile import checks, schema
+from zero_orchestrator.jobfile.schema import Job
 
+# That of `tests/support/cluster.py`, shorter.
 STEPS = 151
 SAMPLES = 32 * 150 + 10
 ARGUMENTS = (*TINY, f"--samples={SAMPLES}")
+
+
+def job(directory: Path, more: str = "", *, nodes: str = "2:8") -> Job:
+    """The job of a file `job.yaml` that says so much, with nothing wrong in it."""
+    path = directory / "job.yaml"
+    start = "name: gpt\nscript: train.py\nargs: [--checkpoints=$(CHECKPOINTS)]\n"
+    path.write_text(f"{start}nodes: {nodes}\n{more}\n")
+    found = schema.load(path)
+    assert checks.check(found) == []
+    return found

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy.job import job
 from tests.deploy.manifests import (
     BASE,
     DEPLOY,
@@ -29,8 +28,7 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.policies import POLICIES
 from zero_orchestrator.jobfile import checks, schema
-from zero_orchestrator.jobfile.reading import JobFileError
-from zero_orchestrator.jobfile.render import RENDERERS, shown, write
+from zero_orchestrator.jobfile.render import RENDERERS, shown
 from zero_orchestrator.jobfile.schema import Job
 
 EXAMPLE = DEPLOY / "job.yaml"
@@ -41,15 +39,6 @@ needs_kustomize = pytest.mark.skipif(
     not (shutil.which("kubectl") or shutil.which("kustomize")),
     reason="rendering for Kubernetes needs kubectl or kustomize",
 )
-
-
-def job(directory: Path, more: str = "", *, nodes: str = "2:8") -> Job:
-    path = directory / "job.yaml"
-    start = "name: gpt\nscript: train.py\nargs: [--checkpoints=$(CHECKPOINTS)]\n"
-    path.write_text(f"{start}nodes: {nodes}\n{more}\n")
-    found = schema.load(path)
-    assert checks.check(found) == []
-    return found
 
 
 def objects_of(one: Job) -> list[Object]:
@@ -177,6 +166,14 @@ grace_s: 300
 
 
 @needs_kustomize
+@pytest.mark.parametrize("value", ["it's", '"a b" && "c"', "'c'", '"', "a=b, c", "  d  ", "$HOME"])
+def test_a_variable_reaches_the_pods_as_it_is_written(tmp_path, value):
+    more = yaml.safe_dump({"environment": {"A": value}, "health_check": value})
+    flags = agent_flags(objects_of(job(tmp_path, more)))
+    assert (flags["A"], flags["PET_HEALTH_CHECK"]) == (value, value)
+
+
+@needs_kustomize
 def test_what_a_job_file_says_wins_over_what_its_machines_bring(tmp_path):
     more = "spot: true\ngrace_s: 60\nthreads: 3\nresources: {gpu: 1}"
     objects = objects_of(job(tmp_path, more))
@@ -233,95 +230,6 @@ def test_without_kubectl_and_kustomize_rendering_for_kubernetes_says_what_is_nee
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="needs kubectl or kustomize on the PATH"):
         RENDERERS["kubernetes"](job(tmp_path))
-
-
-# ---- Slurm, systemd, compose ----
-
-
-def test_the_batch_script_asks_for_what_the_job_needs_and_is_clean(tmp_path):
-    text = shown(
-        RENDERERS["slurm"](
-            job(
-                tmp_path,
-                """\
-checkpoint: {path: "/mnt/my checkpoints"}
-processes_per_node: gpu
-resources: {cpu: 32, memory: 256Gi, gpu: 8, shm: 64Gi}
-grace_s: 240
-slurm: {partition: gpu, account: team, time: "8:00:00", options: {exclusive: "", qos: high}}
-environment: {NOTE: "it's"}
-""",
-            )
-        )
-    )
-    options = re.findall(r"^#SBATCH --(.*)$", text, re.MULTILINE)
-    assert options == [
-        "job-name=gpt", "nodes=2", "ntasks-per-node=1", "cpus-per-task=32", "mem=262144M",
-        "gpus-per-node=8", "time=8:00:00", "partition=gpu", "account=team", "output=%x-%j.log",
-        "open-mode=append", "requeue", "no-kill", "signal=B:USR1@240", "exclusive", "qos=high",
-    ]  # fmt: skip
-    assert "export PET_SHUTDOWN_TIMEOUT=200\n" in text
-    assert "set -- train.py '--checkpoints=/mnt/my checkpoints'\n" in text
-    template = (DEPLOY / "slurm" / "zero_agent.sbatch").read_text()
-    assert text.endswith(template.partition("set -euo pipefail\n")[2])
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    if shutil.which("shellcheck"):
-        done = subprocess.run(
-            ["shellcheck", "-"], input=text, text=True, capture_output=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_every_machine_gets_the_unit_of_deploy_and_the_jobs_variables(tmp_path):
-    more = "etcd: {endpoints: [a:2379, b:2379], ca: /ca.pem}\ncheckpoint: {path: /mnt/c}"
-    files = RENDERERS["systemd"](job(tmp_path, more))
-    unit = DEPLOY / "systemd" / "zero-agent@.service"
-    assert files["etc/systemd/system/zero-agent@.service"] == unit.read_text()
-    assert "TimeoutStopSec=120\n" in files["etc/systemd/system/zero-agent@gpt.service.d/job.conf"]
-    variables = files["etc/zero-elastic/gpt.env"].splitlines()
-    assert "PET_RDZV_ENDPOINT=a:2379,b:2379" in variables
-    assert "PET_ETCD_CA=/ca.pem" in variables
-    assert "ZERO_SCRIPT=train.py --checkpoints=/mnt/c" in variables
-    written = write(files, tmp_path / "root")
-    assert [str(path.relative_to(tmp_path / "root")) for path in written] == list(files)
-
-
-@pytest.mark.parametrize(
-    ("to", "more", "message"),
-    [
-        ("slurm", "", r"job.yaml:1: checkpoint.path: is missing; on machines"),
-        ("systemd", "checkpoint: {path: /c}", r"etcd.endpoints: are missing; machines without"),
-        (
-            "systemd",
-            'checkpoint: {path: "/a b"}\netcd: {endpoints: a:1}',
-            r"'--checkpoints=/a b': an environment file of systemd cannot hold it",
-        ),
-    ],
-)
-def test_what_machines_need_and_a_job_file_does_not_say_is_asked_for(tmp_path, to, more, message):
-    with pytest.raises(JobFileError, match=message):
-        RENDERERS[to](job(tmp_path, more))
-
-
-def test_a_compose_file_has_the_jobs_numbers_and_compose_reads_no_variables_in_them(tmp_path):
-    more = "environment: {PRICE: 5$}\ngrace_s: 60\nresources: {shm: 2Gi, gpu: 1}"
-    found = yaml.safe_load(shown(RENDERERS["compose"](job(tmp_path, more))))
-    agent = found["services"]["agent"]
-    assert agent["environment"]["PRICE"] == "5$$"
-    assert agent["environment"]["PET_NNODES"] == "2:8"
-    assert agent["environment"]["PET_RDZV_ENDPOINT"] == "etcd:2379"
-    assert agent["deploy"]["replicas"] == 2
-    assert agent["stop_grace_period"] == "60s"
-    assert agent["shm_size"] == 2 * 2**30
-    assert agent["command"] == ["--rdzv-id=gpt", "train.py", "--checkpoints=/checkpoints/gpt"]
-
-
-def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
-    text = shown(RENDERERS["compose"](job(tmp_path, "etcd: {endpoints: [e:2379], ca: /ca.pem}")))
-    found = yaml.safe_load(text)
-    assert "etcd" not in found["services"]
-    assert "etcd" not in found["volumes"]
-    assert "/ca.pem:/ca.pem:ro" in found["services"]["agent"]["volumes"]
 
 
 # ---- the package ----

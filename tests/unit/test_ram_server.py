@@ -93,7 +93,9 @@ def test_the_budget_counts_all_that_is_there_and_a_linked_file_once(server, tmp_
     assert offer(server, put()).ok
     refused = offer(server, put(path=FILE.replace("r00001", "r00002")))
     assert not refused.ok
-    assert "exceed the budget of 0 MiB (checkpoint.ram.budget_bytes)" in refused.reason
+    assert (
+        "exceed the budget of 0 MiB (checkpoint.ram.budget_bytes, --ram-budget)" in refused.reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,6 +240,17 @@ def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(
     assert Path(first.directory).name.startswith("zero-ram.my-job.node-1.")
     ram.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "budget"), [(7, None, 7), (7, 5, 5), (7, 9, 7), (None, 9, 9)]
+)
+def test_a_node_gives_no_more_memory_than_its_flag_and_no_more_than_the_config_asks_for(
+    tmp_path, limit, wanted, budget
+):
+    ram = Ram("job", "a", "127.0.0.1", tmp_path, limit_bytes=limit)
+    assert ram.open(RamRequest(request=1, budget_bytes=wanted), "secret").budget_bytes == budget
+    ram.close()
 
 
 def test_where_there_is_no_shared_memory_the_worker_is_told_so(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from zero_orchestrator.jobfile.reading import Problem
 from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.settings import FLAGS, variable
 from zero_orchestrator.jobfile.values import at_least
 
 Check = Callable[[Job], Iterator[Problem]]
@@ -38,6 +39,14 @@ def _the_start_is_within_the_bounds(job: Job) -> Iterator[Problem]:
         yield Problem(
             key="nodes.start", text=f"{nodes.start} is not within {nodes.min}:{nodes.max}"
         )
+
+
+def _some_number_of_nodes_is_a_multiple_of_the_unit(job: Job) -> Iterator[Problem]:
+    low, high, unit = job.file.nodes.min, job.file.nodes.max, job.file.node_unit or 1
+    fewest = -(-low // unit) * unit
+    if low <= high < fewest:
+        text = f"no multiple of {unit} lies within {low}:{high} nodes; write nodes: {low}:{fewest}"
+        yield Problem(key="node_unit", text=text)
 
 
 def _the_workers_have_gpus(job: Job) -> Iterator[Problem]:
@@ -83,6 +92,13 @@ def _copies_in_memory(saving: Mapping[str, Any]) -> int:
     ram = saving.get("ram")
     replicas = ram.get("replicas", 1) if isinstance(ram, Mapping) else 1
     return bool(saving.get("async")) + (2 * (1 + replicas) if ram else 0)
+
+
+def _shared_memory_holds_the_budget(job: Job) -> Iterator[Problem]:
+    shm, budget = job.file.resources.shm, job.file.checkpoint.ram_budget
+    if budget is not None and budget > shm:
+        text = f"{budget} is more than resources.shm ({shm}), of which it is a part; raise that"
+        yield Problem(key="checkpoint.ram_budget", text=f"{text}, or write at most {shm}")
 
 
 def _the_volume_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
@@ -166,13 +182,17 @@ _FROM_KEYS = {
     "PET_RDZV_ID": "name",
     "PET_SHUTDOWN_TIMEOUT": "grace_s",
     "OMP_NUM_THREADS": "threads",
+    "PET_RAM_BUDGET": "checkpoint.ram_budget",
+    **{variable(key): key for key in FLAGS},
 }
 
 CHECKS: tuple[Check, ...] = (
     _the_start_is_within_the_bounds,
+    _some_number_of_nodes_is_a_multiple_of_the_unit,
     _the_workers_have_gpus,
     _shared_memory_is_part_of_the_memory,
     _shared_memory_holds_the_arenas,
+    _shared_memory_holds_the_budget,
     _the_volume_holds_the_checkpoints,
     _all_nodes_reach_the_volume,
     _checkpoints_have_one_place,

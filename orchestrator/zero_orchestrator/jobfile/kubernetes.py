@@ -134,10 +134,15 @@ def _config_maps(job: Job) -> list[Object]:
     agent = {
         "name": "agent",
         "behavior": "merge",
-        "literals": [f"{name}={value}" for name, value in flags.items()],
+        "literals": [_literal(name, value) for name, value in flags.items()],
     }
     training = {"name": "training", "behavior": "merge", "files": [CONFIG_NAME]}
     return [agent, training] if job.config is not None else [agent]
+
+
+def _literal(name: str, value: str) -> str:
+    """A variable as kustomize reads it: it takes a pair of quotes around the whole value away."""
+    return f'{name}="{value}"' if value[:1] in ("'", '"') else f"{name}={value}"
 
 
 def _endpoint(file: JobFile) -> dict[str, str]:

@@ -31,7 +31,10 @@ from zero_orchestrator.jobfile.values import (
     bounds,
     cores,
     cores_number,
+    duration,
     endpoint,
+    hang,
+    more_than_none,
     name,
     one_of,
     parameters,
@@ -89,6 +92,7 @@ class Checkpoint:
         scalar(one_of("ReadWriteMany", "ReadWriteOnce")), "of the claim", "ReadWriteMany"
     )
     save_s: float | None = entry(scalar(seconds), "how long one save takes at most", None)
+    ram_budget: Size | None = entry(scalar(Size), "of a node's memory for checkpoints", None)
 
     @property
     def makes_a_claim(self) -> bool:
@@ -162,6 +166,19 @@ class JobFile:
         scalar(positive), "per process; decides the bits (cpu / processes)", None
     )
     max_restarts: int = entry(scalar(whole), "failures the job may survive", 20)
+    refill_after_steps: int | None = entry(scalar(whole), "a restart comes back", None)
+    max_restarts_without_progress: int | None = entry(scalar(whole), "in a row", None)
+    exclude_after: int | None = entry(scalar(whole), "failures in a row of one host", None)
+    exclude_for: str | None = entry(scalar(more_than_none), "at first: 60, 10m", None)
+    node_unit: int | None = entry(scalar(positive), "rounds of a multiple of so many nodes", None)
+    join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
+    etcd_grace: str | None = entry(scalar(duration), "to go on without etcd: 600, 10m", None)
+    hang_timeout: str | None = entry(scalar(hang), "600, 10m, auto or off", None)
+    health_check: str | None = entry(scalar(str), "a command that says a node is fit", None)
+    health_check_timeout: str | None = entry(scalar(more_than_none), "60, 10m", None)
+    numa_binding: str | None = entry(
+        scalar(one_of("node", "socket", "exclusive", "core-complex")), "of each worker", None
+    )
     resources: Resources = entry(section(Resources), "of one node", Resources())
     checkpoint: Checkpoint = entry(section(Checkpoint), "where they go", Checkpoint())
     etcd: Etcd = entry(section(Etcd), "where the nodes meet", Etcd())

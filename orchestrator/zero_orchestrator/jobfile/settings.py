@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from zero_orchestrator.jobfile.schema import JobFile
 
+FLAGS = (
+    *("refill_after_steps", "max_restarts_without_progress", "exclude_after", "exclude_for"),
+    *("node_unit", "join_timeout", "etcd_grace"),
+    *("hang_timeout", "health_check", "health_check_timeout", "numa_binding"),
+)
+"""Keys that are a flag of the same name; without them, the agent's own default holds."""
+
 
 def settings(file: JobFile) -> dict[str, str]:
     """What every agent of the job is told, etcd excepted."""
@@ -16,10 +23,21 @@ def settings(file: JobFile) -> dict[str, str]:
         "PET_NPROC_PER_NODE": file.processes_per_node,
         "PET_MAX_RESTARTS": str(file.max_restarts),
         "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:g}",
+        **_flags(file),
         "OMP_NUM_THREADS": str(file.threads_per_worker),
         **reproducible,  # without it cuBLAS may add in another order from run to run
         **file.environment,
     }
+
+
+def _flags(file: JobFile) -> dict[str, str]:
+    given = {key: getattr(file, key) for key in FLAGS} | {"ram_budget": file.checkpoint.ram_budget}
+    return {variable(key): str(value) for key, value in given.items() if value is not None}
+
+
+def variable(key: str) -> str:
+    """With which `zero-agent` is given the flag of this name."""
+    return f"PET_{key.upper()}"
 
 
 def etcd_settings(file: JobFile) -> dict[str, str]:

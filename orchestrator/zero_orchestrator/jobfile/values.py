@@ -6,9 +6,11 @@ ValueError that says what to write instead. Who calls it: `schema`.
 
 from __future__ import annotations
 
+import argparse
 import re
 from functools import total_ordering
 
+from zero_orchestrator import arguments
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.spec import parse_nnodes
 
@@ -77,6 +79,32 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError("is no length of time; write seconds, such as 120")
     return value
+
+
+def duration(text: str) -> str:
+    """A length of time, as the flags of `zero-agent` take it."""
+    try:
+        arguments.seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error).removeprefix(f"{text} ")) from None
+    return text
+
+
+def more_than_none(text: str) -> str:
+    """A length of time that is not zero."""
+    if not arguments.seconds(duration(text)):
+        raise ValueError("write more than 0 seconds, such as 30")
+    return text
+
+
+def hang(text: str) -> str:
+    """When workers are taken for hung."""
+    if text not in ("auto", "off"):
+        try:
+            return more_than_none(text)
+        except ValueError:
+            raise ValueError("write seconds, such as 600, or 10m, or auto, or off") from None
+    return text
 
 
 def truth(text: str) -> bool:

@@ -52,6 +52,11 @@ IMPOSSIBLE = {
     "environment: {a b: 4}": "environment.a b: is no name of a variable",
     "checkpoint: {url: s3://b/x, claim: c}": "checkpoint: url and claim are two places; name one",
     "checkpoint: {secret: s}": "checkpoint.secret: s opens an object store; name its url",
+    "node_unit: 16": "node_unit: no multiple of 16 lies within 2:8 nodes; write nodes: 2:16",
+    "checkpoint: {ram_budget: 6Gi}": "checkpoint.ram_budget: 6Gi is more than resources.shm (4Gi), "
+    "of which it is a part; raise that, or write at most 4Gi",
+    "environment: {PET_EXCLUDE_AFTER: 3}": "environment.PET_EXCLUDE_AFTER: is made from the key "
+    "exclude_after; set that",
     "checkpoint: {access: ReadWriteOnce}": "checkpoint.access: ReadWriteOnce: agents on a second "
     "machine cannot mount it, on Kubernetes",
 }

@@ -72,6 +72,17 @@ WRONG = {
     "max_restarts: {a: 1}": "4: max_restarts: keys with values: one value is needed here",
     "grace_s: 2m": "4: grace_s: 2m: is no length of time; write seconds, such as 120",
     "grace_s: .inf": "4: grace_s: .inf: is no length of time; write seconds, such as 120",
+    "exclude_after: -1": "4: exclude_after: -1: is no whole number; write one, such as 3",
+    "exclude_for: 0s": "4: exclude_for: 0s: write more than 0 seconds, such as 30",
+    "node_unit: 0": "4: node_unit: 0: must be 1 or more",
+    "join_timeout: soon": "4: join_timeout: soon: is no length of time; write seconds, such as 30, "
+    "or 10m, or 2h",
+    "hang_timeout: never": "4: hang_timeout: never: write seconds, such as 600, or 10m, or auto, "
+    "or off",
+    "hang-timeout: off": "4: hang-timeout: there is no such key; did you mean hang_timeout?",
+    "numa_binding: cpu": "4: numa_binding: cpu: write node, socket, exclusive or core-complex",
+    "checkpoint: {ram_budget: 16GB}": "4: checkpoint.ram_budget: 16GB: is no size; write 512Mi, "
+    "16Gi or 2Ti",
     "threads: 0": "4: threads: 0: must be 1 or more",
     "parameters: huge": "4: parameters: huge: is no number of parameters; write 125M or 7B",
     "processes_per_node: all": "4: processes_per_node: all: write a number from 1, or auto, cpu or "

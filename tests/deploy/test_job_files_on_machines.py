@@ -1,0 +1,101 @@
+"""What `zero-ctl render` makes of a job file for Slurm, systemd and compose."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.deploy.job import job
+from tests.deploy.manifests import DEPLOY
+from zero_orchestrator.jobfile.reading import JobFileError
+from zero_orchestrator.jobfile.render import RENDERERS, shown, write
+
+
+def test_the_batch_script_asks_for_what_the_job_needs_and_is_clean(tmp_path):
+    text = shown(
+        RENDERERS["slurm"](
+            job(
+                tmp_path,
+                """\
+checkpoint: {path: "/mnt/my checkpoints"}
+processes_per_node: gpu
+resources: {cpu: 32, memory: 256Gi, gpu: 8, shm: 64Gi}
+grace_s: 240
+slurm: {partition: gpu, account: team, time: "8:00:00", options: {exclusive: "", qos: high}}
+environment: {NOTE: "it's"}
+""",
+            )
+        )
+    )
+    options = re.findall(r"^#SBATCH --(.*)$", text, re.MULTILINE)
+    assert options == [
+        "job-name=gpt", "nodes=2", "ntasks-per-node=1", "cpus-per-task=32", "mem=262144M",
+        "gpus-per-node=8", "time=8:00:00", "partition=gpu", "account=team", "output=%x-%j.log",
+        "open-mode=append", "requeue", "no-kill", "signal=B:USR1@240", "exclusive", "qos=high",
+    ]  # fmt: skip
+    assert "export PET_SHUTDOWN_TIMEOUT=200\n" in text
+    assert "set -- train.py '--checkpoints=/mnt/my checkpoints'\n" in text
+    template = (DEPLOY / "slurm" / "zero_agent.sbatch").read_text()
+    assert text.endswith(template.partition("set -euo pipefail\n")[2])
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "-"], input=text, text=True, capture_output=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_machine_gets_the_unit_of_deploy_and_the_jobs_variables(tmp_path):
+    more = "etcd: {endpoints: [a:2379, b:2379], ca: /ca.pem}\ncheckpoint: {path: /mnt/c}"
+    files = RENDERERS["systemd"](job(tmp_path, more))
+    unit = DEPLOY / "systemd" / "zero-agent@.service"
+    assert files["etc/systemd/system/zero-agent@.service"] == unit.read_text()
+    assert "TimeoutStopSec=120\n" in files["etc/systemd/system/zero-agent@gpt.service.d/job.conf"]
+    variables = files["etc/zero-elastic/gpt.env"].splitlines()
+    assert "PET_RDZV_ENDPOINT=a:2379,b:2379" in variables
+    assert "PET_ETCD_CA=/ca.pem" in variables
+    assert "ZERO_SCRIPT=train.py --checkpoints=/mnt/c" in variables
+    written = write(files, tmp_path / "root")
+    assert [str(path.relative_to(tmp_path / "root")) for path in written] == list(files)
+
+
+@pytest.mark.parametrize(
+    ("to", "more", "message"),
+    [
+        ("slurm", "", r"job.yaml:1: checkpoint.path: is missing; on machines"),
+        ("systemd", "checkpoint: {path: /c}", r"etcd.endpoints: are missing; machines without"),
+        (
+            "systemd",
+            'checkpoint: {path: "/a b"}\netcd: {endpoints: a:1}',
+            r"'--checkpoints=/a b': an environment file of systemd cannot hold it",
+        ),
+    ],
+)
+def test_what_machines_need_and_a_job_file_does_not_say_is_asked_for(tmp_path, to, more, message):
+    with pytest.raises(JobFileError, match=message):
+        RENDERERS[to](job(tmp_path, more))
+
+
+def test_a_compose_file_has_the_jobs_numbers_and_compose_reads_no_variables_in_them(tmp_path):
+    more = "environment: {PRICE: 5$}\ngrace_s: 60\nresources: {shm: 2Gi, gpu: 1}"
+    found = yaml.safe_load(shown(RENDERERS["compose"](job(tmp_path, more))))
+    agent = found["services"]["agent"]
+    assert agent["environment"]["PRICE"] == "5$$"
+    assert agent["environment"]["PET_NNODES"] == "2:8"
+    assert agent["environment"]["PET_RDZV_ENDPOINT"] == "etcd:2379"
+    assert agent["deploy"]["replicas"] == 2
+    assert agent["stop_grace_period"] == "60s"
+    assert agent["shm_size"] == 2 * 2**30
+    assert agent["command"] == ["--rdzv-id=gpt", "train.py", "--checkpoints=/checkpoints/gpt"]
+
+
+def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
+    text = shown(RENDERERS["compose"](job(tmp_path, "etcd: {endpoints: [e:2379], ca: /ca.pem}")))
+    found = yaml.safe_load(text)
+    assert "etcd" not in found["services"]
+    assert "etcd" not in found["volumes"]
+    assert "/ca.pem:/ca.pem:ro" in found["services"]["agent"]["volumes"]
