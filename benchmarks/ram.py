@@ -81,7 +81,7 @@ def running(system: str, args: argparse.Namespace, etcd: str) -> Iterator[tuple[
         sizes = [str(n) for n in (STEPS, args.width, args.layers, args.save_every)]
         script = [str(HERE / "ram_worker.py"), name, str(directory / "config.json"), *sizes]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        flags = ["--nnodes=2:3", "--max-restarts=1", f"--rdzv-endpoint={etcd}"]
+        flags = ["--nnodes=2:3", "--max-restarts=1000", f"--rdzv-endpoint={etcd}"]
         flags.append(f"--rdzv-id={directory.name}")
         with (directory / "log").open("wb") as log:
             agents = [

@@ -1,15 +1,23 @@
-"""From a fault to the next finished step: zero-agent beside torchrun, on this machine.
+"""From a fault, or a change of nodes, to the next finished step: zero-agent beside torchrun.
 
     python benchmarks/recovery.py --trials 5
+    python benchmarks/recovery.py --cases join,drain
 
 Two nodes with one worker each run `recovery_worker.py`, a plain script: what is measured is the
-launcher alone, no engine and no checkpoint. Then one worker, or one whole node (agent and worker
-at once), is killed with -9. The figure is the time from the kill to the next step finished in a
-new group. Launchers take turns within each trial; medians and ranges are printed.
+launcher alone, no engine and no checkpoint. Launchers take turns within each trial; medians and
+ranges are printed, in seconds:
+
+    worker   a worker is killed with -9: from then to the next step finished in a new group
+    node     agent and worker at once, the same
+    silent   agent and worker are suspended, as if the power had gone: nothing is reset
+    hang     the worker alone is suspended, and its agent lives
+    join     a second node comes to a first: how much longer than a step the first stands still
+    drain    the agent of one gets a SIGTERM: how much longer than a step the other stands still
 
 For zero-agent the node that dies is rank 0's. torchrun's job cannot outlive the node that hosts
-its store, so there the other one is killed. "tuned" is the shortest setting of torchrun that was
-found to be stable: a last call of 1 s, keep-alives of 1 s, and 5 s until gloo gives up on a peer.
+its store, so there the other one is the victim. "tuned" is the shortest setting of torchrun that
+was found to be stable: a last call of 1 s, keep-alives of 1 s, and 5 s until gloo gives up on a
+peer. zero-agent takes a worker for hung after 2 s without a step, where torchrun has gloo's limit.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +45,9 @@ from zero_agent.process_control import children
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 120.0
 STEPS = 10_000
+PACE_S = 0.2
+HANG_S = 2
+WARM_STEPS = 10
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
 
 
@@ -54,6 +65,7 @@ class Launcher:
 def zero_agent(node: int, etcd: str, port: int) -> Sequence[str]:
     return [
         *(sys.executable, "-m", "zero_agent", "--nnodes=1:2", "--max-restarts=50"),
+        f"--hang-timeout={HANG_S}",
         *(f"--rdzv-endpoint={etcd}", f"--rdzv-id=bench{port}", f"--node-id=n{node}"),
     ]
 
@@ -77,120 +89,191 @@ LAUNCHERS = {
 }
 
 
-@dataclass
 class Job:
-    """Two nodes of one launcher."""
+    """Agents of one launcher, and what their workers have noted."""
 
-    directory: Path
-    agents: list[subprocess.Popen[bytes]]
+    def __init__(self, launcher: Launcher, directory: Path, etcd: str) -> None:
+        self._launcher = launcher
+        self._directory = directory
+        self._etcd, self._port = etcd, free_port()
+        self._log = (directory / "log").open("wb")
+        self.agents: list[subprocess.Popen[bytes]] = []
+        (directory / "steps").mkdir()
 
-    def steps(self) -> list[tuple[float, int, int]]:
-        """(time, step, world size) of every step, oldest first."""
-        notes = [line.split() for f in (self.directory / "steps").iterdir() for line in f.open()]
-        return sorted((float(t), int(s), int(w)) for t, s, w in notes if t)
+    def start_node(self) -> None:
+        """Start the agent of one more node."""
+        flags = self._launcher.flags(len(self.agents), self._etcd, self._port)
+        script = [str(HERE / "recovery_worker.py"), str(self._directory / "steps")]
+        numbers = (self._launcher.peer_timeout_s, STEPS, PACE_S)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        agent = subprocess.Popen(
+            [*flags, *script, *map(str, numbers)],
+            stdout=self._log,
+            stderr=self._log,
+            env=env,
+            start_new_session=True,
+        )
+        self.agents.append(agent)
 
-    def wait(self, condition: Callable[[], float | None]) -> float | None:
+    @property
+    def victim(self) -> int:
+        """The pid of the agent whose node can be lost."""
+        return self.agents[self._launcher.victim].pid
+
+    @property
+    def victims_worker(self) -> int:
+        pids = {int(path.name.split("-")[1]) for path in self.notes()}
+        return next(pid for pid in below(self.victim) if pid in pids)
+
+    def notes(self) -> set[Path]:
+        """The files of all workers there have been."""
+        return set((self._directory / "steps").iterdir())
+
+    def steps(self) -> list[tuple[float, int]]:
+        """(time, world size) of every step, oldest first."""
+        lines = [line.split() for file in self.notes() for line in file.read_text().splitlines()]
+        return sorted((float(line[0]), int(line[2])) for line in lines if len(line) == 3)
+
+    def at_world(self, world: int, steps: int = WARM_STEPS) -> float:
+        """Wait until so many steps were done at a world size; when the first was."""
+        return self.wait(
+            lambda: (
+                times[0]
+                if len(times := [at for at, size in self.steps() if size == world]) >= steps
+                else None
+            )
+        )
+
+    def next_step(self, before: set[Path]) -> float:
+        """Wait for a step of a worker that is none of those `before`; when it was."""
+        return self.wait(
+            lambda: min(
+                (float(lines[0].split()[0]) for file in self.notes() - before
+                 if (lines := file.read_text().splitlines())),
+                default=None,
+            )
+        )  # fmt: skip
+
+    def wait(self, condition: Callable[[], float | None]) -> float:
+        """What the condition says.
+
+        Raises:
+            TimeoutError: Nothing, within the limit.
+        """
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(ValueError):  # a line that is being written
-                if (value := condition()) is not None:
-                    return value
+            if (value := condition()) is not None:
+                return value
             time.sleep(0.02)
-        return None
+        raise TimeoutError
 
-    def next_step(self, after: float, files: set[str]) -> float | None:
-        """Seconds from `after` to the first step of a worker started since."""
-        for path in (self.directory / "steps").iterdir():
-            if path.name not in files and (lines := path.read_text().splitlines()):
-                return float(lines[0].split()[0]) - after
-        return None
-
-
-@contextlib.contextmanager
-def running(launcher: Launcher, etcd: str) -> Iterator[Job]:
-    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        directory, port = Path(name), free_port()
-        (directory / "steps").mkdir()
-        script = [str(HERE / "recovery_worker.py"), str(directory / "steps")]
-        arguments = [*script, str(launcher.peer_timeout_s), str(STEPS)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with (directory / "log").open("wb") as log:
-            agents = [
-                subprocess.Popen(
-                    [*launcher.flags(node, etcd, port), *arguments],
-                    stdout=log,
-                    stderr=log,
-                    env=env,
-                    start_new_session=True,
-                )
-                for node in (0, 1)
-            ]
-        try:
-            yield Job(directory, agents)
-        finally:
-            for agent in agents:
-                kill(agent.pid)
-                agent.wait()
+    def close(self) -> None:
+        for agent in self.agents:
+            kill(agent.pid)
+            agent.wait()
+        self._log.close()
 
 
 def below(pid: int) -> list[int]:
     return [pid, *(deeper for child in children(pid) for deeper in below(child))]
 
 
-def kill(pid: int) -> None:
-    """`kill -9` a process and all below it."""
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process and all below it."""
     for one in below(pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(one, number)
 
 
-def trial(launcher: Launcher, fault: str, etcd: str) -> float | None:
-    """Seconds from the fault to the next finished step; None if there was none in time."""
-    with running(launcher, etcd) as job:
-        begun = job.wait(lambda: len([1 for _, _, w in job.steps() if w == 2]) >= 10 or None)
-        if begun is None:
+Fault = Callable[[Job], None]
+
+
+def recovery(fault: Fault) -> Callable[[Job], float]:
+    """Of two nodes: seconds from the fault to the next step of a new group."""
+
+    def case(job: Job) -> float:
+        job.start_node()
+        job.start_node()
+        job.at_world(2)
+        before = job.notes()
+        begin = time.time()
+        fault(job)
+        return job.next_step(before) - begin
+
+    return case
+
+
+def join(job: Job) -> float:
+    job.start_node()
+    job.at_world(1)
+    job.start_node()
+    return standstill(job, after=job.at_world(2, steps=1))
+
+
+def drain(job: Job) -> float:
+    job.start_node()
+    job.start_node()
+    job.at_world(2)
+    os.kill(job.victim, signal.SIGTERM)
+    return standstill(job, after=job.at_world(1, steps=1))
+
+
+def standstill(job: Job, after: float) -> float:
+    """Between the first step of the new group and the last one before it, beyond a step's time."""
+    return after - max(at for at, _ in job.steps() if at < after) - PACE_S
+
+
+CASES: dict[str, Callable[[Job], float]] = {
+    "worker": recovery(lambda job: os.kill(job.victims_worker, signal.SIGKILL)),
+    "node": recovery(lambda job: kill(job.victim)),
+    "silent": recovery(lambda job: kill(job.victim, signal.SIGSTOP)),
+    "hang": recovery(lambda job: os.kill(job.victims_worker, signal.SIGSTOP)),
+    "join": join,
+    "drain": drain,
+}
+
+
+def trial(launcher: Launcher, case: str, etcd: str) -> float | None:
+    """What a case costs, in seconds; None if it did not end in time."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        job = Job(launcher, Path(name), etcd)
+        try:
+            return CASES[case](job)
+        except TimeoutError:
             return None
-        files = {path.name for path in (job.directory / "steps").iterdir()}
-        victim = job.agents[launcher.victim].pid
-        killed = time.time()
-        if fault == "node":
-            kill(victim)
-        else:
-            pids = [int(name.split("-")[1]) for name in files]
-            os.kill(next(p for p in below(victim) if p in pids), signal.SIGKILL)
-        return job.wait(lambda: job.next_step(killed, files))
+        finally:
+            job.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--faults", default="worker,node")
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--launchers", default=",".join(LAUNCHERS))
     args = parser.parse_args()
     chosen = [LAUNCHERS[name] for name in args.launchers.split(",")]
-    faults = args.faults.split(",")
+    cases = args.cases.split(",")
     found: dict[tuple[str, str], list[float | None]] = {}
     with private_server() as etcd:
         for number in range(args.trials):
-            for launcher in chosen:
-                for fault in faults:
-                    seconds = trial(launcher, fault, etcd)
-                    found.setdefault((launcher.name, fault), []).append(seconds)
-                    print(f"trial {number + 1}: {launcher.name}, {fault}: {seconds}", flush=True)
-    show(chosen, faults, found)
+            for case in cases:
+                for launcher in chosen:
+                    seconds = trial(launcher, case, etcd)
+                    found.setdefault((launcher.name, case), []).append(seconds)
+                    print(f"trial {number + 1}: {launcher.name}, {case}: {seconds}", flush=True)
+    show(chosen, cases, found)
 
 
 def show(
     chosen: Sequence[Launcher],
-    faults: Sequence[str],
+    cases: Sequence[str],
     found: dict[tuple[str, str], list[float | None]],
 ) -> None:
-    table = Table(title="seconds from kill -9 to the next step: median (range)")
-    table.add_column("launcher")
-    for fault in faults:
-        table.add_column(f"{fault} killed")
-    for launcher in chosen:
-        table.add_row(launcher.name, *(summary(found[launcher.name, fault]) for fault in faults))
+    table = Table(title="seconds: median (range)")
+    for head in ("case", *(launcher.name for launcher in chosen)):
+        table.add_column(head)
+    for case in cases:
+        table.add_row(case, *(summary(found[launcher.name, case]) for launcher in chosen))
     Console().print(table)
 
 
