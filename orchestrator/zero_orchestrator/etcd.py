@@ -1,7 +1,7 @@
 """The store of real jobs: `KeyValueStore` on an etcd v3 server or cluster, over etcd3.
 
 Each method is one etcd call, made through `Connection` (endpoints, deadline, login, errors);
-watches are `EtcdWatch`es. Values are text in UTF-8.
+watches share one stream (`EtcdWatches`). Values are text in UTF-8.
 
 Must always hold: every call ends within the store's timeout; a write whose answer was lost is
 reported as StoreUnavailable and never made twice. Who calls it: the agent and `zero-ctl`, which
@@ -11,14 +11,12 @@ import this module when they need a store: it brings in grpc and etcd3, and noth
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.etcd_connection import Connection, Credentials, rpc
-from zero_orchestrator.etcd_watch import EtcdWatch, key_range, key_value
+from zero_orchestrator.etcd_watch import EtcdWatch, EtcdWatches, key_range, key_value
 from zero_orchestrator.kv import (
     NO_LEASE,
     Change,
@@ -34,7 +32,7 @@ from zero_orchestrator.kv import (
 __all__ = ["Credentials", "EtcdStore"]
 
 _CLOSE_S = 1.0
-"""`close` waits so long for the watches' threads."""
+"""`close` waits so long for the watches' thread."""
 
 
 class EtcdStore:
@@ -60,8 +58,7 @@ class EtcdStore:
         self._connection = Connection(
             endpoints, timeout_s=timeout_s, credentials=credentials, on_move=self._moved
         )
-        self._lock = threading.Lock()
-        self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
+        self._watches = EtcdWatches(self._connection)
         self._ttl_s: dict[int, float] = {}
 
     @property
@@ -151,29 +148,17 @@ class EtcdStore:
         on_compacted: Callable[[int], None] | None = None,
     ) -> EtcdWatch:
         """As `KeyValueStore.watch`."""
-        watch = EtcdWatch(
-            self._connection, prefix, on_changes, after=after, on_compacted=on_compacted
-        )
-        with self._lock:
-            self._watches.add(watch)
+        watch = EtcdWatch(self._watches, prefix, on_changes, after=after, on_compacted=on_compacted)
+        self._watches.add(watch)
         return watch
 
     def close(self) -> None:
         """As `KeyValueStore.close`."""
-        watches = self._open_watches()
-        for watch in watches:
-            watch.cancel()
-        for watch in watches:
-            watch.join(_CLOSE_S)
+        self._watches.close(_CLOSE_S)
         self._connection.close()
 
     def _moved(self) -> None:
-        for watch in self._open_watches():
-            watch.resume()
-
-    def _open_watches(self) -> list[EtcdWatch]:
-        with self._lock:
-            return list(self._watches)
+        self._watches.resume()
 
 
 def _comparison(etcd: Any, compare: Compare) -> Any:

@@ -16,7 +16,7 @@ from tests.support.etcd_server import EtcdServer, cluster, server
 from tests.support.proxy import proxy
 from tests.support.waiting import wait_for
 from zero_agent.etcd_process import Member, free_port
-from zero_orchestrator import etcd_watch, retry
+from zero_orchestrator import etcd_stream, retry
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
 from zero_orchestrator.etcd import Credentials, EtcdStore
 from zero_orchestrator.kv import Change, KeyValueStore, Put, absent
@@ -149,7 +149,7 @@ def test_a_watch_on_a_stopped_server_goes_on_when_the_server_does(own: EtcdServe
 def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_watch, "_QUIET_S", 600.0)  # it would not find out by itself
+    monkeypatch.setattr(etcd_stream, "QUIET_S", 600.0)  # it would not find out by itself
     seen = Seen()
     with cluster(tmp_path) as members:
         everybody = ",".join(member.endpoint for member in members)
@@ -194,6 +194,32 @@ def test_a_watch_whose_history_is_compacted_says_from_where_it_goes_on(own: Etcd
         assert seen.compacted == [last]
         store.put(f"{ROOT}a", "new")
         assert seen.wait("new") == ["new"]
+
+
+def test_a_hundred_watches_need_one_thread_and_outlive_their_server(own: EtcdServer) -> None:
+    """A compacted one among them begins anew by itself."""
+    each, behind = [Seen() for _ in range(100)], Seen()
+    with connect(own.endpoint) as store:
+        old = store.put(f"{ROOT}behind", "missed")
+        own.call("kv/compaction", revision=store.put(f"{ROOT}behind", "old"))
+        now = store.range(ROOT).revision
+        before = threading.active_count()
+        for n, seen in enumerate(each):
+            store.watch(f"{ROOT}{n:03}", seen, after=now)
+        store.watch(f"{ROOT}behind", behind, after=old - 1, on_compacted=behind.compacted.append)
+        wait_for(lambda: behind.compacted, SOON_S, "the news of the compaction")
+        assert threading.active_count() - before <= 3  # ours, and two of gRPC's
+        store.put(f"{ROOT}007", "1")
+        assert each[7].wait("1") == ["1"]
+        own.kill()
+        own.start()
+        for n in range(100):
+            put(store, f"{ROOT}{n:03}", "2")
+        put(store, f"{ROOT}behind", "new")
+        assert behind.wait("new") == ["new"]
+        wait_for(lambda: all("2" in seen.values for seen in each), SOON_S, "all have been told")
+    assert [seen.values for seen in each] == [["1", "2"] if n == 7 else ["2"] for n in range(100)]
+    assert behind.compacted == [now]
 
 
 def test_a_watch_says_so_when_the_servers_data_was_replaced(tmp_path: Path) -> None:
