@@ -208,6 +208,7 @@ class EngineState:
     def _make_optimizer_state(self, manifest: Manifest) -> None:
         assert self.zero is not None
         optimizer = self.zero.optimizer
+        before = dict(optimizer.state)
         optimizer.state.clear()
         dtypes = {(t.fqn, t.kind): info.dtype for t, info in manifest.tensors.items()}
         kinds = sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER})
@@ -216,7 +217,9 @@ class EngineState:
         ):
             present = {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
             for segment in segments if present else ():
-                optimizer.state[segment.param] = self.zero.steps.make_state(segment, present)
+                optimizer.state[segment.param] = self.zero.steps.make_state(
+                    segment, present, before.get(segment.param, {})
+                )
 
     def _gather_replicated_state(self, zero: ZeroOptimizer) -> None:
         """Where every rank steps all of a unit, bring in what the others have loaded."""

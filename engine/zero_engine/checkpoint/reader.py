@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from zero_engine.checkpoint.dtypes import byte_view, host_bytes
@@ -28,8 +27,9 @@ from zero_engine.checkpoint.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.plan import BlockRead, Part, Want, plan
+from zero_engine.checkpoint.plan import READ_BYTES, Part, Read, Want, cut, plan
 from zero_engine.checkpoint.source import Source, Span, open_source
+from zero_engine.checkpoint.writer import BlockHasher
 from zero_engine.errors import DamagedCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -106,11 +106,12 @@ class _Reader:
         self._manifest = manifest
         self._targets = [_target(piece) for piece in pieces]
         longest = max((file.size_bytes for file in manifest.files), default=0)
-        self._scratch = torch.empty(min(longest, manifest.block_bytes), dtype=torch.uint8)
+        read_bytes = max(READ_BYTES, manifest.block_bytes)
+        self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8)
 
-    def read_file(self, file: FileRecord, reads: list[BlockRead]) -> int:
+    def read_file(self, file: FileRecord, reads: list[Read]) -> int:
         """Carry out the reads of one file, from its first good copy; returns the bytes read."""
-        damage = self._damage(file, reads[0], "is held by nobody any more")
+        damage = self._damage(file, reads[0], 0, "is held by nobody any more")
         for copy in self._copies(file.name):
             try:
                 return self._read_copy(copy, file, reads)
@@ -119,39 +120,57 @@ class _Reader:
                 damage = error
         raise damage
 
-    def _read_copy(self, copy: Opener, file: FileRecord, reads: list[BlockRead]) -> int:
-        read = reads[0]
-        ahead = max(_AHEAD_BYTES // self._manifest.block_bytes, 1)
+    def _read_copy(self, copy: Opener, file: FileRecord, reads: list[Read]) -> int:
+        read, count = reads[0], 0
         try:
             with copy() as source:
-                for first in range(0, len(reads), ahead):
-                    batch = reads[first : first + ahead]
+                for batch in _batches(reads, _AHEAD_BYTES // self._manifest.block_bytes):
                     source.expect([self._span(file, read) for read in batch])
                     for read in batch:
-                        self._read_block(source, file, read)
+                        count += self._read(source, file, read)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
-            raise self._damage(file, read, str(error.strerror)) from error
-        return sum(self._span(file, read)[1] for read in reads)
+            raise self._damage(file, read, 0, str(error.strerror)) from error
+        return count
 
-    def _span(self, file: FileRecord, read: BlockRead) -> Span:
-        begin = read.block * self._manifest.block_bytes
-        return begin, min(self._manifest.block_bytes, file.size_bytes - begin)
+    def _span(self, file: FileRecord, read: Read) -> Span:
+        begin, end = (at * self._manifest.block_bytes for at in (read.blocks[0], read.blocks.stop))
+        return begin, min(end, file.size_bytes) - begin
 
-    def _read_block(self, source: Source, file: FileRecord, read: BlockRead) -> None:
+    def _read(self, source: Source, file: FileRecord, read: Read) -> int:
+        """Carry out one read, and verify it; returns the bytes read."""
         begin, length = self._span(file, read)
         buffers = self._buffers(read.parts, begin, length)
-        missing = source.read_into(buffers, begin)
+        try:
+            missing = source.read_into(buffers, begin)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return self._read_singly(source, file, read, error)
         if missing:
-            raise self._damage(file, read, f"ends {missing} bytes too early")
-        if _digest(buffers) != file.digests[read.block]:
-            raise self._damage(file, read, "is not what was saved (XXH3-64 differs)")
+            block = (length - missing) // self._manifest.block_bytes
+            raise self._damage(file, read, block, f"ends {missing} bytes too early")
+        hasher = BlockHasher(self._manifest.block_bytes)
+        for buffer in buffers:
+            hasher.update(buffer)
+        expected = file.digests[read.blocks[0] : read.blocks.stop]
+        if (digests := hasher.digests()) != expected:
+            block = next(n for n, digest in enumerate(digests) if digest != expected[n])
+            raise self._damage(file, read, block, "is not what was saved (XXH3-64 differs)")
         for part in read.parts:
             self._copy_to_device(part, part.offset - begin)
+        return length
+
+    def _read_singly(self, source: Source, file: FileRecord, read: Read, error: OSError) -> int:
+        """Find out which block of a read that failed is to blame."""
+        if len(read.blocks) == 1:
+            raise self._damage(file, read, 0, str(error.strerror)) from error
+        blocks = cut(read.file, read.parts, self._manifest.block_bytes, most_blocks=1)
+        return sum(self._read(source, file, block) for block in blocks)
 
     def _buffers(self, parts: Sequence[Part], begin: int, length: int) -> list[memoryview]:
-        """Where the bytes of a block go, in order: to the targets, or between them to scratch."""
+        """Where the bytes of a read go, in order: to the targets, or between them to scratch."""
         scratch = host_bytes(self._scratch)
         buffers, at = [], 0
         for part in parts:
@@ -171,13 +190,14 @@ class _Reader:
             verified = self._scratch[offset : offset + part.length]
             target.data[part.at : part.at + part.length].copy_(verified)
 
-    def _damage(self, file: FileRecord, read: BlockRead, problem: str) -> DamagedCheckpoint:
-        begin, length = self._span(file, read)
-        end = begin + length
+    def _damage(self, file: FileRecord, read: Read, at: int, problem: str) -> DamagedCheckpoint:
+        """What to say of the `at`-th block of a read."""
+        block, size = read.blocks[at], self._manifest.block_bytes
+        begin, end = block * size, min((block + 1) * size, file.size_bytes)
         ranges = contents(self._manifest, read.file, begin, end)
         more = f" and {len(ranges) - _SHOWN} more" if len(ranges) > _SHOWN else ""
         return DamagedCheckpoint(
-            f"{self._directory / file.name}: block {read.block} (bytes {begin}:{end}) {problem}; "
+            f"{self._directory / file.name}: block {block} (bytes {begin}:{end}) {problem}; "
             f"it holds {', '.join(ranges[:_SHOWN])}{more}"
         )
 
@@ -196,8 +216,15 @@ def contents(manifest: Manifest, file: int, begin: int, end: int) -> list[str]:
     ]
 
 
-def _digest(buffers: Sequence[memoryview]) -> int:
-    digest = xxhash.xxh3_64()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.intdigest()
+def _batches(reads: Sequence[Read], most_blocks: int) -> Iterator[list[Read]]:
+    """Reads in groups of so many blocks, but one read at least."""
+    batch: list[Read] = []
+    blocks = 0
+    for read in reads:
+        if batch and blocks + len(read.blocks) > most_blocks:
+            yield batch
+            batch, blocks = [], 0
+        batch.append(read)
+        blocks += len(read.blocks)
+    if batch:
+        yield batch

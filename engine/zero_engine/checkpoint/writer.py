@@ -66,11 +66,14 @@ class BlockHasher:
         """Take in the next bytes of the stream."""
         while data:
             part = data[: self._block_bytes - self._filled]
+            data = data[len(part) :]
+            if len(part) == self._block_bytes:
+                self._digests.append(xxhash.xxh3_64_intdigest(part))
+                continue
             self._hash.update(part)
             self._filled += len(part)
             if self._filled == self._block_bytes:
                 self._close_block()
-            data = data[len(part) :]
 
     def digests(self) -> tuple[int, ...]:
         """One digest per block; call it once, at the end of the stream."""

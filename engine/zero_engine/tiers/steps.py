@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,16 @@ class Steps(Protocol):
     def step(self) -> None:
         """Step every segment with its gradient. Raises TierError."""
 
-    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Zeros for a segment's optimizer keys, to be filled, where they will rest."""
+    def make_state(
+        self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Zeros for a segment's optimizer keys, to be filled, where they will rest.
+
+        Args:
+            segment: Whose state it is.
+            dtypes: Key -> dtype.
+            before: The segment's state until now; its memory is used again.
+        """
 
 
 class StepAtOnce:
@@ -41,12 +49,19 @@ class StepAtOnce:
         with only(self._optimizer, self._segments):
             self._optimizer.step()
 
-    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def make_state(
+        self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Zeros beside the weights."""
-        return {
-            key: torch.zeros_like(segment.param, dtype=dtype, requires_grad=False)
-            for key, dtype in dtypes.items()
-        }
+        return {key: _zeros(segment.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
+
+
+def _zeros(param: Tensor, dtype: torch.dtype, old: Any) -> Tensor:
+    """A tensor like a parameter; new memory costs more than filling it does."""
+    wanted = (dtype, param.device, param.shape)
+    if isinstance(old, Tensor) and (old.dtype, old.device, old.shape) == wanted:
+        return old.zero_()
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 @contextmanager

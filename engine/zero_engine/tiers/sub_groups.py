@@ -134,10 +134,12 @@ class StepBySubGroups:
 
     # ---- where state lies ----
 
-    def make_state(self, segment: Segment, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def make_state(
+        self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
         """Parts of rows, to be filled."""
         if segment not in self._segments:
-            return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes)
+            return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes, before)
         return {key: self._place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
 
     def _place(self, segment: Segment, key: str, dtype: torch.dtype) -> Tensor:

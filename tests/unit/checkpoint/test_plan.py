@@ -50,8 +50,8 @@ def stored_and_wanted(draw):
 
 
 @settings(max_examples=300, deadline=None)
-@given(stored_and_wanted())
-def test_every_wanted_element_comes_from_exactly_one_fragment(case):
+@given(stored_and_wanted(), st.integers(1, 4))
+def test_every_wanted_element_comes_from_exactly_one_fragment(case, most_blocks):
     fragments, wants, n_tensors = case
     where = {}  # (tensor, byte) -> (file, byte in the file), by brute force
     for tensor, file, start, length, offset in zip(
@@ -62,8 +62,9 @@ def test_every_wanted_element_comes_from_exactly_one_fragment(case):
                 where[tensor, start * want.itemsize + byte] = (file, offset + byte)
 
     got: dict[tuple[int, int], tuple[int, int]] = {}
-    for read in plan(wants, fragments, n_tensors, BLOCK):
-        at = read.block * BLOCK
+    for read in plan(wants, fragments, n_tensors, BLOCK, most_blocks * BLOCK):
+        assert 1 <= len(read.blocks) <= most_blocks
+        at = read.blocks[0] * BLOCK
         for part in read.parts:
             assert at <= part.offset
             at = part.offset + part.length
@@ -71,7 +72,7 @@ def test_every_wanted_element_comes_from_exactly_one_fragment(case):
                 key = (part.want, part.at + byte)
                 assert key not in got, "read twice"
                 got[key] = (read.file, part.offset + byte)
-        assert at <= (read.block + 1) * BLOCK
+        assert at <= read.blocks.stop * BLOCK
 
     assert got == {
         (number, byte): where[want.tensor, want.start * want.itemsize + byte]
@@ -85,8 +86,17 @@ def test_adjacent_runs_share_the_read_of_their_block():
         {"tensor": [0, 1], "file": [0, 0], "start": [0, 0], "length": [4, 4], "offset": [128, 144]}
     )
     reads = plan([Want(0, 0, 4, 4), Want(1, 0, 4, 4)], fragments, 2, BLOCK)
-    assert [(r.file, r.block) for r in reads] == [(0, 2)]
+    assert [(r.file, r.blocks) for r in reads] == [(0, range(2, 3))]
     assert reads[0].parts == (Part(128, 16, 0, 0), Part(144, 16, 1, 0))
+
+
+def test_blocks_that_follow_each_other_are_read_at_once_and_others_by_themselves():
+    columns = {"tensor": [0], "file": [0], "start": [0], "length": [128], "offset": [128]}
+    fragments = from_lists(columns)
+    wants = [Want(0, 0, 40, 4), Want(0, 90, 38, 4)]  # bytes 128:288 and 488:640
+    reads = plan(wants, fragments, 1, BLOCK)
+    assert [r.blocks for r in reads] == [range(2, 5), range(7, 10)]
+    assert [r.parts for r in reads] == [(Part(128, 160, 0, 0),), (Part(488, 152, 1, 0),)]
 
 
 # ---- whole jobs, without their memory ----
@@ -142,8 +152,9 @@ def test_all_ranks_together_read_hardly_more_than_the_checkpoint(saved_by_ranks,
     for rank in range(loaded_by):
         pieces = share_of_units(full, rank, loaded_by).pieces
         wants = [Want(index[p.id], p.start, p.data.numel(), 4) for p in pieces]
-        for block in plan(wants, fragments, len(index), block_bytes):
-            read += min(block_bytes, sizes[block.file] - block.block * block_bytes)
+        for one in plan(wants, fragments, len(index), block_bytes):
+            begin, end = one.blocks[0] * block_bytes, one.blocks.stop * block_bytes
+            read += min(end, sizes[one.file]) - begin
     assert sum(sizes) > 12 * 124_439_808
     assert 0.999 * sum(sizes) < read < 1.01 * sum(sizes)
 
