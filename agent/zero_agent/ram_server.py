@@ -30,6 +30,8 @@ log = logging.getLogger("zero")
 _DIGEST_CHARACTERS = 16
 _BLOCK_LIMIT_BYTES = 64 << 20
 """One block is in memory while it is verified."""
+_SLAB_BYTES = 1 << 20
+"""Received, verified and stored at once: blocks may be short."""
 
 
 class RamServer:
@@ -163,15 +165,18 @@ class _Caller(socketserver.BaseRequestHandler):
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
         """Take in all blocks; what is wrong with them, if anything."""
-        buffer = memoryview(bytearray(min(wish.block_bytes, wish.size_bytes)))
+        size = wish.block_bytes
+        slab_bytes = max(_SLAB_BYTES // size, 1) * size
+        buffer = memoryview(bytearray(min(slab_bytes, wish.size_bytes)))
         problem = ""
-        for number, digest in enumerate(digests):
-            offset = number * wish.block_bytes
-            block = buffer[: min(wish.block_bytes, wish.size_bytes - offset)]
-            ram_wire.receive_into(self.request, block)
-            if xxhash.xxh3_64_intdigest(block) != digest:
-                problem = problem or f"block {number} arrived damaged"
-            os.pwrite(descriptor, block, offset)
+        for begin in range(0, wish.size_bytes, slab_bytes):
+            slab = buffer[: min(slab_bytes, wish.size_bytes - begin)]
+            ram_wire.receive_into(self.request, slab)
+            for at in range(0, len(slab), size):
+                number = (begin + at) // size
+                if xxhash.xxh3_64_intdigest(slab[at : at + size]) != digests[number]:
+                    problem = problem or f"block {number} arrived damaged"
+            os.pwrite(descriptor, slab, begin)
         return problem
 
     def _path(self, name: str) -> Path:

@@ -31,8 +31,8 @@ from pathlib import Path
 from zero_engine.checkpoint.arena import FrozenImage
 from zero_engine.checkpoint.ballot import Ballot, Record
 from zero_engine.checkpoint.commit import generation
+from zero_engine.checkpoint.layout import block_bytes_for
 from zero_engine.checkpoint.manifest import (
-    BLOCK_BYTES,
     FileRecord,
     directory_name,
     encode,
@@ -153,19 +153,20 @@ def _seal_own(
     path = f"{place}/{file_name(rank)}"
     try:
         seal(image, node.directory / path)
-        file = _hashed(image, file_name(rank))
+        block_bytes = block_bytes_for(save.state.tensors)
+        file = _hashed(image, file_name(rank), block_bytes)
         poorer = [
             f"rank {rank}: {why}"
             for address in neighbours(roster, node.address, save.replicas)
-            if (why := peers.send(address, path, image, file, BLOCK_BYTES))
+            if (why := peers.send(address, path, image, file, block_bytes))
         ]
         return {**vote_for(save.state, image.layout, file), "poorer": poorer}
     except Exception as error:
         return {"problem": f"rank {rank}: {node.directory / path}: {error or type(error).__name__}"}
 
 
-def _hashed(image: FrozenImage, name: str) -> FileRecord:
-    hasher = BlockHasher(BLOCK_BYTES)
+def _hashed(image: FrozenImage, name: str, block_bytes: int) -> FileRecord:
+    hasher = BlockHasher(block_bytes)
     for slab in image.slabs():
         hasher.update(slab)
     return FileRecord(name, image.layout.size_bytes, len(image.layout.head), hasher.digests())
@@ -179,7 +180,7 @@ def _judge(save: RamSave, opened: Record, directory: Path, votes: list[Record | 
     header = Header(
         tag=save.tag,
         step=save.step,
-        block_bytes=BLOCK_BYTES,
+        block_bytes=block_bytes_for(save.state.tensors),
         round=opened["round"],
         nonce=opened["nonce"],
     )

@@ -175,6 +175,18 @@ def test_what_is_kept_is_loaded_at_any_world_size_also_after_a_node_is_lost(clus
     loaded_from_memory(cluster, FULL, step=2)
 
 
+def test_two_nodes_read_what_three_have_kept_once_and_hardly_a_byte_more(cluster):
+    full = adam_state(width=250_000)  # 36 MB
+    cluster.add("a", "b", "c")
+    cluster.keep(full, 1)
+    cluster.lose("b")
+    target = blank(full)
+    results = cluster.load(target)
+    assert same_bits(target, full)
+    size = sum(file.size_bytes for file in results[0].manifest.files)
+    assert 0.999 * size < sum(result.bytes_read for result in results) <= 1.01 * size
+
+
 def test_the_one_that_is_kept_is_not_touched_while_the_next_is_written(cluster):
     """Two steps of different bits: after the second has failed, the first is there as it was."""
     cluster.add("a", "b")
