@@ -10,7 +10,12 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def address_towards(endpoint: str) -> str:
-    """The local address that the kernel would use to reach `host:port`; nothing is sent."""
+    """The local address that the kernel would use to reach `host:port`, or this host's name."""
+    return route_towards(endpoint) or socket.gethostname()
+
+
+def route_towards(endpoint: str) -> str | None:
+    """The same; None if there is no such host, or no way to it. Nothing is sent."""
     host, _, port = endpoint.rpartition(":")
     target = host.strip("[]")
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
@@ -18,7 +23,7 @@ def address_towards(endpoint: str) -> str:
         try:
             probe.connect((target, int(port)))
         except OSError:
-            return socket.gethostname()
+            return None
         return str(probe.getsockname()[0])
 
 

@@ -24,7 +24,6 @@ from zero_engine.parts import Core
 from zero_engine.persistence import ClientSource, Persistence
 from zero_engine.selection import LoadOptions
 from zero_engine.tags import agree_on_tag
-from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine.weights import module_state_dict, weight_hash
 from zero_engine.zero import GatheredParameters
 
@@ -160,6 +159,9 @@ class Checkpointing:
             )
             path, client = self._persistence.load(place(load_dir), tag, options)
         if path is not None and custom_load_fn is not None:
+            # Not before it is needed: it is a program of its own, too.
+            from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
             source = get_fp32_state_dict_from_zero_checkpoint(path)
             with GatheredParameters(self.module, modifier_rank=0):
                 custom_load_fn(src=source, dst=self.module)

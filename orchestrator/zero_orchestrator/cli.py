@@ -71,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _run(args)
     except ZeroError as error:
-        remedy = "; --rdzv-endpoint names it" if isinstance(error, StoreUnavailable) else ""
-        print(f"zero-ctl: {error}{remedy}", file=sys.stderr)
+        remedy = "--rdzv-endpoint names it" if isinstance(error, StoreUnavailable) else ""
+        joined = " " if str(error).endswith("?") else "; "
+        print(f"zero-ctl: {joined.join(filter(None, (str(error), remedy)))}", file=sys.stderr)
         code = CtlExit.NO_STORE if isinstance(error, StoreError) else CtlExit.USAGE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -101,9 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zero-ctl",
         description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
-        epilog="Also: "
-        + "; ".join(f"zero-ctl {name}: {text}" for name, (_, text) in _HANDED_OVER.items())
-        + ". Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
+        epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
         "node, 3 etcd out of reach. Each flag can be set as PET_<FLAG> in the environment.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -138,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         text = "wait so many seconds for it to have happened (0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
     job_files.add_to(commands)
+    for name, (_, text) in _HANDED_OVER.items():  # listed here, and read there
+        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 
@@ -159,6 +160,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str
 def _open(args: argparse.Namespace) -> EtcdStore:
     from zero_orchestrator.etcd import Credentials, EtcdStore  # gRPC: not for --help
 
+    for name in _ETCD_FILES:
+        _check_readable(name, getattr(args, name.replace("-", "_")))
     ca, cert, key, password = (getattr(args, name.replace("-", "_")) for name in _ETCD_FILES)
     credentials = Credentials(
         user=args.etcd_user or None,
@@ -168,6 +171,14 @@ def _open(args: argparse.Namespace) -> EtcdStore:
         key=Path(key) if key else None,
     )
     return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        if path:
+            Path(path).read_bytes()
+    except OSError as error:
+        raise SpecError(f"--{flag}={path}: cannot be read: {error.strerror}") from error
 
 
 def _first_line(path: Path) -> str:

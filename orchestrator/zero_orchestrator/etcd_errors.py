@@ -38,7 +38,7 @@ _BY_TEXT = {
 }
 """Goes before the code."""
 
-_NEVER_SENT = ("failed to connect to all addresses", "DNS resolution failed")
+_NEVER_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 """gRPC's words for a call that did not leave this machine."""
 
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,8 @@ def test_the_fp32_weights_of_a_checkpoint_are_the_engines(
     assert "pytorch_model.bin is there already" in capsys.readouterr().err
     assert zero_to_fp32.main([str(tmp_path / "none"), "x"]) == 2
     assert "there is no such directory" in capsys.readouterr().err
+    module = [sys.executable, "-m", "zero_engine.utils.zero_to_fp32", "--help"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stderr == ""
     arguments = [str(root), str(tmp_path / "hf"), "--safe_serialization", "--max_shard_size=20KB"]
     assert zero_to_fp32.main(arguments) == 0
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()

@@ -55,6 +55,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "signals-to-handle": (("SIGKILL", "no signal that can be handled"), ("FOO", "SIGUSR1")),
     "numa-binding": (("x", "choose from 'node'"),),
     "health-check-timeout": (("x", LENGTH), ("0", "write more than 0 seconds")),
+    "ram-budget": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is no size")),
     "health-port": (("x", "is no port"), ("70000", "is no port")),
     "health-host": (("192.0.2.1 --health-port=0", "another --health-host"),),
     "start-method": (("x", "choose from 'spawn'"),),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from zero_agent.launch.__main__ import main
 from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan
@@ -136,6 +138,21 @@ def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
     assert (second.where, second.argv[-2]) == ("me@w2", "me@w2")
     assert "CUDA_VISIBLE_DEVICES=3 " in second.argv[-1]
     assert "--nproc-per-node=1 " in second.argv[-1]
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+def test_hosts_that_only_ssh_knows_are_asked_of_ssh_and_others_are_refused(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("zero-a slots=1\nzero-b slots=1\n")
+    (tmp_path / "ssh").write_text("Host zero-a\n  HostName 127.0.0.2\n")
+    (tmp_path / "s.py").touch()
+    words = ["--dry-run", f"--hostfile={tmp_path}/hosts", str(tmp_path / "s.py")]
+    with pytest.raises(SystemExit):
+        main([f"--launcher-args=-F {tmp_path}/ssh", *words])
+    assert "--rdzv-endpoint=127.0.0.1:0 " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(words[1:])
+    assert ended.value.code == 2
+    assert "zero-a, zero-b: these names mean nothing here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import os
 import secrets
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
 from zero_agent.launch.session import Session
 from zero_agent.local_etcd import private_server
-from zero_agent.network import address_towards, is_local
+from zero_agent.network import is_local, route_towards
 from zero_orchestrator import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
 from zero_orchestrator.runs import command_name
@@ -64,7 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         pdsh_ssh_arguments=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
     )
     if args.dry_run:
-        plan = _plan(args, hosts, args.rdzv_endpoint or f"{_own_address(hosts)}:{_UNKNOWN_PORT}")
+        here = _own_address(hosts, args) or socket.gethostname()
+        plan = _plan(args, hosts, args.rdzv_endpoint or f"{here}:{_UNKNOWN_PORT}")
         return _show(RUNNERS[args.launcher](plan, remote))
     _check_installed(args.launcher)
     with _endpoint(args, hosts) as endpoint:
@@ -171,15 +174,38 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
     if args.rdzv_endpoint:
         yield args.rdzv_endpoint
         return
-    address = _own_address(hosts)
+    address = _own_address(hosts, args)
+    if address is None:
+        raise SpecError(
+            f"{', '.join(hosts)}: these names mean nothing here but to the launcher, so it is not "
+            "known under which address the hosts reach this machine; write addresses into the "
+            "hostfile, or name an etcd that they reach with --rdzv-endpoint"
+        )
     with private_server([] if address == LOOPBACK else [address]) as endpoint:
         yield f"{address}:{endpoint.rpartition(':')[2]}"
 
 
-def _own_address(hosts: Hosts) -> str:
-    """The address of this machine that the hosts can reach it by."""
+def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
+    """The address of this machine that the hosts can reach it by; None if nothing tells it."""
     first = next((host for host in hosts if not is_local(host)), LOOPBACK)
-    return address_towards(f"{first.rpartition('@')[2]}:{_SSH_PORT}")
+    names = (first.rpartition("@")[2], _known_to_ssh(first, args))
+    found = (route_towards(f"{name}:{_SSH_PORT}") for name in names if name)
+    return next(filter(None, found), None)
+
+
+def _known_to_ssh(host: str, args: argparse.Namespace) -> str:
+    """What a name stands for in ssh's own configuration; "" if it is not used."""
+    if args.launcher != "ssh" or shutil.which("ssh") is None:
+        return ""
+    asked = subprocess.run(
+        ["ssh", "-G", *args.launcher_args, host],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    found = (line.partition(" ") for line in asked.stdout.splitlines())
+    return next((value for name, _, value in found if name == "hostname"), "")
 
 
 def _stop(plan: Plan) -> None:

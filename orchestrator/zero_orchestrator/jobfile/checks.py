@@ -73,7 +73,7 @@ def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
 def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
     """Without room a save holds training up, and nothing is kept in memory: the job works."""
     file = job.file
-    copies = _copies_in_memory(job.engine.get("checkpoint", {}))
+    copies = _copies_in_memory(_saving(job))
     if file.parameters is None or not copies:
         return
     share = file.parameters * BYTES_PER_PARAMETER / file.nodes.min
@@ -87,10 +87,21 @@ def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
         yield Problem(key="resources.shm", text=text, is_fatal=False)
 
 
+def _saving(job: Job) -> Mapping[str, Any]:
+    """What the config says of checkpoints; the engine tells what is wrong with that."""
+    found = job.engine.get("checkpoint")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(values: Mapping[str, Any], name: str, default: int) -> int:
+    found = values.get(name)
+    return found if isinstance(found, int) else default
+
+
 def _copies_in_memory(saving: Mapping[str, Any]) -> int:
     """Of a node's share of the state: one while it is saved; checkpoints in memory, two each."""
     ram = saving.get("ram")
-    replicas = ram.get("replicas", 1) if isinstance(ram, Mapping) else 1
+    replicas = _count(ram if isinstance(ram, Mapping) else {}, "replicas", 1)
     return bool(saving.get("async")) + (2 * (1 + replicas) if ram else 0)
 
 
@@ -105,7 +116,7 @@ def _the_volume_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
     file = job.file
     if file.parameters is None or not file.checkpoint.makes_a_claim:
         return
-    kept = job.engine.get("checkpoint", {}).get("keep_last", 1) + 1
+    kept = _count(_saving(job), "keep_last", 1) + 1
     needed = at_least(file.parameters * BYTES_PER_PARAMETER * kept)
     if file.checkpoint.size < needed:
         text = f"{file.checkpoint.size} cannot hold {kept} checkpoints; write {needed}"

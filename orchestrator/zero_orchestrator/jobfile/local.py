@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from zero_orchestrator.errors import SpecError
 from zero_orchestrator.jobfile.machines import places
+from zero_orchestrator.jobfile.reading import JobFileError, Problem
 from zero_orchestrator.jobfile.schema import Job
 from zero_orchestrator.jobfile.settings import etcd_settings, settings
 
@@ -36,12 +36,11 @@ def start(job: Job, agents: int) -> NoReturn:
     """Become so many agents.
 
     Raises:
-        SpecError: There is no such script here.
+        JobFileError: There is no such script here.
     """
-    if not Path(job.file.script).exists():
-        raise SpecError(
-            f"script: {job.file.script}: there is no such file here; run this where it is"
-        )
+    if not Path(job.file.script).is_file():
+        text = f"{job.file.script}: there is no such file here; run this where it is"
+        raise JobFileError(job.source.tell(Problem(key="script", text=text)))
     words = command(job) if agents == 1 else command(job, "zero_agent.several", str(agents))
     sys.stdout.flush()
     os.execve(sys.executable, words, os.environ | variables(job))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import hjson
+
 from zero_orchestrator.jobfile import reading
 from zero_orchestrator.jobfile.reading import (
     JobFileError,
@@ -254,8 +256,7 @@ class Job:
     @property
     def engine(self) -> Config:
         """What the config says; empty without one."""
-        found: Config = json.loads(self.config) if self.config else {}
-        return found
+        return _parsed(self.config) if self.config else {}
 
 
 def load(path: Path) -> Job:
@@ -273,8 +274,7 @@ def load(path: Path) -> Job:
 def _config(directory: Path, named: str, source: Source) -> str:
     try:
         text = (directory / named).read_text(encoding="utf-8")
-        if not isinstance(json.loads(text), dict):
-            raise ValueError("it is not a JSON object")
+        _parsed(text)
     except OSError as error:
         what = f"{named} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -282,6 +282,26 @@ def _config(directory: Path, named: str, source: Source) -> str:
     else:
         return text
     raise JobFileError(source.tell(reading.Problem(key="config", text=what)))
+
+
+def _parsed(text: str) -> Config:
+    """The object of a config: JSON, or JSON with comments and without some commas.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        try:
+            found = hjson.loads(text)
+        except hjson.HjsonDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise  # what is wrong with it as JSON
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
 
 
 def keys(cls: type[Any] = JobFile, path: str = "") -> set[str]:

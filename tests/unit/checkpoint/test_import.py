@@ -69,6 +69,13 @@ def test_a_state_dict_keeps_its_ties_and_its_running_statistics_are_buffers(tmp_
     assert torch.equal(tensors[TensorId(PARAM, "0.weight")], model[0].weight.detach())
 
 
+def test_a_state_dict_of_a_torch_before_1_6_is_read_as_well(tmp_path):
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w": weight}, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
+    _, tensors = adopted(tmp_path / "ck", from_torch(tmp_path / "m.bin"))
+    assert torch.equal(tensors[TensorId(PARAM, "w")], weight)
+
+
 def test_what_is_no_state_dict_is_named_with_the_remedy(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"'model' is not a tensor; .*--key"):

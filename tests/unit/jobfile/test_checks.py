@@ -102,6 +102,15 @@ def test_the_volume_holds_the_checkpoints_that_are_kept_and_one_more(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "saving",
+    [5, None, {"keep_last": "x"}, {"ram": {"replicas": "y"}}, {"ram": 1, "keep_last": None}],
+)
+def test_what_is_wrong_within_the_config_is_left_for_the_engine_to_say(tmp_path, saving):
+    text = "parameters: 1M"
+    assert complaints(tmp_path, text, checkpoint=saving) == []
+
+
 def test_on_spot_machines_a_save_longer_than_the_grace_period_is_only_a_remark(tmp_path):
     [found] = check(job(tmp_path, "spot: true\ncheckpoint: {save_s: 60}"))
     assert (found.key, found.is_fatal) == ("grace_s", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -149,6 +150,27 @@ def test_a_file_that_is_not_there_says_so(tmp_path):
 
 def test_a_value_that_is_left_empty_is_the_default(tmp_path):
     assert job(tmp_path, "spot:\ngrace_s: ~\n").file == job(tmp_path, text=LEAST).file
+
+
+def test_a_config_may_have_comments_as_the_engine_and_deepspeed_read_it(tmp_path):
+    (tmp_path / "c.json").write_text('{"checkpoint": {"keep_last": 4}, // four\n}')
+    found = job(tmp_path, "config: c.json")
+    assert found.engine == {"checkpoint": {"keep_last": 4}}
+    assert found.config == (tmp_path / "c.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[1]", "it is not a JSON object"),
+        ('{"a": 1', "Expecting ',' delimiter: line 1 column 8"),
+        ("words", "Expecting value: line 1 column 1"),
+    ],
+)
+def test_what_is_no_config_is_named_with_its_line(tmp_path, text, problem):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(JobFileError, match=re.escape(f"4: config: c.json is no config: {problem}")):
+        job(tmp_path, "config: c.json")
 
 
 def test_places_in_the_arguments_are_filled_in_and_other_variables_are_left(tmp_path):

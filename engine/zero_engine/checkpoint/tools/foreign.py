@@ -108,6 +108,8 @@ def _safetensors_files(path: Path) -> list[Path]:
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"{index}: names files outside of its directory")
         return [path / name for name in names]
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such file or directory")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(

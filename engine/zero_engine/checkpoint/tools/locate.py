@@ -39,7 +39,7 @@ def root(name: str) -> Place:
     """
     path = place(name)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such directory")
+        raise CheckpointError(f"{path}: there is no such directory of checkpoints")
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
     return path

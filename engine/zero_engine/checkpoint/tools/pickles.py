@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -50,7 +51,9 @@ def load_torch(
         if allow_pickle:
             return torch.load(source, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
-            mapped = isinstance(source, Path)
+            mapped = isinstance(source, Path) and zipfile.is_zipfile(
+                source
+            )  # as torch >= 1.6 writes
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{what}: there is no such file") from None

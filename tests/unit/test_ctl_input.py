@@ -1,0 +1,35 @@
+"""`zero-ctl` with something wrong in what was typed: one message, the flag and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_orchestrator.cli import CtlExit, main
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        ("--etcd-ca=/none", "--etcd-ca=/none: cannot be read: No such file or dir", CtlExit.USAGE),
+        ("--etcd-key=/", "--etcd-key=/: cannot be read: Is a directory", CtlExit.USAGE),
+        ("--rdzv-endpoint=a:b", "write HOST:PORT with a port", CtlExit.USAGE),
+        (
+            "--rdzv-endpoint=no.invalid:1",
+            "; is it running there? --rdzv-endpoint names it\n",
+            CtlExit.NO_STORE,
+        ),
+    ],
+)
+def test_what_is_wrong_about_etcd_is_one_line_that_names_the_flag(words, message, code, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["status", words])
+    error = capsys.readouterr().err
+    assert ended.value.code == code
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_command_is_listed_and_launch_among_them(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "launch    start agents on the hosts of a hostfile" in capsys.readouterr().out
