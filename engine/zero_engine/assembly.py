@@ -147,6 +147,8 @@ def _make_core(
         STAGES[config.zero_optimization.stage],
     )
     device = local_device()
+    if device.type == "cpu":
+        collectives.meet_neighbours()
     _check_offload(config, optimizer)
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)

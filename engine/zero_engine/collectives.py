@@ -11,16 +11,18 @@ Owns every byte that travels between ranks, its count, and the waiting. Must alw
   group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
 On gloo an all-to-all and pairwise sends are used because its reduce-scatter and all-gather move
-more bytes and take 2.5 to 3 times as long; on NCCL its own all-gather.
+more bytes and take 2.5 to 3 times as long; on NCCL its own all-gather. Ranks of one host read from
+each other's memory (`neighbours`).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,10 @@ from torch import Tensor
 
 from zero_engine.distributed import group_store
 from zero_engine.errors import Diverged, LeavingNow, PeerLost
+from zero_engine.neighbourhood import meet
+from zero_engine.neighbours import Neighbours, key_of
 from zero_engine.standstill import Standstill
-from zero_engine.waiting import Interrupt, Waiter
+from zero_engine.waiting import Interrupt, Waiter, Work
 
 # torch 2.13 renamed this call; the old name warns there, the new one is missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +59,7 @@ class Pending:
     """Exchanges under way; `buffers` must stay alive until they have ended."""
 
     what: str
-    works: tuple[dist.Work, ...] = ()
+    works: tuple[Work, ...] = ()
     buffers: tuple[Tensor, ...] = ()
     turn: int = 0
     """How many of this name came before."""
@@ -75,7 +79,7 @@ def wait(pending: Pending) -> None:
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether a `wait` would return at once; an exchange of a gather never says so."""
+    """Whether a `wait` would return at once; a gather over sockets never says so."""
     return all(work.is_completed() for work in pending.works)
 
 
@@ -99,8 +103,32 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
-        self._waiter = Waiter(group or dist.group.WORLD, interrupt)
+        group = group or dist.group.WORLD
+        self._waiter = Waiter(group, interrupt, _timeout_s(group))
         self._standstill = Standstill(group_store(name), self.rank, self.world)
+        self._near = range(self.rank, self.rank + 1)
+        """The ranks that exchange by memory, this one among them."""
+        self._neighbours: Neighbours | None = None
+
+    def meet_neighbours(self) -> None:
+        """Find out who can read whose memory, and read from now on. Collective; for CPUs.
+
+        Raises:
+            PeerLost: A peer is gone.
+        """
+        if self.world > 1:
+            changed = self._waiter.interrupt.changed
+            try:
+                self._near, self._neighbours = meet(self.rank, self.world, self.everybodys, changed)
+            except OSError as error:
+                raise PeerLost(f"meeting the ranks of this host: {error}") from error
+
+    def everybodys(self, own: Tensor, what: str) -> Tensor:
+        """The rows [n] of all ranks: [world, n]. Collective."""
+        rows = own.new_empty(self.world * own.numel())
+        self.own(rows).copy_(own)
+        wait(self.all_gather(rows, what))
+        return rows.view(self.world, -1)
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
@@ -123,10 +151,8 @@ class Collectives:
         if circle := self._standstill.look(pending.what, pending.turn):
             raise Diverged(circle)
 
-    def _pending(
-        self, what: str, works: tuple[dist.Work, ...], buffers: tuple[Tensor, ...]
-    ) -> Pending:
-        return Pending(what, works, buffers, self._standstill.begin(what), self)
+    def _pending(self, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...]) -> Pending:
+        return Pending(what, tuple(works), buffers, self._standstill.begin(what), self)
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's interval of `full` [world * n]: a view [n]."""
@@ -137,20 +163,37 @@ class Collectives:
         """Send interval j of `leaves` [world * n] to every other rank j.
 
         `received` [(world - 1) * n] gets this rank's interval of the leaves that the others ran;
-        `in_leaf_order` puts them and its own in order. In two exchanges, with the ranks below and
-        with those above, so that a rank's own interval is neither sent nor copied.
+        `in_leaf_order` puts them and its own in order. Over sockets in two exchanges, with the
+        ranks below and with those above, so that a rank's own interval is neither sent nor copied.
         """
         self._count("leaves", leaves)
-        size = leaves.numel() // self.world
-        below, above = self.rank * size, (self.rank + 1) * size
-        down, up = leaves[:below], leaves[above:]
-        from_below, from_above = received[:below], received[below:]
-        with _transport_failures(what):
-            works = (
-                self._all_to_all(from_above, down, from_ranks=self._above, to_ranks=self._below),
-                self._all_to_all(from_below, up, from_ranks=self._below, to_ranks=self._above),
-            )
+        out, into = leaves.view(self.world, -1), received.view(self.world - 1, -1)
+        lent = {rank: out[rank] for rank in self._others_near}
+        wanted = {rank: into[rank - (rank > self.rank)] for rank in self._others_near}
+        works = self._read(what, lent, wanted)
+        if len(self._near) < self.world:
+            with _transport_failures(what):
+                works += self._leaves_by_sockets(out, into)
         return self._pending(what, works, (leaves, received))
+
+    def _leaves_by_sockets(self, out: Tensor, into: Tensor) -> list[Work]:
+        low, high = self._near.start, self._near.stop
+        below, above = range(low), range(high, self.world)
+        return [
+            self._all_to_all(into[high - 1 :], out[:low], from_ranks=above, to_ranks=below),
+            self._all_to_all(into[:low], out[high:], from_ranks=below, to_ranks=above),
+        ]
+
+    def _read(self, what: str, lent: dict[int, Tensor], wanted: dict[int, Tensor]) -> list[Work]:
+        """The exchange with the ranks near by; empty if there are none."""
+        if self._neighbours is None:
+            return []
+        key = key_of(what, self._standstill.begun[what])
+        return [self._neighbours.exchange(key, lent, wanted)]
+
+    @property
+    def _others_near(self) -> list[int]:
+        return [rank for rank in self._near if rank != self.rank]
 
     def in_leaf_order(self, leaves: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
@@ -166,21 +209,13 @@ class Collectives:
             return [each * (rank in ranks) for rank in range(self.world)]
 
         return dist.all_to_all_single(
-            into,
-            out,
+            into.flatten(),
+            out.flatten(),
             output_split_sizes=counts(into, from_ranks),
             input_split_sizes=counts(out, to_ranks),
             group=self._group,
             async_op=True,
         )
-
-    @property
-    def _below(self) -> range:
-        return range(self.rank)
-
-    @property
-    def _above(self) -> range:
-        return range(self.rank + 1, self.world)
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
@@ -193,19 +228,33 @@ class Collectives:
             work = _gather_into(full, self.own(full), group=self._group, async_op=True)
             return self._pending(what, (work,), (full,))
 
-    def _pairwise(self, full: Tensor, what: str) -> tuple[dist.Work, ...]:
+    def _pairwise(self, full: Tensor, what: str) -> list[Work]:
         # Under a tag of its own: shards of different units that ranks gather at the same time, as
         # they should not, do not meet.
         tag = zlib.crc32(what.encode()) & 0x7FFFFFFF
-        rows, works = full.view(self.world, -1), []
+        rows = full.view(self.world, -1)
+        wanted = {rank: rows[rank] for rank in self._others_near}
+        works = self._read(what, dict.fromkeys(wanted, rows[self.rank]), wanted)
         for distance in range(1, self.world):
             target, source = (
                 (self.rank + distance) % self.world,
                 (self.rank - distance) % self.world,
             )
-            works.append(dist.isend(rows[self.rank], group_dst=target, group=self._group, tag=tag))
-            works.append(dist.irecv(rows[source], group_src=source, group=self._group, tag=tag))
-        return tuple(work for work in works if work is not None)
+            if target not in self._near:
+                works.append(self._send(rows[self.rank], target, tag))
+            if source not in self._near:
+                works.append(self._receive(rows[source], source, tag))
+        return works
+
+    def _send(self, row: Tensor, rank: int, tag: int) -> Work:
+        work = dist.isend(row, group_dst=rank, group=self._group, tag=tag)
+        assert work is not None  # this rank is in the group
+        return work
+
+    def _receive(self, row: Tensor, rank: int, tag: int) -> Work:
+        work = dist.irecv(row, group_src=rank, group=self._group, tag=tag)
+        assert work is not None
+        return work
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Make `tensor` what it is on rank `source`, and wait for it."""
@@ -221,6 +270,11 @@ class Collectives:
 
     def _count(self, kind: str, full: Tensor) -> None:
         self.bytes_sent[kind] += full.nbytes // self.world * (self.world - 1)
+
+
+def _timeout_s(group: Any) -> float:
+    """How long an exchange of a group may take."""
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 import torch.distributed as dist
 
 from zero_engine.collectives import Collectives
@@ -35,4 +36,7 @@ def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives
             )
         return None
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    return Collectives(groups[rank // size], interrupt, name=f"standstill/{rank // size}")
+    node = Collectives(groups[rank // size], interrupt, name=f"standstill/{rank // size}")
+    if not torch.cuda.is_available():
+        node.meet_neighbours()
+    return node

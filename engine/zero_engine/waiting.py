@@ -17,13 +17,13 @@ Used by `collectives`; `elastic` interrupts.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 LOOK_S = 3.0
 """How long a wait lasts before somebody looks at what the others are doing, each time."""
@@ -44,36 +44,78 @@ class Interrupt:
             self.changed.notify_all()
 
 
-class _Job:
+class Work(Protocol):
+    """An exchange under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def wait(self) -> object:
+        """Stand still until it has ended; raises what the transport raises."""
+
+
+class Told:
+    """An exchange whose end somebody tells: no thread has to wait for it."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._ended = False
+        self._error: BaseException | None = None
+        self._changed = changed
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell it, once."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended in an error."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Stand still until it has ended; raises what went wrong."""
+        with self._changed:
+            self._changed.wait_for(self.is_completed)
+        if self._error is not None:
+            raise self._error
+
+
+class _Job(Told):
     """Exchanges that the thread waits for."""
 
-    def __init__(self, works: Sequence[dist.Work], changed: threading.Condition) -> None:
-        self.works = works
-        self.ended = False
-        self.error: BaseException | None = None
-        self._changed = changed
+    def __init__(self, works: Sequence[Work], changed: threading.Condition) -> None:
+        super().__init__(changed)
+        self._works = works
 
     def run(self) -> None:
         try:
-            for work in self.works:
+            for work in self._works:
                 work.wait()
         except BaseException as error:
-            self.error = error
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
+            self.end(error)
+        else:
+            self.end()
 
 
 class Waiter:
     """Waits for the exchanges of one group."""
 
-    def __init__(self, group: Any, interrupt: Interrupt | None = None) -> None:
+    def __init__(
+        self, group: Any, interrupt: Interrupt | None = None, timeout_s: float = math.inf
+    ) -> None:
+        """Wait for exchanges of `group`, for each `timeout_s` at most."""
         self.interrupt = interrupt or Interrupt()
+        self._timeout_s = timeout_s
         self._group = group
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def wait(self, works: Sequence[dist.Work], look: Callable[[], None]) -> bool:
+    def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
         """Stand still until all have ended, or until there is an interrupt.
 
         Args:
@@ -83,35 +125,52 @@ class Waiter:
         Returns:
             False if it was interrupted. Raises what the transport raises.
         """
+        told = [work for work in works if isinstance(work, Told)]
+        others = [work for work in works if not isinstance(work, Told)]
         if all(work.is_completed() for work in works):
             for work in works:  # an exchange that failed has also ended
                 work.wait()
             return not self.interrupt.reason
-        job = _Job(works, self.interrupt.changed)
-        self._begin(job)
+        if others:
+            told.append(self._begin(others))
         try:
-            self._stand_still(job, look)
+            self._stand_still(told, look)
         finally:
-            if not job.ended:
-                _keep_for_ever(job, self._group)
-        if job.error is not None:
-            raise job.error
-        return job.ended
+            if not _ended(told):
+                _keep_for_ever(told, self._group)
+        for work in told:
+            if work.is_completed():
+                work.wait()
+        return _ended(told)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, works: Sequence[Work]) -> Told:
+        """Let the thread wait for these."""
+        job = _Job(works, self.interrupt.changed)
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
+        return job
 
-    def _stand_still(self, job: _Job, look: Callable[[], None]) -> None:
-        interrupt = self.interrupt
+    def _stand_still(self, told: Sequence[Told], look: Callable[[], None]) -> None:
+        interrupt, begun = self.interrupt, time.monotonic()
         while True:
             with interrupt.changed:
-                if interrupt.changed.wait_for(lambda: job.ended or interrupt.reason, LOOK_S):
+                if interrupt.changed.wait_for(lambda: _settled(told) or interrupt.reason, LOOK_S):
                     return
             look()
+            if time.monotonic() - begun > self._timeout_s:
+                raise RuntimeError(f"timed out waiting for {self._timeout_s:g} s")
+
+
+def _ended(told: Sequence[Told]) -> bool:
+    return all(work.is_completed() for work in told)
+
+
+def _settled(told: Sequence[Told]) -> bool:
+    """Whether there is nothing to wait for: all have ended, or one has failed."""
+    return _ended(told) or any(work.failed for work in told)
 
 
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:

@@ -182,10 +182,7 @@ class ZeroOptimizer:
         return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
 
     def _exchange(self, own: Tensor) -> Tensor:
-        everybodys = own.new_empty(self._collectives.world * own.numel())
-        self._collectives.own(everybodys).copy_(own)
-        wait(self._collectives.all_gather(everybodys, "gradient norms"))
-        return everybodys.view(self._collectives.world, -1)
+        return self._collectives.everybodys(own, "gradient norms")
 
     def _culprit(self, norms: Tensor) -> str:
         """The first parameter, in unit order, whose gradient is not finite. Collective.

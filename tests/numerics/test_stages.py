@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from zero_engine.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_engine.neighbourhood import SWITCH
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -148,3 +150,23 @@ def plain_torch(steps: int, optimizer_name: str, clip: float | None) -> dict[str
         optimizer.step()
         position += plan.samples
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("unwilling", [(), (2,), (0, 1, 2)], ids=["memory", "both", "sockets"])
+def test_memory_and_sockets_carry_the_same_bits(
+    worlds: WorldPool, reference: dict[bool, tuple[Any, ...]], unwilling: tuple[int, ...]
+) -> None:
+    results = worlds.run(3, train_among, unwilling)
+    together = 3 if not unwilling else 2 if unwilling == (2,) else 1
+    for rank, (near, fingerprints) in enumerate(results):
+        assert near == (1 if rank in unwilling else together)
+        assert fingerprints == [reference[True]] * len(STAGES)
+
+
+def train_among(unwilling: tuple[int, ...]) -> tuple[int, list[tuple[Any, ...]]]:
+    """How many ranks exchange by memory with this one, and what comes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() in unwilling:
+            patch.setenv(SWITCH, "0")
+        near = len(make_engine(config(2))._core.collectives._near)
+        return near, train_at_every_stage(True, STEPS)

@@ -1,0 +1,118 @@
+"""Ranks of one host: what they hold out to each other, in whatever order, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_engine.neighbourhood import runs
+from zero_engine.neighbours import Neighbour, Neighbours, Reading, key_of
+
+NOBODY = 2**22 + 1
+"""A process id that no kernel gives."""
+
+
+class Host:
+    """Two ranks, both in this process, whose memory is then readable for sure."""
+
+    def __init__(self, *, pid: int) -> None:
+        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.changed = threading.Condition()
+        self.ranks = [
+            Neighbours({1: Neighbour(pid, first)}, self.changed),
+            Neighbours({0: Neighbour(pid, second)}, self.changed),
+        ]
+
+    def begin(self, rank: int, name: str, held: Tensor, turn: int = 0) -> Reading:
+        """Hold a tensor out to the other rank, and want one like it."""
+        other, wanted = 1 - rank, torch.full_like(held, -1)
+        return self.ranks[rank].exchange(key_of(name, turn), {other: held}, {other: wanted})
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host(pid=os.getpid())
+
+
+def ended(reading: Reading) -> Tensor:
+    """What has come, when the exchange has ended; raises what went wrong."""
+    with reading._changed:
+        assert reading._changed.wait_for(reading.is_completed, 10), "not within 10 s"
+    reading.wait()
+    (came,) = reading.wanted.values()
+    return came
+
+
+def test_each_gets_what_the_other_holds_out_whoever_begins_first(host: Host) -> None:
+    for first in (0, 1):
+        held = [torch.arange(5000.0), torch.arange(5000.0).neg()]
+        one = host.begin(first, f"weights {first}", held[first])
+        assert not one.is_completed()
+        two = host.begin(1 - first, f"weights {first}", held[1 - first])
+        assert torch.equal(ended(one), held[1 - first])
+        assert torch.equal(ended(two), held[first])
+
+
+def test_names_and_turns_are_not_mixed_up(host: Host) -> None:
+    names = [("a", 0), ("a", 1), ("b", 0)]
+    tensors = {pair: torch.tensor([float(number)]) for number, pair in enumerate(names)}
+    ours = {pair: host.begin(0, pair[0], tensors[pair], pair[1]) for pair in names}
+    theirs = {pair: host.begin(1, pair[0], tensors[pair], pair[1]) for pair in reversed(names)}
+    for readings in (ours, theirs):
+        assert {pair: float(ended(reading)) for pair, reading in readings.items()} == {
+            pair: float(tensor) for pair, tensor in tensors.items()
+        }
+
+
+def test_more_exchanges_than_a_socket_holds_words_for_all_end(host: Host) -> None:
+    value = torch.ones(4)
+    ours = [host.begin(0, "shards", value, turn) for turn in range(3000)]
+    theirs = [host.begin(1, "shards", value, turn) for turn in range(3000)]
+    assert sum(float(ended(reading).sum()) for reading in ours + theirs) == 4 * 6000
+
+
+def test_a_neighbour_that_goes_fails_what_needs_it_and_what_comes_later(host: Host) -> None:
+    done = host.begin(0, "before", torch.ones(1)), host.begin(1, "before", torch.ones(1))
+    assert [float(ended(reading)) for reading in done] == [1.0, 1.0]
+    under_way = host.begin(0, "under way", torch.ones(1))
+    del host.ranks[1]
+    for reading in (under_way, host.begin(0, "later", torch.ones(1))):
+        with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+            ended(reading)
+
+
+def test_memory_that_cannot_be_read_is_a_lost_neighbour() -> None:
+    host = Host(pid=NOBODY)
+    readings = [host.begin(rank, "weights", torch.ones(1)) for rank in (0, 1)]
+    with pytest.raises(RuntimeError, match=f"closed by rank 1.*process {NOBODY}: No such process"):
+        ended(readings[0])
+
+
+def test_another_number_of_bytes_is_refused(host: Host) -> None:
+    host.begin(1, "weights", torch.ones(3))
+    with pytest.raises(RuntimeError, match="rank 1 holds out 12 bytes, 4 are wanted"):
+        ended(host.begin(0, "weights", torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("cut", "division"),
+    [
+        ([], [(0, 4)]),
+        ([(0, 2)], [(0, 2), (2, 4)]),
+        ([(1, 2)], [(0, 2), (2, 4)]),
+        ([(3, 0), (3, 1), (3, 2)], [(0, 3), (3, 4)]),
+        ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]),
+    ],
+)
+def test_a_run_is_of_consecutive_ranks_that_all_read_each_other(
+    cut: list[tuple[int, int]], division: list[tuple[int, int]]
+) -> None:
+    mutual = torch.ones(4, 4, dtype=torch.bool)
+    for one, other in cut:
+        mutual[one, other] = mutual[other, one] = False
+    assert runs(mutual) == [range(*run) for run in division]
