@@ -54,24 +54,24 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
 @dataclass(frozen=True)
 class Launcher:
     name: str
-    flags: Callable[[int, str, int], Sequence[str]]
-    """(node, etcd's endpoint, a free port) -> the command before the script."""
+    flags: Callable[[int, str, str, int], Sequence[str]]
+    """(node, etcd's endpoint, the job's name, a free port) -> the command before the script."""
     peer_timeout_s: float
     """How long gloo waits for a silent peer."""
     victim: int
     """The node that can be killed; 0 hosts torchrun's store."""
 
 
-def zero_agent(node: int, etcd: str, port: int) -> Sequence[str]:
+def zero_agent(node: int, etcd: str, job: str, port: int) -> Sequence[str]:
     return [
         *(sys.executable, "-m", "zero_agent", "--nnodes=1:2", "--max-restarts=50"),
         f"--hang-timeout={HANG_S}",
-        *(f"--rdzv-endpoint={etcd}", f"--rdzv-id=bench{port}", f"--node-id=n{node}"),
+        *(f"--rdzv-endpoint={etcd}", f"--rdzv-id={job}", f"--node-id=n{node}"),
     ]
 
 
-def torchrun(conf: str) -> Callable[[int, str, int], Sequence[str]]:
-    def command(node: int, etcd: str, port: int) -> Sequence[str]:
+def torchrun(conf: str) -> Callable[[int, str, str, int], Sequence[str]]:
+    def command(node: int, etcd: str, job: str, port: int) -> Sequence[str]:
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=50"),
             *("--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"),
@@ -102,7 +102,8 @@ class Job:
 
     def start_node(self) -> None:
         """Start the agent of one more node."""
-        flags = self._launcher.flags(len(self.agents), self._etcd, self._port)
+        job = self._directory.name
+        flags = self._launcher.flags(len(self.agents), self._etcd, job, self._port)
         script = [str(HERE / "recovery_worker.py"), str(self._directory / "steps")]
         numbers = (self._launcher.peer_timeout_s, STEPS, PACE_S)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
