@@ -271,7 +271,8 @@ class Agent:
         self._journal.round = job.n
         if (last := self._crew.steps.last) is not None:
             nodes = len(job.members.nodes)
-            self._publisher.progress(last, lease=self._rdzv.lease, nodes=nodes)
+            lease, use = self._rdzv.lease, self._ram.use
+            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
 
     def _say_fitness(self) -> None:
         """Before this node says that it is quiet, the others know whether it is fit."""

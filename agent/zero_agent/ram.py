@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero_agent.ram_server import RamServer
+from zero_agent.ram_server import RamServer, used_bytes
 from zero_orchestrator.contract import RamReply, RamRequest
+from zero_orchestrator.events import RamUse
 from zero_orchestrator.ram_wire import key_of
 
 log = logging.getLogger("zero")
@@ -94,6 +95,13 @@ class Ram:
             key=key,
             budget_bytes=budget,
         )
+
+    def use(self) -> RamUse | None:
+        """How much of the node's memory is taken; None if no worker has asked for any."""
+        if self._path is None or self._server is None:
+            return None
+        budget = self._server.budget_bytes
+        return RamUse(used_bytes=used_bytes(self._path), budget_bytes=budget)
 
     def _budget_bytes(self, wanted: int | None) -> int:
         if self._limit_bytes is None:

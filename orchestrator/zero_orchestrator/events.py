@@ -64,6 +64,15 @@ def progress_prefix(job: str) -> str:
 # ---- writing ----
 
 
+@dataclass(frozen=True, kw_only=True)
+class RamUse:
+    """What checkpoints in memory take of a node."""
+
+    used_bytes: int
+    budget_bytes: int
+    """They never take more."""
+
+
 class Publisher:
     """One agent's pen: a queue, and a daemon thread that writes what is in it."""
 
@@ -96,19 +105,29 @@ class Publisher:
         """Publish an event, one JSON object."""
         self._enqueue(lambda: self._write_event(line))
 
-    def progress(self, progress: Progress, *, lease: int, nodes: int) -> None:
+    def progress(
+        self,
+        progress: Progress,
+        *,
+        lease: int,
+        nodes: int,
+        ram: Callable[[], RamUse | None] = lambda: None,
+    ) -> None:
         """Show how far this node's workers are, unless it is too soon; call it often.
 
         Args:
             progress: Of any of them.
             lease: What is shown vanishes with it.
             nodes: Of the job's round: the more there are, the rarer each writes.
+            ram: What checkpoints in memory take of this node, if any; asked when it is written.
         """
         if self._clock.now() < self._due_s or progress == self._shown:
             return
         self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
         self._shown = progress
-        value = json.dumps(dataclasses.asdict(progress))
+        use = ram()
+        shown = {"ram": dataclasses.asdict(use)} if use is not None else {}
+        value = json.dumps({**dataclasses.asdict(progress), **shown})
         self._enqueue(lambda: self._put(self._progress, value, lease))
 
     def close(self) -> None:

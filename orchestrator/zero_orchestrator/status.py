@@ -73,6 +73,10 @@ class NodeRow:
     address: str
     step: int | None = None
     loss: float | None = None
+    ram_used_bytes: int | None = None
+    """What checkpoints in memory take of it..."""
+    ram_budget_bytes: int | None = None
+    """...and what they may take at most; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +220,7 @@ def _members(view: Snapshot, progress: Mapping[str, Any]) -> tuple[NodeRow, ...]
 
 def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
     last = progress.get(node.id, {})
+    ram = last.get("ram", {})
     return NodeRow(
         node=node.id,
         condition=condition(view, node),
@@ -225,6 +230,8 @@ def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, An
         address=node.address,
         step=last.get("step"),
         loss=last.get("loss"),
+        ram_used_bytes=ram.get("used_bytes"),
+        ram_budget_bytes=ram.get("budget_bytes"),
     )
 
 

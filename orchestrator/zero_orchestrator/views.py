@@ -197,7 +197,9 @@ def _checkpoint(latest: Mapping[str, Any] | None) -> str:
 
 
 def _nodes_table(rows: Sequence[NodeRow]) -> Table:
-    table = _table("rank", "node", "state", "workers", "address", "step", "loss")
+    in_memory = any(row.ram_used_bytes is not None for row in rows)
+    columns = ("rank", "node", "state", "workers", "address", "step", "loss")
+    table = _table(*columns, *(["memory"] if in_memory else []))
     for row in rows:
         table.add_row(
             _ranks(row),
@@ -207,8 +209,16 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             row.address,
             "-" if row.step is None else str(row.step),
             "-" if row.loss is None else f"{row.loss:.4f}",
+            *([_memory(row)] if in_memory else []),
         )
     return table
+
+
+def _memory(row: NodeRow) -> str:
+    """What checkpoints in memory take of a node."""
+    if row.ram_used_bytes is None or row.ram_budget_bytes is None:
+        return "-"
+    return f"{row.ram_used_bytes / (1 << 20):.1f} of {row.ram_budget_bytes >> 20} MiB"
 
 
 def _ranks(row: NodeRow) -> str:

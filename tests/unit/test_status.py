@@ -104,6 +104,24 @@ def test_a_checkpoint_in_memory_is_shown_as_long_as_the_job_runs(memory):
     assert "t43" not in shown(read(job))
 
 
+def test_what_checkpoints_in_memory_take_of_each_node_is_shown_with_its_cap(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    assert "memory" not in shown(read(job))
+    use = '{"used_bytes": 114294784, "budget_bytes": 536870912}'
+    memory.put(progress_prefix("gpt") + "b", f'{{"step": 44, "ram": {use}}}')
+    now = read(job)
+    assert [(r.ram_used_bytes, r.ram_budget_bytes) for r in now.members] == [
+        (None, None),
+        (114294784, 536870912),
+    ]
+    assert [line.split()[-4:] for line in shown(now).splitlines()[-2:]] == [
+        ["host-a", "-", "-", "-"],
+        ["109.0", "of", "512", "MiB"],
+    ]
+
+
 def test_hosts_that_are_excluded_and_nodes_that_are_unfit_are_shown_with_the_reason(memory):
     job = Job(memory)
     job.live("ab")
