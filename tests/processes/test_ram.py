@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from tests.support.cluster import ROOT, Cluster, final_hash, paced, run_alone, training
 from tests.support.waiting import wait_for
 from zero_engine.ledger import Report, read_ledger, verify
+from zero_orchestrator import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -25,6 +29,7 @@ STEPS = 41
 SAMPLES = 32 * 40 + 10
 PAUSE_S = 0.1
 NEVER = 10_000
+IMAGE_OF_RANK_1 = "r00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +111,22 @@ def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, 
     assert saved_to_disk(job) == 1, "the one at the end of the script"
 
 
+def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd_store):
+    job = ram_job(("--nnodes=2", "--max-restarts=0"), budget_bytes=200 << 20)
+    job.start("a", "b")
+    kept_step(job, least=3, world=2)
+
+    def shown() -> list[tuple[int | None, int | None]] | None:
+        rows = status.read(etcd_store, job.job).members
+        use = [(row.ram_used_bytes, row.ram_budget_bytes) for row in rows]
+        return use if all(used for used, _ in use) else None
+
+    for used, budget in wait_for(shown, 20, "what the agents show"):
+        assert budget == 200 << 20
+        assert used is not None
+        assert 1 << 20 <= used <= budget
+
+
 def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_job, undisturbed):
     job = ram_job(("--nnodes=2:3", "--max-restarts=3"))
     job.start("a", "b", "c")
@@ -130,3 +151,77 @@ def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undist
     ended_well(job, undisturbed)
     assert 10 in loaded_steps(job, f"{job.directory}/checkpoints/")
     assert "went with the nodes that held" in job.output
+
+
+def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
+    ram_job, undisturbed
+):
+    job = ram_job(("--nnodes=2:3", "--max-restarts=3"), save_every=10)
+    job.start("a", "b", "c")
+    kept_step(job, least=15, world=3)
+    with stopped(job):
+        copies = copies_of(job, "b")
+        for copy in copies:
+            damage(copy)
+        job.agents.pop("b").kill_node()
+    ended_well(job, undisturbed)
+    name = re.escape(copies[0].name)
+    found = re.search(rf"falling back .*/dev/shm/\S+/{name}: block \d+ \(bytes .*", job.output)
+    assert found is not None
+    assert re.search(r"is not what was saved .* it holds (param|exp_avg)", found[0])
+    assert loaded_steps(job, f"{job.directory}/checkpoints/")[-1] in (10, 20)
+
+
+def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job, undisturbed):
+    job = ram_job(("--nnodes=2:3", "--max-restarts=3"), replicas=2)
+    job.start("a", "b", "c")
+    kept = kept_step(job, least=15, world=3)
+    with stopped(job):
+        # Both of the other ranks need a part of what the one between them had.
+        (lost,) = [node for node in job.agents if own_images(job, node) == {IMAGE_OF_RANK_1}]
+        copies = copies_of(job, lost)
+        holder = copies[0].parents[2]
+        for copy in copies:
+            if copy.is_relative_to(holder):
+                damage(copy)
+        job.agents.pop(lost).kill_node()
+    report = ended_well(job, undisturbed)
+    damaged = rf"{holder}/\S+/{IMAGE_OF_RANK_1}: block \d+ .* is not what was saved"
+    assert re.search(f"another copy is read: {damaged}", job.output)
+    assert loaded_steps(job, "/dev/shm/")[0] >= kept
+    assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
+
+
+@contextmanager
+def stopped(job: Cluster) -> Iterator[None]:
+    """While no worker runs: what is in memory stays as it is."""
+    workers = [job.worker_of(node) for node in job.agents]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            with suppress(ProcessLookupError):  # of a node that was killed meanwhile
+                os.kill(pid, signal.SIGCONT)
+
+
+def copies_of(job: Cluster, node: str) -> list[Path]:
+    """The copies that other nodes keep of a node's own images."""
+    (memory,) = [path for path in memories(job) if f".{node}." in path.name]
+    own, others = own_images(job, node), [path for path in memories(job) if path != memory]
+    return [p for other in others for p in other.glob("*/step-*/r*") if p.name in own]
+
+
+def own_images(job: Cluster, node: str) -> set[str]:
+    """The names of the images of a node's own workers, which are links to their arenas."""
+    (memory,) = [path for path in memories(job) if f".{node}." in path.name]
+    images = memory.glob("*/step-*/r*.safetensors")
+    return {path.name for path in images if path.stat().st_nlink > 1}
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in every page."""
+    data = bytearray(path.read_bytes())
+    data[::4096] = bytes(byte ^ 1 for byte in data[::4096])
+    path.write_bytes(data)

@@ -111,14 +111,15 @@ class _Reader:
 
     def read_file(self, file: FileRecord, reads: list[Read]) -> int:
         """Carry out the reads of one file, from its first good copy; returns the bytes read."""
-        damage = self._damage(file, reads[0], 0, "is held by nobody any more")
+        damage: DamagedCheckpoint | None = None
         for copy in self._copies(file.name):
+            if damage is not None:
+                _log.warning("another copy is read: %s", damage)
             try:
                 return self._read_copy(copy, file, reads)
             except DamagedCheckpoint as error:
-                _log.debug("this copy is no good: %s", error)
                 damage = error
-        raise damage
+        raise damage or self._damage(file, reads[0], 0, "is held by nobody any more")
 
     def _read_copy(self, copy: Opener, file: FileRecord, reads: list[Read]) -> int:
         read, count = reads[0], 0
