@@ -1,5 +1,5 @@
 """`python -m zero_agent`."""
 
-from zero_agent.cli import main
+from zero_orchestrator.start import agent
 
-main()
+agent()

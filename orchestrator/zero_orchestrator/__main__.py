@@ -1,5 +1,5 @@
 """`python -m zero_orchestrator`: as `zero-ctl`."""
 
-from zero_orchestrator.cli import main
+from zero_orchestrator.start import ctl
 
-main()
+ctl()

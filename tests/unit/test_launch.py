@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_agent.launch.__main__ import main
+from zero_agent.launch.command import main
 from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan

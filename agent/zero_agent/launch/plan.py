@@ -1,6 +1,6 @@
 """What is to run where: one record, from which every runner makes its commands.
 
-Who calls it: `__main__` makes it, `runners` read it.
+Who calls it: `command` makes it, `runners` read it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ connection: ssh is told to give it a terminal (`-tt`), so that the loss of the c
 SIGHUP to it.
 
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
-Who calls it: `__main__`; `session` runs the commands.
+Who calls it: `command`; `session` runs the commands.
 """
 
 from __future__ import annotations

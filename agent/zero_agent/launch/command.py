@@ -1,0 +1,222 @@
+"""`zero-ctl launch`: from a hostfile to a running job, to its exit code.
+
+Without a hostfile, or with no other host than this one, the agent takes this process's place.
+With several, the agents meet at --rdzv-endpoint, or at an etcd that this process runs for the
+time of the job and that listens on the address towards the first host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zero_agent.etcd_process import LOOPBACK
+from zero_agent.launch import arguments
+from zero_agent.launch.environment import exported
+from zero_agent.launch.hosts import Hosts, read_hostfile, select
+from zero_agent.launch.plan import Plan
+from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
+from zero_agent.launch.session import Session
+from zero_agent.local_etcd import private_server
+from zero_agent.network import is_local, route_towards
+from zero_orchestrator import cli as zero_ctl
+from zero_orchestrator.errors import SpecError, StoreError, ZeroError
+from zero_orchestrator.runs import command_name
+from zero_orchestrator.spec import check_job_name
+
+log = logging.getLogger("zero")
+
+_SSH_PORT = 22
+_UNKNOWN_PORT = 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    logging.basicConfig(format="[zero %(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    log.setLevel(logging.INFO)
+    try:
+        code = _run(arguments.parse(sys.argv[1:] if argv is None else argv))
+    except ZeroError as error:
+        print(f"zero-ctl launch: {error}", file=sys.stderr)
+        code = zero_ctl.CtlExit.NO_STORE if isinstance(error, StoreError) else 2
+    sys.exit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    hosts = _hosts(args)
+    if args.no_ssh:
+        return _go_on_as(_own_agent(args, hosts), args)
+    if hosts is None or (len(hosts) == 1 and is_local(next(iter(hosts))) and not args.force_multi):
+        return _go_on_as(_only_agent(args, hosts), args)
+    if not 1 <= args.min_nodes <= len(hosts):
+        raise SpecError(f"--min-nodes={args.min_nodes}: {len(hosts)} hosts; write 1 to that")
+    remote = Remote(
+        port=args.ssh_port,
+        arguments=tuple(args.launcher_args),
+        pdsh_ssh_arguments=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
+    )
+    if args.dry_run:
+        here = _own_address(hosts, args) or socket.gethostname()
+        plan = _plan(args, hosts, args.rdzv_endpoint or f"{here}:{_UNKNOWN_PORT}")
+        return _show(RUNNERS[args.launcher](plan, remote))
+    _check_installed(args.launcher)
+    with _endpoint(args, hosts) as endpoint:
+        plan = _plan(args, hosts, endpoint)
+        session = Session(RUNNERS[args.launcher](plan, remote), lambda: _stop(plan))
+        log.info("job %s on %s; its etcd is %s", plan.job, ", ".join(hosts), endpoint)
+        return session.run()
+
+
+def _hosts(args: argparse.Namespace) -> Hosts | None:
+    """The chosen hosts; None if there is no hostfile."""
+    path = args.hostfile or arguments.DEFAULT_HOSTFILE
+    if args.hostfile is None and not path.is_file():
+        if args.include or args.exclude or args.num_nodes not in (None, 1):
+            raise SpecError("--include, --exclude, --num-nodes: of which hosts? give --hostfile")
+        return None
+    chosen = {"num_nodes": args.num_nodes, "num_slots": args.num_gpus}
+    return select(read_hostfile(path), include=args.include, exclude=args.exclude, **chosen)
+
+
+# ---- one agent, here ----
+
+
+def _only_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
+    slots = next(iter(hosts.values())) if hosts else None
+    count = args.num_gpus or (len(slots) if slots else "auto")
+    if slots:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    where = [f"--rdzv-endpoint={args.rdzv_endpoint}"] if args.rdzv_endpoint else []
+    return ["--nnodes=1", f"--nproc-per-node={count}", *where]
+
+
+def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
+    """This host's agent of a job whose other hosts do the same."""
+    count = len(hosts) if hosts else args.num_nodes
+    if count is None:
+        raise SpecError("--no-ssh: how many hosts? give --hostfile or --num-nodes")
+    if args.rdzv_endpoint:
+        meet = [f"--nnodes={args.min_nodes}:{count}", f"--rdzv-endpoint={args.rdzv_endpoint}"]
+    elif args.node_rank is None or not args.master_addr:
+        raise SpecError("--no-ssh: give --node-rank and --master-addr, or --rdzv-endpoint")
+    else:
+        meet = [f"--nnodes={count}", f"--node-rank={args.node_rank}"]
+        meet += [f"--master-addr={args.master_addr}"]
+        meet += [f"--master-port={args.master_port}"] if args.master_port else []
+    slots = list(hosts.values())[args.node_rank or 0] if hosts else None
+    return [*meet, f"--nproc-per-node={len(slots) if slots else args.num_gpus or 'auto'}"]
+
+
+def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
+    """Become the agent; returns only in a dry run."""
+    named = [f"--rdzv-id={args.rdzv_id}"] if args.rdzv_id else []
+    flags = [f"--max-restarts={args.max_restarts}", *flags, *named, *args.agent_args]
+    argv = [sys.executable, "-m", "zero_agent", *flags, *_program(args)]
+    if not args.dry_run:
+        os.environ |= exported({}, _directories())
+        os.execv(sys.executable, argv)
+    print(shlex.join(argv))
+    return 0
+
+
+# ---- several ----
+
+
+def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> Plan:
+    command = (args.script, *args.arguments)
+    job = args.rdzv_id or f"{command_name(Path(args.script).stem, command)}.{secrets.token_hex(2)}"
+    return Plan(
+        hosts=hosts,
+        job=check_job_name(job),
+        endpoint=endpoint,
+        program=tuple(_program(args)),
+        min_nodes=args.min_nodes,
+        max_restarts=args.max_restarts,
+        agent_flags=tuple(args.agent_args),
+        env=exported(os.environ, _directories()),
+        python=sys.executable,
+        directory=Path.cwd(),
+    )
+
+
+def _program(args: argparse.Namespace) -> list[str]:
+    switches = [
+        f"--{name}" for name in ("module", "no-python") if vars(args)[name.replace("-", "_")]
+    ]
+    return [*switches, args.script, *args.arguments]
+
+
+def _directories() -> tuple[Path, Path]:
+    return Path.home(), Path.cwd()
+
+
+def _check_installed(launcher: str) -> None:
+    program = PROGRAMS.get(launcher, launcher)
+    if shutil.which(program) is None:
+        raise SpecError(
+            f"--launcher={launcher}: {program} is not installed here; install it, choose another "
+            "launcher, or start every host by itself with --no-ssh"
+        )
+
+
+@contextlib.contextmanager
+def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
+    if args.rdzv_endpoint:
+        yield args.rdzv_endpoint
+        return
+    address = _own_address(hosts, args)
+    if address is None:
+        raise SpecError(
+            f"{', '.join(hosts)}: these names mean nothing here but to the launcher, so it is not "
+            "known under which address the hosts reach this machine; write addresses into the "
+            "hostfile, or name an etcd that they reach with --rdzv-endpoint"
+        )
+    with private_server([] if address == LOOPBACK else [address]) as endpoint:
+        yield f"{address}:{endpoint.rpartition(':')[2]}"
+
+
+def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
+    """The address of this machine that the hosts can reach it by; None if nothing tells it."""
+    first = next((host for host in hosts if not is_local(host)), LOOPBACK)
+    names = (first.rpartition("@")[2], _known_to_ssh(first, args))
+    found = (route_towards(f"{name}:{_SSH_PORT}") for name in names if name)
+    return next(filter(None, found), None)
+
+
+def _known_to_ssh(host: str, args: argparse.Namespace) -> str:
+    """What a name stands for in ssh's own configuration; "" if it is not used."""
+    if args.launcher != "ssh" or shutil.which("ssh") is None:
+        return ""
+    asked = subprocess.run(
+        ["ssh", "-G", *args.launcher_args, host],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    found = (line.partition(" ") for line in asked.stdout.splitlines())
+    return next((value for name, _, value in found if name == "hostname"), "")
+
+
+def _stop(plan: Plan) -> None:
+    """Ask for the end of the job, as `zero-ctl stop` does."""
+    with contextlib.suppress(SystemExit):  # it has said what it could not do
+        why = "--reason=the launcher was told to end"
+        zero_ctl.main(["stop", plan.job, f"--rdzv-endpoint={plan.endpoint}", why])
+
+
+def _show(commands: Sequence[Command]) -> int:
+    for command in commands:
+        variables = [f"{name}={value}" for name, value in command.env.items()]
+        print(shlex.join([*(("env", *variables) if variables else ()), *command.argv]))
+    return 0

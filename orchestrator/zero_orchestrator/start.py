@@ -1,0 +1,52 @@
+"""The console scripts from their first instant: Ctrl-C ends them without a word.
+
+What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
+traceback through other people's modules. Must always hold: this module imports next to nothing;
+the programs are known to it by name alone. Who calls it: the console scripts, `python -m`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import NoReturn
+
+
+def agent() -> NoReturn:
+    """`zero-agent`."""
+    run("zero_agent.cli")
+
+
+def ckpt() -> NoReturn:
+    """`zero-ckpt`."""
+    run("zero_engine.checkpoint.tools.cli")
+
+
+def ctl() -> NoReturn:
+    """`zero-ctl`."""
+    run("zero_orchestrator.cli")
+
+
+def run(module: str) -> NoReturn:
+    """Import a module, and end with what its `main` returns."""
+    try:
+        with _killed_by_interrupt():
+            main = import_module(module).main
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _killed_by_interrupt() -> Iterator[None]:
+    """SIGINT kills; where it is ignored, as in the background of a script, it stays ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

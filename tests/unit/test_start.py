@@ -1,0 +1,53 @@
+"""The console scripts: Ctrl-C while they still import is an end without a traceback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+AS_MODULE = {
+    "while it imports": INTERRUPTED,
+    "while it works": f"def main():\n    {INTERRUPTED.replace(chr(10), '; ')}",
+}
+
+
+def run(directory: Path, program: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    (directory / "program.py").write_text(program)
+    text = f"import sys; sys.path.insert(0, {str(directory)!r}); {before}"
+    return subprocess.run(
+        [sys.executable, "-c", f"{text}\nfrom zero_orchestrator.start import run; run('program')"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("when", "code"),
+    [("while it imports", -signal.SIGINT), ("while it works", 128 + signal.SIGINT)],
+)
+def test_an_interrupt_ends_a_program_without_a_word(tmp_path, when, code):
+    done = run(tmp_path, AS_MODULE[when])
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
+    program = INTERRUPTED + "def main(): return 7\n"
+    ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    assert run(tmp_path, program, ignore).returncode == 7
+
+
+def test_every_console_script_begins_here_and_brings_little_along():
+    root = Path(__file__).resolve().parents[2]
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {value.partition(":")[0] for value in scripts.values()} == {"zero_orchestrator.start"}
+    text = (
+        "import sys, zero_orchestrator.start; "
+        "print({'torch', 'zero_agent', 'zero_engine', 'grpc'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
