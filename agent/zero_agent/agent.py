@@ -134,6 +134,7 @@ class Agent:
             ZeroError: The agent cannot go on; nothing of it is left running.
         """
         try:
+            self._prepare()
             self._rdzv.register()
             self._ring.start(self._rdzv.node, self._rdzv.secret)
             while (code := self._turn()) is None:
@@ -157,6 +158,15 @@ class Agent:
         May be called from a signal handler.
         """
         self._inbox.put(lambda: self._leaving.signalled(number))
+
+    def _prepare(self) -> None:
+        """A round that runs does not stop for this node before it could start workers at once."""
+        if not self._rdzv.round_runs():
+            return
+        while not (self._crew.prepared or self._leaving.begun):
+            self._turned_s = self._clock.now()
+            self._limits.check_waiting(self._rdzv.snapshot, "the workers' imports are not done")
+            self._handle_events()
 
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""

@@ -113,6 +113,11 @@ class Crew:
         return self._group.state if self._group else Workers.NONE
 
     @property
+    def prepared(self) -> bool:
+        """Workers can be started at once: what they need has been imported."""
+        return self._nursery.ready
+
+    @property
     def round(self) -> int:
         """The round of the workers; 0 before the first."""
         return self._group.round if self._group else 0

@@ -30,6 +30,11 @@ class Leaving:
         self.code: int = AgentExit.OK
         """With which the agent exits when it has left."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether this node wants to leave."""
+        return self._since.running
+
     def signalled(self, number: int) -> None:
         """Leave at the next step boundary; at the second signal at once.
 

@@ -122,6 +122,15 @@ class Rendezvous:
             on_change=self._on_change,
         )
 
+    def round_runs(self) -> bool:
+        """Whether a round of this job runs at the moment, for an agent that has not registered.
+
+        Raises:
+            StoreUnavailable: The store did not answer.
+        """
+        held = self._store.get(self.keys.round)
+        return held is not None and json.loads(held.value)["state"] == State.ACTIVE
+
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""
         if (agreed := self._store.get(key)) is not None:

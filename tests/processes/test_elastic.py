@@ -12,6 +12,7 @@ import signal
 import pytest
 
 from tests.support.cluster import SAMPLES, STEPS, final_hash, training
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -60,6 +61,32 @@ def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, u
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert job.report().repeated_steps == 0
     assert job.events("interrupt") == []
+
+
+IMPORTS_WAIT = """
+import os, pathlib, sys, time
+if "zero_agent.nursery" in sys.orig_argv:
+    go = pathlib.Path(os.environ["GO"])
+    go.with_name("waiting").touch()
+    while not go.exists():
+        time.sleep(0.01)
+"""
+
+
+def test_training_does_not_stand_still_while_a_late_node_imports(
+    cluster, undisturbed_hash, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(IMPORTS_WAIT)
+    job = cluster(flags=("--nnodes=1:2",), pause_s=0.06)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    job.start("b", PYTHONPATH=str(tmp_path), GO=str(tmp_path / "go"))
+    wait_for((tmp_path / "waiting").exists, 30.0, "imports of the second node")
+    job.wait_for_step(max(step for step, _ in job.last_steps().values()) + 50, world=1)
+    (tmp_path / "go").touch()
+    job.wait_for_step(60, world=2)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert [event["round"] for event in job.events("activate")] == [1, 2]
 
 
 def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash):
