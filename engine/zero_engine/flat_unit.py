@@ -218,6 +218,9 @@ class FlatUnit:
         """Free the full parameters (stage 3); a gather brings them back."""
         if self._arriving is not None:  # they must not arrive in memory that is freed
             self.gather()
+        if not self.full.untyped_storage().resizable():  # somebody looks at it through numpy()
+            self.full = torch.empty_like(self.full)
+            self._install_views()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 

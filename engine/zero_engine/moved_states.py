@@ -74,8 +74,8 @@ class MovedStates:
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._copies or not storage.nbytes():
-            return
+        if storage._cdata in self._copies or not storage.nbytes() or not storage.resizable():
+            return  # the last: on a CPU, numpy() looks at this memory, as a save does
         pin = pin_memory and tensor.is_cuda
         copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
         copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)

@@ -16,6 +16,7 @@ from zero_engine.errors import EngineError
 from zero_engine.moved_states import tensors_of
 from zero_engine.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero_engine.utils import safe_get_full_fp32_param
+from zero_engine.zero import GatheredParameters
 
 STEPS = 4
 INCLUDES: list[Any] = [None, ["optim_states"], [OffloadStateTypeEnum.hp_params, "lp_params"]]
@@ -53,6 +54,29 @@ def test_training_goes_on_as_if_nothing_had_been_moved(
 ) -> None:
     moved = worlds.run(2, train_and_move, stage, bf16, True)
     assert moved == worlds.run(2, train_and_move, stage, bf16, False)
+
+
+def look_at_weights(stage: int, root: str, looks: bool) -> tuple[Any, ...]:
+    engine = make_engine(config(stage))
+    for step in range(1, STEPS + 1):
+        train(engine, step)
+        if looks:
+            with GatheredParameters(list(engine.module.parameters())):
+                seen = [param.detach().numpy() for param in engine.module.parameters()]
+                before = [array.copy() for array in seen]
+            engine.save_checkpoint(root)
+            engine.offload_states()
+            engine.reload_states()
+            assert all((a == b).all() for a, b in zip(seen, before, strict=True))
+    return fingerprint(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_numpy_may_look_at_weights_and_a_save_at_states_that_are_freed_afterwards(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    looked = worlds.run(2, look_at_weights, stage, str(tmp_path), True)
+    assert looked == worlds.run(2, look_at_weights, stage, str(tmp_path), False)
 
 
 def move_everything(stage: int) -> tuple[int, int]:
