@@ -4,7 +4,8 @@
 
 Each agent is a `Rendezvous` with a lease, a node and watches of its own, against a cluster of
 three etcd servers on this machine; `rendezvous_agents.py` runs up to 100 of them in a process, on
-one connection. Their workers are imaginary: they start at once and are gone at once. Measured:
+one connection; the three that see the whole job have a process each. Their workers are imaginary:
+they start at once and are gone at once. Measured:
 
 - join: all but one agent wait. From the last one's first call to the moment when every agent
   knows its place in the round and where the round's TCPStore listens (p50, p99 and last agent).
@@ -40,6 +41,7 @@ from rich.table import Table
 
 from zero_agent.etcd_process import EtcdProcess, Member, free_port
 from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.sight import FIRST
 
 PER_PROCESS = 100
 LIMIT_S = 300.0
@@ -89,9 +91,11 @@ class Hosts:
         names = [f"node-{index:05}" for index in range(count)]
         self._pipes: list[Connection] = []
         self._processes = []
-        for first in range(0, count, PER_PROCESS):
+        # Those that see the whole job have a process each, as they would have.
+        shares = [[name] for name in names[:FIRST]]
+        shares += [names[first : first + PER_PROCESS] for first in range(FIRST, count, PER_PROCESS)]
+        for mine in shares:
             ours, theirs = context.Pipe()
-            mine = names[first : first + PER_PROCESS]
             process = context.Process(
                 target=serve, args=(theirs, endpoints, job, mine, count), daemon=True
             )

@@ -1,31 +1,38 @@
 """Many agents in one process, for `rendezvous.py`: real rendezvous, imaginary workers.
 
-A process obeys one command at a time, each answered when it is done. Between commands, and during
-them, its loop polls every agent whose watch has told it something, and all of them now and then,
-as an agent's own loop does. Times are of the system's monotonic clock, one for all processes.
+A process obeys one command at a time, each answered when it is done. Meanwhile its lanes, each a
+thread for a few agents, poll every agent whose watch has told it something, and all of them now
+and then, as an agent's own loop does. Times are of the system's monotonic clock, one for all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from enum import StrEnum
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from zero_orchestrator.clock import SystemClock
+from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.etcd import EtcdStore
 from zero_orchestrator.job_state import Node, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import Change, Range, TxnResult, Watch, Write
+from zero_orchestrator.kv import Change, Range, Read, TxnResult, Watch, Write
 from zero_orchestrator.rendezvous import Rendezvous
 from zero_orchestrator.rounds import Timing
 from zero_orchestrator.spec import JobSpec
 
 TICK_S = 0.25
+LANES = 20
+"""Threads of a process: so many of its agents can wait for the store at once."""
 LEASE_S = 30
 """Long, because all agents of all machines share this one: keep-alives are not measured."""
 TIMEOUT_S = 60.0
@@ -60,6 +67,10 @@ class CountingStore(EtcdStore):
     def range(self, prefix: str, **how: Any) -> Range:
         self.calls += 1
         return super().range(prefix, **how)
+
+    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
+        self.calls += 1
+        return super().read(reads)
 
     def txn(self, compares: Sequence[Any], writes: Sequence[Write]) -> TxnResult:
         self.calls += 1
@@ -118,49 +129,88 @@ class Hosted:
         return self.rdzv.node.id not in job.quiet
 
 
+class Lane(threading.Thread):
+    """A thread that runs the loops of a few agents: they wait for nobody outside."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.inbox: queue.SimpleQueue[Hosted | Callable[[], None]] = queue.SimpleQueue()
+        self.joined: list[Hosted] = []
+        self._due_s = 0.0
+        self.start()
+
+    def do(self, action: Callable[[], Any]) -> Future[Any]:
+        """Let the thread call this."""
+        done: Future[Any] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(action())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.inbox.put(act)
+        return done
+
+    def join_job(self, agent: Hosted) -> None:
+        agent.rdzv.register()
+        self.joined.append(agent)
+        agent.poll()
+
+    def run(self) -> None:
+        while True:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Poll the agents that have been told something, or all when that is due."""
+        woken = set()
+        try:
+            news = self.inbox.get(timeout=max(0.0, self._due_s - time.monotonic()))
+            while True:
+                if isinstance(news, Hosted):
+                    woken.add(news)
+                else:
+                    news()
+                news = self.inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if time.monotonic() >= self._due_s:
+            woken |= set(self.joined)
+            self._due_s = time.monotonic() + TICK_S
+        for agent in woken & set(self.joined):
+            with contextlib.suppress(StoreUnavailable):
+                agent.poll()
+
+
 class Process:
-    """The agents of one process and their one loop."""
+    """The agents of one process, on their lanes."""
 
     def __init__(self, endpoints: str, job: str, names: Sequence[str], count: int) -> None:
         self._store = CountingStore(endpoints)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._agents = [Hosted(self._store, job, n, count, self._inbox.put) for n in names]
-        self._joined: list[Hosted] = []
+        self._lanes = [Lane() for _ in range(min(LANES, len(names)))]
+        self._agents = [
+            (lane, Hosted(self._store, job, name, count, lane.inbox.put))
+            for name, lane in zip(names, itertools.cycle(self._lanes), strict=False)
+        ]
         self._has_last = names[-1].endswith(f"{count - 1:05}")
         self._told: list[float] = []
-        self._due_s = 0.0
 
     def obey(self, command: Command, args: tuple[Any, ...]) -> Any:
         return _COMMANDS[command](self, *args)
 
-    def turn(self) -> None:
-        """Poll the agents that have been told something, or all when that is due."""
-        woken = set()
-        try:
-            woken.add(self._inbox.get(timeout=0.01))
-            while True:
-                woken.add(self._inbox.get_nowait())
-        except queue.Empty:
-            pass
-        if time.monotonic() >= self._due_s:
-            woken |= set(self._joined)
-            self._due_s = time.monotonic() + TICK_S
-        for agent in woken & set(self._joined):
-            agent.poll()
+    @property
+    def _joined(self) -> list[Hosted]:
+        return [agent for lane in self._lanes for agent in lane.joined]
 
     def join_all_but_last(self) -> None:
-        for agent in self._agents[: -1 if self._has_last else None]:
-            self._join(agent)
+        agents = self._agents[: -1 if self._has_last else None]
+        wait([lane.do(partial(lane.join_job, agent)) for lane, agent in agents])
 
     def join_last(self) -> float:
+        lane, agent = self._agents[-1]
         began = time.monotonic()
-        self._join(self._agents[-1])
+        lane.do(lambda: lane.join_job(agent))
         return began
-
-    def _join(self, agent: Hosted) -> None:
-        agent.rdzv.register()
-        self._joined.append(agent)
-        self.turn()
 
     def wait_for_round(self, n: int) -> list[float]:
         deadline = time.monotonic() + TIMEOUT_S
@@ -168,14 +218,16 @@ class Process:
             if time.monotonic() > deadline:
                 waiting = [a.rdzv.reason for a in self._joined if n not in a.known_s]
                 raise TimeoutError(f"round {n} did not begin: {waiting[0]}")
-            self.turn()
+            time.sleep(0.005)
         return [agent.known_s[n] for agent in self._joined]
 
     def lose_last(self) -> float:
         """The last agent stops, and its neighbour finds it dead."""
-        dead = self._joined.pop()
+        lane, dead = self._agents[-1]
+        lane.do(lambda: lane.joined.remove(dead)).result()
+        lane, neighbour = self._agents[0]
         began = time.monotonic()
-        (self._joined or self._agents)[0].rdzv.evict(dead.rdzv.node)
+        lane.do(lambda: neighbour.rdzv.evict(dead.rdzv.node)).result()
         return began
 
     def reset_counts(self) -> None:
@@ -219,9 +271,6 @@ def serve(pipe: Connection, endpoints: str, job: str, names: Sequence[str], coun
     process = Process(endpoints, job, names, count)
     pipe.send(None)
     while True:
-        process.turn()
-        if not pipe.poll():
-            continue
         try:
             pipe.send(process.obey(*pipe.recv()))
         except Exception as error:

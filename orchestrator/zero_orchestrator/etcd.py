@@ -25,6 +25,7 @@ from zero_orchestrator.kv import (
     KeyValue,
     Put,
     Range,
+    Read,
     TxnResult,
     Write,
 )
@@ -86,6 +87,16 @@ class EtcdStore:
 
         found = self._connection.call(send, repeatable=True)
         return Range(found.header.revision, tuple(key_value(kv) for kv in found.kvs))
+
+    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
+        """As `KeyValueStore.read`."""
+        request = rpc.TxnRequest(success=[_reading(read) for read in reads])
+        found = self._connection.call(
+            lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
+            repeatable=True,
+        )
+        parts = (part.response_range for part in found.responses)
+        return tuple(Range(found.header.revision, tuple(map(key_value, p.kvs))) for p in parts)
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""
@@ -165,6 +176,12 @@ def _comparison(etcd: Any, compare: Compare) -> Any:
     transactions = etcd.transactions
     side = transactions.create if compare.field is Field.CREATE_REVISION else transactions.mod
     return (side(compare.key) == compare.revision).build_message()
+
+
+def _reading(read: Read) -> Any:
+    key, end = key_range(read.key) if read.prefix else (read.key.encode(), b"")
+    request = rpc.RangeRequest(key=key, range_end=end, limit=read.limit)
+    return rpc.RequestOp(request_range=request)
 
 
 def _operation(write: Write) -> Any:

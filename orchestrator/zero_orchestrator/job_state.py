@@ -33,13 +33,16 @@ import base64
 import dataclasses
 import json
 import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 from zero_orchestrator.budget import Charge, in_force
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.kv import Range
+from zero_orchestrator.kv import KeyValue, Range
 from zero_orchestrator.spec import JobSpec
 
 
@@ -361,10 +364,11 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
     wish = json.loads(stop.value) if stop else None
-    excluded = _exclusions(found, keys.excluded(""))
+    kinds = _by_kind(keys, found)
+    nodes, excluded = _nodes(kinds["nodes"]), _exclusions(kinds["excluded"])
     if head is None:
-        return Snapshot(spec=spec, nodes=_nodes(keys, found), stop=wish, exclusions=excluded)
-    latest = items.get(keys.latest)
+        return Snapshot(spec=spec, nodes=nodes, stop=wish, exclusions=excluded)
+    latest, reports = items.get(keys.latest), kinds["reports"]
     record = json.loads(head.value)
     n = record["n"]
     members, master, yielded = (
@@ -376,31 +380,40 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         state=State(record["state"]),
         cause=record["cause"],
         fence=head.mod_revision,
-        nodes=_nodes(keys, found),
+        nodes=nodes,
         members=_members(members.value) if members else NOBODY,
         master=master.value if master else None,
         yielding=json.loads(yielded.value) if yielded else None,
         yield_revision=yielded.create_revision if yielded else 0,
-        quiet=_names(found, keys.report(n, "quiet/")),
-        done=_names(found, keys.report(n, "done/")),
-        failures=failures(found, keys.report(n, "fail/"), keys.report(n, "symptom/")),
-        charged=_charges(found, keys.prefix + "charged/"),
+        quiet=_names(reports, keys.report(n, "quiet/")),
+        done=_names(reports, keys.report(n, "done/")),
+        failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
+        charged=_charges(kinds["charged"]),
         by=record.get("by", ""),
         committed=json.loads(latest.value)["step"] if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,
         stop=wish,
-        drains=_drains(found, keys.drain("")),
+        drains=_drains(kinds["cmd"], keys.drain("")),
         exclusions=excluded,
     )
 
 
-def _names(found: Range, prefix: str) -> frozenset[str]:
-    return frozenset(i.key.removeprefix(prefix) for i in found.items if i.key.startswith(prefix))
+def _by_kind(keys: Keys, found: Range) -> Mapping[str, list[KeyValue]]:
+    """The keys by what follows the job's prefix: a large job has thousands, of few kinds."""
+    start = len(keys.prefix)
+    kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
+    for item in found.items:
+        kinds[item.key[start:].partition("/")[0]].append(item)
+    return kinds
 
 
-def _nodes(keys: Keys, found: Range) -> tuple[Node, ...]:
-    live = [item for item in found.items if item.key.startswith(keys.nodes)]
-    live.sort(key=lambda item: item.create_revision)
+def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
+    start = len(prefix)
+    return frozenset(item.key[start:] for item in items if item.key.startswith(prefix))
+
+
+def _nodes(items: Sequence[KeyValue]) -> tuple[Node, ...]:
+    live = sorted(items, key=attrgetter("create_revision"))
     return tuple(_node(item.value) for item in live)
 
 
@@ -418,25 +431,23 @@ def _members(value: str) -> Members:
     return Members(tuple(nodes), record["restarts"])
 
 
-def _drains(found: Range, prefix: str) -> tuple[DrainOrder, ...]:
-    orders = (item for item in found.items if item.key.startswith(prefix))
+def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:
+    orders = (item for item in items if item.key.startswith(prefix))
     return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
 
 
-def _charges(found: Range, prefix: str) -> tuple[Charge, ...]:
-    items = (item for item in found.items if item.key.startswith(prefix))
+def _charges(items: Sequence[KeyValue]) -> tuple[Charge, ...]:
     charges = (Charge(**json.loads(item.value)) for item in items)
     return tuple(sorted(charges, key=lambda charge: charge.n))
 
 
-def _exclusions(found: Range, prefix: str) -> tuple[Exclusion, ...]:
-    items = (item for item in found.items if item.key.startswith(prefix))
+def _exclusions(items: Sequence[KeyValue]) -> tuple[Exclusion, ...]:
     return tuple(Exclusion(**json.loads(item.value)) for item in items)
 
 
-def failures(found: Range, *prefixes: str) -> tuple[Failure, ...]:
+def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
     """The reports under these prefixes, in the order in which they were written."""
-    reports = [item for item in found.items if item.key.startswith(prefixes)]
+    reports = [item for item in items if item.key.startswith(prefixes)]
     reports.sort(key=lambda item: item.create_revision)
     return tuple(
         Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports

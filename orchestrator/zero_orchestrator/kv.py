@@ -40,6 +40,16 @@ class Range:
     items: tuple[KeyValue, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What to read: one key, or with `prefix` every key that starts with it."""
+
+    key: str
+    prefix: bool = False
+    limit: int = 0
+    """At most so many of them, the first by name; 0 for all."""
+
+
 class Field(StrEnum):
     """What a comparison looks at; a missing key compares as revision 0."""
 
@@ -130,6 +140,9 @@ class KeyValueStore(Protocol):
             oldest: Those that were created first, in that order, rather than by name. The
                 server looks at all of them to find these.
         """
+
+    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
+        """Several readings in one call, all of one revision: a `Range` for each."""
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """Write a key; returns the revision of the write. Raises LeaseLost for a dead lease."""

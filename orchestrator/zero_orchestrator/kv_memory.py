@@ -27,6 +27,7 @@ from zero_orchestrator.kv import (
     KeyValue,
     Put,
     Range,
+    Read,
     TxnResult,
     Write,
 )
@@ -125,6 +126,18 @@ class MemoryStore:
             return Range(database.revision, tuple(items[: limit or None]))
 
         return self._use(read)
+
+    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
+        """As `KeyValueStore.read`."""
+
+        def one(database: Database, read: Read) -> Range:
+            if read.prefix:
+                found = database.under(read.key)
+            else:
+                found = [database.items[read.key]] if read.key in database.items else []
+            return Range(database.revision, tuple(found[: read.limit or None]))
+
+        return self._use(lambda database: tuple(one(database, read) for read in reads))
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""

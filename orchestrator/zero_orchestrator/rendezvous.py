@@ -238,7 +238,8 @@ class Rendezvous:
         job = self._seeing.look()
         if job is not self._snapshot:
             self._snapshot = job
-            self._ages.look(job)
+            if self._seeing.whole:
+                self._ages.look(job)  # who decides must know since when things are as they are
         mine = job.node(self._node.id)
         if mine is not None and mine.incarnation != self._node.incarnation:
             raise NodeTaken(

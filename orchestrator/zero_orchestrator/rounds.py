@@ -35,6 +35,10 @@ from zero_orchestrator.ranks import arrange
 __all__ = ["LEGAL", "Decision", "Move", "Observed", "Timing", "Transition", "decide", "transaction"]
 
 
+_NAMED = 8
+"""A sentence names so many nodes; a large job has thousands."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """How long to wait before acting where acting at once would be hasty. Seconds."""
@@ -84,7 +88,7 @@ def _open(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
 def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     busy = [node.id for node in job.live_members if node.id not in job.quiet]
     if busy:
-        return Decision(None, f"waiting for the workers of {', '.join(busy)} to stop")
+        return Decision(None, f"waiting for the workers of {_some(busy)} to stop")
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
@@ -102,6 +106,12 @@ def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
         f"round {job.n + 1} begins with {len(order)} of {low}:{high} nodes, "
         f"world size {members.world_size}",
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _here(job: Snapshot) -> str:
@@ -163,7 +173,7 @@ def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | 
     left = [m.id for m in job.members.nodes if m.id in job.quiet]
     if job.yielding is not None:
         if busy:
-            return Decision(None, f"{job.yielding}; waiting for {', '.join(busy)} to stop")
+            return Decision(None, f"{job.yielding}; waiting for {_some(busy)} to stop")
         return go(Move.FORM, job.yielding)
     if left:
         return go(Move.FORM, f"the workers of {', '.join(left)} left")

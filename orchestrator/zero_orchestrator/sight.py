@@ -7,8 +7,10 @@ of a large job together a number of changes that grows with their number, not wi
 
 There is no election: whoever looks and finds itself among the first sees everything from then
 on, and whoever finds others before it no longer does. An agent outside looks now and then, the
-more often the more likely it is that something is due. So the first ones may die at any moment,
-all at once too. Too many that see everything do no harm either: the fence decides.
+more often the more likely it is that it is needed: when something is due, and when few come
+before it. So the first ones may die at any moment, all at once too, and the looks of all agents
+together grow with the logarithm of their number. Too many that see everything do no harm either:
+the fence decides.
 
 Must always hold: a snapshot is never older than the one before; one that is not `whole` is never
 decided upon. Who calls it: `rendezvous`, on one thread.
@@ -17,13 +19,14 @@ decided upon. Who calls it: `rendezvous`, on one thread.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import random
 from collections.abc import Callable
 
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreReplaced
 from zero_orchestrator.job_state import Failure, Keys, Node, Snapshot, State, failures, parse
-from zero_orchestrator.kv import KeyValue, KeyValueStore, Range
+from zero_orchestrator.kv import KeyValue, KeyValueStore, Range, Read
 from zero_orchestrator.replica import Replica
 from zero_orchestrator.spec import JobSpec
 
@@ -33,8 +36,10 @@ REREAD_S = 2.0
 """An agent makes sure, by reading, that it has missed nothing after so long without a change."""
 PENDING_S = 0.25
 """The same for one outside while the job waits for something."""
-LOOKS_PER_S = 250
-"""All agents outside together look no more often than that, however many there are."""
+LOOKS_PER_S = 25
+"""The agent that has k others before it looks no more often than LOOKS_PER_S / k times a second."""
+LONGEST_S = 15.0
+"""But no more rarely than that: half of a large job may be gone at once."""
 CAUSES = 8
 """So many reports of failures, the oldest, are read by an agent that does not see all of them."""
 
@@ -69,6 +74,7 @@ class Sight:
         self._clock = clock
         self._on_change = on_change
         self._view: _Whole | _Course = self._open(whole=self._is_first())
+        self._job: Snapshot | None = None
         self._fence = 0
         self._checked_s, self._pause_s = clock.now(), REREAD_S
 
@@ -86,7 +92,9 @@ class Sight:
         """
         if self._clock.now() - self._checked_s >= self._pause_s:
             self._check()
-        job = self._view.look()
+        before, job = self._job, self._view.look()
+        if job is before:
+            return job
         if job.fence < self._fence:
             raise StoreReplaced(
                 f"etcd has lost the data of job {self._keys.job}: its last transition was at "
@@ -97,6 +105,7 @@ class Sight:
         if self.whole and self._id not in first(job) and job.node(self._id) is not None:
             self._change(whole=False)
             job = self._view.look()
+        self._job = job
         return job
 
     def distrust(self) -> None:
@@ -110,16 +119,15 @@ class Sight:
     def gone(self, node: Node) -> None:
         """This agent knows that another one is dead."""
         self._view.gone(node)
+        self.distrust()
 
     def close(self) -> None:
         """Watch nothing any more."""
         self._view.close()
 
     def _check(self) -> None:
-        if not self.whole and self._is_first():
+        if self._view.check() and not self.whole:
             self._change(whole=True)
-        else:
-            self._view.check()
         self._checked_s = self._clock.now()
         self._pause_s = self._view.pause_s * random.uniform(0.8, 1.2)
 
@@ -139,7 +147,7 @@ class Sight:
 
 def first(job: Snapshot) -> list[str]:
     """The agents that see everything, of a job that is seen as a whole."""
-    return sorted(node.id for node in job.nodes)[:FIRST]
+    return heapq.nsmallest(FIRST, (node.id for node in job.nodes))
 
 
 class _Whole:
@@ -165,8 +173,10 @@ class _Whole:
             self._job, self._found = parse(self._keys, found, self._spec), found
         return self._job
 
-    def check(self) -> None:
+    def check(self) -> bool:
+        """Read everything again; it stays until others are seen to come first."""
         self._all.distrust()
+        return True
 
     def said(self, report: KeyValue) -> None:
         self._all.distrust()
@@ -202,15 +212,22 @@ class _Course:
         self._job = Snapshot(spec=spec)
         self._causes: tuple[Failure, ...] = ()
         self._causes_of = 0
+        self._latest_first = ""
 
     @property
     def pause_s(self) -> float:
-        """Until the next check: short while something is due, and longer the more agents wait."""
+        """Until the next check: short while something is due, and longer the more come first."""
         job = self._job
         reported = any(r.key.startswith(self._keys.report(job.n, "")) for r in self._reports)
         due = job.state is not State.ACTIVE or job.yielding is not None or reported
-        size = max(self._spec.min_nodes, len(job.members.nodes))
-        return max(PENDING_S if due else REREAD_S, size / LOOKS_PER_S)
+        pause_s = min(self._before() / LOOKS_PER_S, LONGEST_S)
+        return max(PENDING_S if due else REREAD_S, pause_s)
+
+    def _before(self) -> int:
+        """How many live agents come before this one, as far as it knows."""
+        if not self._job.members.nodes:
+            return self._spec.min_nodes
+        return sum(self._latest_first < member.id < self._id for member in self._job.members.nodes)
 
     def look(self) -> Snapshot:
         found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
@@ -218,13 +235,25 @@ class _Course:
             self._job, self._seen = self._parse(found[0], found[1]), found
         return self._job
 
-    def check(self) -> None:
-        """Has the watch told the newest? Is this agent still registered?"""
-        head = self._store.get(self._keys.round)
-        if (head.mod_revision if head else 0) != self._job.fence:
+    def check(self) -> bool:
+        """Has the watch told the newest? Is this agent registered still, and among the first?"""
+        me = self._keys.node(self._id)
+        head, own, order, early = self._store.read(
+            [
+                Read(self._keys.round),
+                Read(me),
+                Read(self._keys.drain(self._id)),
+                Read(self._keys.nodes, prefix=True, limit=FIRST),
+            ]
+        )
+        if (head.items[0].mod_revision if head.items else 0) != self._job.fence:
             self._course.distrust()
-        self._own = self._store.get(self._keys.node(self._id))
-        self._orders.distrust()
+        if not set(order.items) <= set(self._orders.look().items):
+            self._orders.distrust()
+        self._own = own.items[0] if own.items else None
+        first_keys = [item.key for item in early.items]
+        self._latest_first = max(first_keys, default="").removeprefix(self._keys.nodes)
+        return me in first_keys
 
     def said(self, report: KeyValue) -> None:
         now = self._keys.report(self._job.n, "")
@@ -242,10 +271,11 @@ class _Course:
         own = (self._own,) if self._own is not None else ()
         items = (*course.items, *orders.items, *own, *self._reports)
         job = parse(self._keys, Range(course.revision, items), self._spec)
-        others = (m for m in job.members.nodes if m.id != self._id)
-        alive = (m for m in others if (m.id, m.incarnation) not in self._dead)
+        others = [m for m in job.members.nodes if m.id != self._id]
+        if self._dead:
+            others = [m for m in others if (m.id, m.incarnation) not in self._dead]
         known = (*job.failures, *self._failures(job))
-        return dataclasses.replace(job, nodes=(*job.nodes, *alive), failures=known)
+        return dataclasses.replace(job, nodes=(*job.nodes, *others), failures=known)
 
     def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
         """Why the round ended, for the agents that must know; read once."""
@@ -254,6 +284,6 @@ class _Course:
         if job.fence != self._causes_of:
             prefix = self._keys.report(job.n, "fail/")
             found = self._store.range(prefix, limit=CAUSES, oldest=True)
-            self._causes = failures(found, prefix)
+            self._causes = failures(found.items, prefix)
             self._causes_of = job.fence
         return self._causes

@@ -17,6 +17,7 @@ from zero_orchestrator.kv import (
     KeyValue,
     KeyValueStore,
     Put,
+    Read,
     absent,
     unchanged,
 )
@@ -118,6 +119,18 @@ def test_a_range_can_be_limited_to_the_first_keys_by_name_or_by_age(
     assert names(limit=2) == "ab"
     assert names(oldest=True) == "cab"
     assert names(limit=2, oldest=True) == "ca"
+
+
+def test_several_readings_are_of_one_revision(store: KeyValueStore, root: str) -> None:
+    for name in ("a", "b/1", "b/2", "b/3"):
+        last = store.put(root + name, name)
+    one, some, none = store.read(
+        [Read(f"{root}a"), Read(f"{root}b/", prefix=True, limit=2), Read(f"{root}c")]
+    )
+    assert [item.value for item in one.items] == ["a"]
+    assert some.items == store.range(f"{root}b/").items[:2]
+    assert none.items == ()
+    assert {one.revision, some.revision, none.revision} == {last}
 
 
 def test_an_empty_range_still_tells_the_revision(store: KeyValueStore, root: str) -> None:
