@@ -1,12 +1,13 @@
 # make demo   everything the main job needs, and runs it
 # make test   everything the tests need, and runs them (they mostly wait: three at a time on two cores)
 # make image-test   builds and runs the image: root, buildah, debootstrap, a network, minutes
+# make slow-test    those that last for minutes, as an outage of one does
 # make check  format, lint, types, import contracts
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test image-test check install dev clean
+.PHONY: demo test image-test slow-test check install dev clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -16,6 +17,9 @@ test: dev
 
 image-test: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)
+
+slow-test: dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

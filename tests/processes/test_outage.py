@@ -25,14 +25,31 @@ def steps_done(job: Cluster) -> int:
     return max((step for step, _ in job.last_steps().values()), default=0)
 
 
-@pytest.mark.parametrize("outage", ["killed and restarted", "stopped and continued"])
-def test_an_outage_of_etcd_costs_no_restart_and_no_step(own, outage, undisturbed_hash):
+@pytest.mark.parametrize(
+    ("outage", "pause_s", "steps"),
+    [
+        ("killed and restarted", 0.03, 30),
+        ("stopped and continued", 0.03, 30),
+        pytest.param(
+            "killed and restarted",
+            0.4,
+            150,
+            marks=[pytest.mark.slow, pytest.mark.timeout(300)],
+            id="for a minute",
+        ),
+    ],
+)
+def test_an_outage_of_etcd_costs_no_restart_and_no_step(
+    own, outage, pause_s, steps, undisturbed_hash
+):
+    """It lasts for so many steps, each of which takes longer than its pause."""
     job, etcd = own
+    job.pause_s = pause_s
     job.start("a", "b")
     job.wait_for_step(15, world=2)
     etcd.kill() if outage.startswith("killed") else etcd.suspend()
     before = steps_done(job)
-    wait_for(lambda: steps_done(job) > before + 30, 60, "steps without etcd")
+    wait_for(lambda: steps_done(job) > before + steps, 120, "steps without etcd")
     wait_for(lambda: "etcd cannot be reached" in job.output, 30, "a word about it")
     etcd.start() if outage.startswith("killed") else etcd.resume()
     assert_as_if_nothing_had_happened(job, undisturbed_hash)

@@ -1,9 +1,10 @@
 """The network is cut, or an agent stands still: who goes on, who waits, and what it costs.
 
-Machines are network namespaces, packets vanish without a word, etcd is real. The workers are a
-plain script that counts: which rounds there were, on which nodes, and how many restarts they cost
-is all that is claimed here. That a round that is over publishes nothing is proved by the fence
-(`tests/model`, `tests/unit/test_rendezvous.py`), and the bits are by `test_elastic.py`.
+Machines are network namespaces, packets vanish without a word, etcd is real. One job trains: its
+weights and samples are those of a run without a cut. The workers of the others are a plain script
+that counts: which rounds there were, on which nodes, and how many restarts they cost. That a round
+that is over publishes nothing is proved by the fence (`tests/model`,
+`tests/unit/test_rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 
 import pytest
 
+from tests.processes.test_elastic import assert_as_if_nothing_had_happened
 from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
@@ -86,9 +88,9 @@ class Machines:
                 self.job.start(name)
 
 
-@pytest.fixture
-def machines(tmp_path, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("etcd")
+@contextlib.contextmanager
+def on_machines(directory, make_job):
+    """Etcd on a machine of its own, and the job that is made for its endpoint."""
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(network("store", "a", "b"))
         everywhere = f"--listen-client-urls=http://0.0.0.0:{PORT}"
@@ -97,9 +99,27 @@ def machines(tmp_path, tmp_path_factory):
         with net.inside("store"):
             stack.callback(etcd.close)
             etcd.start()
-        job = Counting(tmp_path, f"{net.address('store')}:{PORT}", restarts=1)
+        job = make_job(f"{net.address('store')}:{PORT}")
         stack.callback(job.close)
         yield Machines(net, job, etcd)
+
+
+@pytest.fixture
+def machines(tmp_path, tmp_path_factory):
+    """With a job that counts."""
+    etcd = tmp_path_factory.mktemp("etcd")
+    with on_machines(etcd, lambda endpoint: Counting(tmp_path, endpoint, restarts=1)) as found:
+        yield found
+
+
+@pytest.fixture
+def trained_on(tmp_path, tmp_path_factory):
+    """With a job that trains, and has one restart to lose."""
+    flags, etcd = ("--nnodes=1:2", "--max-restarts=1"), tmp_path_factory.mktemp("etcd")
+    with on_machines(
+        etcd, lambda endpoint: Cluster(tmp_path, endpoint, flags=flags, pause_s=0.1)
+    ) as found:
+        yield found
 
 
 @pytest.fixture
@@ -146,6 +166,24 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_it_comes_back(machi
     machines.net.heal("a", *cut_off_from)
     job.wait_for_round(3, world=2)
     assert job.finish() == 3
+    assert [(e["node"], e["text"]) for e in job.events("interrupt")] == [
+        ("b", "lost node a; restart 1 of 1")
+    ]
+
+
+def test_a_node_that_is_cut_off_and_comes_back_leaves_no_mark_on_what_is_trained(
+    trained_on, undisturbed_hash
+):
+    """It computes on in a round that is over, beside the others: what it does counts nowhere."""
+    job, net = trained_on.job, trained_on.net
+    trained_on.start("a", "b")
+    job.wait_for_step(25, world=2)
+    net.cut("a", "store", "b")
+    job.wait_for_step(26, world=1)
+    net.heal("a", "store", "b")
+    step = max(step for step, _ in job.last_steps().values())
+    job.wait_for_step(step + 1, world=2)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert [(e["node"], e["text"]) for e in job.events("interrupt")] == [
         ("b", "lost node a; restart 1 of 1")
     ]
