@@ -57,6 +57,8 @@ def meet(
     Raises:
         OSError: A neighbour is gone.
     """
+    if _willing():
+        process_memory.let_siblings_read()
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # the kernel finds a name, in this network namespace
@@ -71,12 +73,16 @@ def meet(
     return run, Neighbours(members, changed) if members else None
 
 
+def _willing() -> bool:
+    return os.environ.get(SWITCH, "1") != "0"
+
+
 def _card(listener: socket.socket, token: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
     """Where this rank is."""
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return {
-        "willing": os.environ.get(SWITCH, "1") != "0",
+        "willing": _willing(),
         "host": [boot, *spaces],
         "pid": os.getpid(),
         "listens": listener.getsockname().hex(),
