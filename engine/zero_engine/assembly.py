@@ -195,6 +195,7 @@ def _make_core(
             zero.totals,
             collectives,
             stage,
+            zero.wholes,
             on_ready,
             guard,
             quantized=wire.zero_quantized_gradients,

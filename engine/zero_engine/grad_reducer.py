@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ from zero_engine.stages import Stage
 
 _MAX_IN_FLIGHT = 1
 """More would take memory and no time off: the network is never idle while a unit is under way."""
+
+
+_PIECE = 1 << 17
+"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
 
 
 class BufferPool:
@@ -58,11 +63,14 @@ class UnitGradient:
     Attributes:
         buffer: [padded] in the compute dtype, or None while there is none.
         total: [padded / world] in fp32, this rank's interval of the sum over leaves.
+        whole: [padded] in fp32, of which `total` is an interval and which nobody reads before the
+            step; None where gradients are divided.
     """
 
-    def __init__(self, unit: FlatUnit, total: Tensor) -> None:
+    def __init__(self, unit: FlatUnit, total: Tensor, whole: Tensor | None) -> None:
         self.unit = unit
         self.total = total
+        self.whole = whole
         self.buffer: Tensor | None = None
         self._gaps = _gaps(unit)
         self.missing = set(range(len(unit.layout.slots)))
@@ -120,6 +128,7 @@ class GradReducer:
         totals: Sequence[Tensor],
         collectives: Collectives,
         stage: Stage,
+        wholes: Sequence[Tensor] = (),
         on_ready: Callable[[FlatUnit], None] | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
@@ -132,6 +141,8 @@ class GradReducer:
             totals: For each unit its accumulator [padded / world], fp32.
             collectives: The group to reduce over.
             stage: Whether parameters are gathered in backward.
+            wholes: For each unit what its accumulator is an interval of, [padded], if every rank
+                has that.
             on_ready: Called when a unit's weights are not needed any more by this backward.
             guard: Around exchanges, which may find a peer gone.
             quantized: Leaves travel as int8.
@@ -141,7 +152,10 @@ class GradReducer:
         self._stage = stage
         self._guard = guard
         self._on_ready = on_ready or (lambda _: None)
-        gradients = [UnitGradient(u, total) for u, total in zip(units, totals, strict=True)]
+        gradients = [
+            UnitGradient(unit, total, whole)
+            for unit, total, whole in zip(units, totals, wholes or repeat(None), strict=False)
+        ]
         # Backward meets the modules in about the reverse of their order, and ends with the root.
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
@@ -202,7 +216,15 @@ class GradReducer:
     def _ensure_buffer(self, gradient: UnitGradient) -> None:
         if gradient.buffer is None:
             unit = gradient.unit
-            gradient.start(self._pool.take(unit.padded, unit.full.dtype))
+            gradient.start(
+                gradient.whole
+                if gradient.whole is not None and self._may_use_whole(gradient.whole, unit)
+                else self._pool.take(unit.padded, unit.full.dtype)
+            )
+
+    def _may_use_whole(self, whole: Tensor, unit: FlatUnit) -> bool:
+        """Whether a leaf can be where its sum is going to be: nothing has been summed there yet."""
+        return self._first and not self._quantized and whole.dtype == unit.full.dtype
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
@@ -251,29 +273,43 @@ class GradReducer:
         assert gradient.buffer is not None
         used = (exchange.received, exchange.sent, gradient.buffer)  # the last two may be one
         for buffer in {id(buffer): buffer for buffer in used}.values():
-            self._pool.give(buffer)
+            if buffer is not gradient.whole:
+                self._pool.give(buffer)
         gradient.buffer = None
         gradient.reset()
 
     def _fold(self, leaves: list[Tensor], total: Tensor) -> None:
-        first, *others = leaves
-        if self._first:
-            self._widen(first, total)
+        if self._quantized:  # a packed leaf can only be unpacked as a whole
+            self._fold_widened(leaves, total)
+        elif leaves[0].dtype != total.dtype:
+            size = total.numel() if total.is_cuda else _PIECE
+            for pieces in zip(*(leaf.split(size) for leaf in (total, *leaves)), strict=True):
+                self._fold_widened(list(pieces[1:]), pieces[0])
+        elif self._first:
+            _sum(leaves, total)
         else:
-            others.insert(0, first)
-        for leaf in others:
-            self._add(leaf, total)
+            for leaf in leaves:
+                total.add_(leaf)
 
-    def _add(self, leaf: Tensor, total: Tensor) -> None:
-        if leaf.dtype == total.dtype:
-            total.add_(leaf)
-            return
+    def _fold_widened(self, leaves: list[Tensor], total: Tensor) -> None:
+        if self._first:
+            self._widen(leaves.pop(0), total)
         # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
         wide = self._pool.take(total.numel(), total.dtype)
-        total.add_(self._widen(leaf, wide))
+        for leaf in leaves:
+            total.add_(self._widen(leaf, wide))
         self._pool.give(wide)
 
     def _widen(self, leaf: Tensor, into: Tensor) -> Tensor:
         if self._quantized:
             return unpack(leaf.view(1, -1), into.view(1, -1)).view(-1)
         return into.copy_(leaf)
+
+
+def _sum(leaves: list[Tensor], total: Tensor) -> None:
+    """Add leaves up in their order. `total` may be one of them; all others are used up."""
+    first, *others = leaves
+    if not others and first.data_ptr() != total.data_ptr():
+        total.copy_(first)
+    for number, leaf in enumerate(others, start=1):
+        torch.add(first, leaf, out=total if number == len(others) else first)

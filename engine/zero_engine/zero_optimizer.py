@@ -108,6 +108,11 @@ class ZeroOptimizer:
         for name, value in told.items():
             setattr(self.optimizer, name, value)
 
+    @property
+    def wholes(self) -> tuple[Tensor, ...]:
+        """What each total is an interval of, where every rank steps everything; else empty."""
+        return () if self._stage.shards_optimizer else self._gradients
+
     def gradient_sums(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between micro-steps."""
         yield from self._gradients

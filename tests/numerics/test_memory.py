@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zero_engine
 from tests.support.world import WorldPool
 from zero_engine.config.schema import ZeroOptimization
+from zero_engine.grad_reducer import BufferPool
 from zero_engine.memory import estimate
 
 WIDTH, LAYERS = 512, 3
@@ -77,6 +78,37 @@ def test_the_estimate_is_what_is_allocated_up_to_padding(
     for rank in worlds.run(world, allocated, stage, compute, optimizer):
         for purpose, size in rank.items():
             assert size == pytest.approx(getattr(expected, purpose), rel=0.02), purpose
+
+
+def buffers_of_one_step(stage: int) -> list[int]:
+    """The elements of each gradient buffer that a step asks for besides its sums."""
+    asked = []
+
+    class Asked(BufferPool):
+        def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+            asked.append(numel)
+            return super().take(numel, dtype)
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+    }
+    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    assert engine._core.reducer is not None
+    engine._core.reducer._pool = Asked(torch.device("cpu"))
+    engine.backward(engine(torch.ones(1, WIDTH)))
+    engine.step()
+    return asked
+
+
+def test_at_stage_0_in_fp32_leaves_lie_where_their_sums_will_be(worlds: WorldPool) -> None:
+    unit = 2 * 1024 * -(-WIDTH * (WIDTH + 1) // 2048)
+    received, sent = [unit // 2] * LAYERS, [unit] * LAYERS
+    for rank in worlds.run(2, buffers_of_one_step, 0):
+        assert rank == received
+    for rank in worlds.run(2, buffers_of_one_step, 2):
+        assert sorted(rank) == [*received, *sent]
 
 
 def secondary_shards() -> int:
