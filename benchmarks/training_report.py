@@ -16,8 +16,8 @@ _QUIET_CORES = 0.15
 """A step is quiet if everybody else used less than this of one core meanwhile."""
 _ENOUGH = 5
 """Quiet steps; with fewer, all steps count, and the row is marked."""
-_FLOOR_STATE_BYTES = {"fp32": 16, "bf16": 20}
-"""Per parameter, in the floor: weights, gradients, moments; masters and their gradients."""
+_WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+"""Per parameter, all that "passes" holds besides activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,20 +143,20 @@ def _table(rows: Mapping[str, Row], dtype: str, title: str) -> Table:
 
 
 def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | None:
-    """The peak over what the formula adds to the activations, which the floor shows."""
-    stage, floor = SYSTEMS[system].stage, rows.get("floor")
-    if not system.startswith("zero") or stage is None or floor is None:
+    """The peak over what the formula adds to the activations, which "passes" shows."""
+    stage, passes = SYSTEMS[system].stage, rows.get("passes")
+    if not system.startswith("zero") or stage is None or passes is None:
         return None
     from zero_engine.memory import estimate
 
-    activations = floor.peak_bytes - _FLOOR_STATE_BYTES[dtype] * floor.parameters
+    activations = passes.peak_bytes - _WEIGHT_BYTES[dtype] * passes.parameters
     formula = estimate(
-        floor.parameters,
+        passes.parameters,
         stage=stage,
         compute=dtype,
         states=2,
         world=2,
-        largest=floor.largest_unit,
+        largest=passes.largest_unit,
         gpu=False,
     )
     return rows[system].peak_bytes / (activations + formula.total + formula.in_flight)

@@ -81,6 +81,23 @@ def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast:
     return step
 
 
+def passes(model: GPT, setting: Setting) -> Step:
+    """Forward and backward alone, each gradient dropped as it comes: what activations need."""
+    for param in model.bfloat16().parameters() if setting.bf16 else model.parameters():
+        param.register_post_accumulate_grad_hook(_drop_gradient)
+
+    def step(tokens: Tokens) -> float:
+        loss = model(*tokens)
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def _drop_gradient(param: Tensor) -> None:
+    param.grad = None
+
+
 def ddp(model: GPT, setting: Setting) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return _torch_step(wrapped, adamw(wrapped.parameters()), autocast=setting.bf16)
@@ -202,6 +219,7 @@ def _fsdp2(*, reshard: bool) -> System:
 
 SYSTEMS: dict[str, System] = {
     "floor": System(make=floor),
+    "passes": System(make=passes),
     "ddp": System(make=ddp, stage=0),
     "zro": System(make=zro, package="torch.distributed.optim", stage=1),
     "fsdp2": _fsdp2(reshard=True),
