@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from zero_engine.collectives import Collectives
+from zero_engine.comms_log import LOG
 from zero_engine.config import Config, SchedulerConfig, load_config
 from zero_engine.config.offload import NONE
 from zero_engine.distributed import init_distributed, local_device
@@ -108,6 +109,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     settings = load_config(_config_source(args, config, config_params))
+    if settings.comms_logger.enabled:
+        LOG.configure(settings.comms_logger)
     init_distributed()
     link = AgentLink(dist.get_rank())
     with peers_may_vanish(link):

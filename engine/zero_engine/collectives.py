@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_engine.comms_log import LOG
 from zero_engine.distributed import group_store
 from zero_engine.errors import Diverged, LeavingNow, PeerLost
 from zero_engine.neighbourhood import meet
@@ -64,6 +65,9 @@ class Pending:
     turn: int = 0
     """How many of this name came before."""
     group: Collectives | None = None
+    kind: str = ""
+    """In the words of `comms_log`."""
+    sent_bytes: int = 0
 
 
 def wait(pending: Pending) -> None:
@@ -75,7 +79,8 @@ def wait(pending: Pending) -> None:
         Diverged: The ranks wait for each other.
     """
     if pending.group is not None:
-        pending.group.finish(pending)
+        with LOG.waiting(pending.kind, pending.what, pending.sent_bytes):
+            pending.group.finish(pending)
 
 
 def has_ended(pending: Pending) -> bool:
@@ -151,8 +156,11 @@ class Collectives:
         if circle := self._standstill.look(pending.what, pending.turn):
             raise Diverged(circle)
 
-    def _pending(self, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...]) -> Pending:
-        return Pending(what, tuple(works), buffers, self._standstill.begin(what), self)
+    def _pending(
+        self, kind: str, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...], sent: int
+    ) -> Pending:
+        turn = self._standstill.begin(what)
+        return Pending(what, tuple(works), buffers, turn, self, kind, sent)
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's interval of `full` [world * n]: a view [n]."""
@@ -166,7 +174,7 @@ class Collectives:
         `in_leaf_order` puts them and its own in order. Over sockets in two exchanges, with the
         ranks below and with those above, so that a rank's own interval is neither sent nor copied.
         """
-        self._count("leaves", leaves)
+        sent_bytes = self._count("leaves", leaves)
         out, into = leaves.view(self.world, -1), received.view(self.world - 1, -1)
         lent = {rank: out[rank] for rank in self._others_near}
         wanted = {rank: into[rank - (rank > self.rank)] for rank in self._others_near}
@@ -174,7 +182,7 @@ class Collectives:
         if len(self._near) < self.world:
             with _transport_failures(what):
                 works += self._leaves_by_sockets(out, into)
-        return self._pending(what, works, (leaves, received))
+        return self._pending("leaves", what, works, (leaves, received), sent_bytes)
 
     def _leaves_by_sockets(self, out: Tensor, into: Tensor) -> list[Work]:
         low, high = self._near.start, self._near.stop
@@ -220,13 +228,14 @@ class Collectives:
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
         if self.world == 1:
-            return self._pending(what, (), ())
-        self._count("gather", full)
+            return self._pending("", what, (), (), 0)
+        sent_bytes = self._count("gather", full)
         with _transport_failures(what):
             if full.device.type == "cpu":
-                return self._pending(what, self._pairwise(full, what), (full,))
+                works = self._pairwise(full, what)
+                return self._pending("gather", what, works, (full,), sent_bytes)
             work = _gather_into(full, self.own(full), group=self._group, async_op=True)
-            return self._pending(what, (work,), (full,))
+            return self._pending("gather", what, (work,), (full,), sent_bytes)
 
     def _pairwise(self, full: Tensor, what: str) -> list[Work]:
         # Under a tag of its own: shards of different units that ranks gather at the same time, as
@@ -262,14 +271,17 @@ class Collectives:
             return
         with _transport_failures(what):
             work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-        wait(self._pending(what, (work,), (tensor,)))
+        sent_bytes = tensor.nbytes if self.rank == source else 0
+        wait(self._pending("broadcast", what, (work,), (tensor,), sent_bytes))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come here."""
         wait(self.all_gather(torch.zeros(self.world), what))
 
-    def _count(self, kind: str, full: Tensor) -> None:
-        self.bytes_sent[kind] += full.nbytes // self.world * (self.world - 1)
+    def _count(self, kind: str, full: Tensor) -> int:
+        sent_bytes = full.nbytes // self.world * (self.world - 1)
+        self.bytes_sent[kind] += sent_bytes
+        return sent_bytes
 
 
 def _timeout_s(group: Any) -> float:

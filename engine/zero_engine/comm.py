@@ -41,6 +41,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
+from zero_engine.comms_log import LOG
 from zero_engine.distributed import group_timeout_s
 from zero_engine.distributed import init_distributed as _init_from_environment
 from zero_engine.distributed import local_rank as get_local_rank
@@ -69,6 +70,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
@@ -87,6 +89,22 @@ get_all_ranks_from_group = get_process_group_ranks
 def get_world_group() -> dist.ProcessGroup | None:
     """The group of all ranks."""
     return dist.group.WORLD
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Print what a config's "comms_logger" has counted, on rank 0.
+
+    Args:
+        show_straggler: And how long each rank has waited; every rank must then call this. Who has
+            waited least is whom the others wait for.
+    """
+    lines = LOG.lines()
+    if show_straggler:
+        waits: list[float] = [0.0] * get_world_size()
+        all_gather_object(waits, LOG.waited_s)
+        lines += [f"rank {rank} waited {wait_s * 1e3:.1f} ms" for rank, wait_s in enumerate(waits)]
+    if not is_initialized() or get_rank() == 0:
+        print("\n".join(lines))
 
 
 def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments

@@ -27,7 +27,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "every rank writes its own share",
     "checkpoint.writer": "see checkpoint.async",
     "comet": "there are csv_monitor, tensorboard and wandb",
-    "comms_logger": "collectives.bytes_sent counts what travels",
     "data_types.grad_accum_dtype": "gradients are summed in fp32",
     "disable_allgather": _FIXED_ORDER,
     "flops_profiler": "torch.profiler works on an engine",
@@ -92,7 +91,6 @@ INSIDE: dict[str, frozenset[str]] = {
             "api_key enabled experiment_key experiment_name mode online project "
             "samples_log_interval workspace"
         ),
-        "comms_logger": "debug enabled prof_all prof_ops verbose",
         "flops_profiler": (
             "detailed enabled module_depth output_file profile_step recompute_fwd_factor "
             "top_modules"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.monitoring import FileMonitor, WandbMonitor
+from zero_engine.config.monitoring import CommsLogger, FileMonitor, WandbMonitor
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
@@ -209,6 +209,7 @@ class Config:
     csv_monitor: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
     tensorboard: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
     wandb: WandbMonitor = WandbMonitor()  # noqa: RUF009, it is frozen
+    comms_logger: CommsLogger = CommsLogger()  # noqa: RUF009, it is frozen
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -265,6 +266,7 @@ SECTIONS: dict[str, type[Any]] = {
         Elasticity,
         FileMonitor,
         WandbMonitor,
+        CommsLogger,
     )
 }
 """The sections by the name of their class, as the annotations above spell it."""

@@ -1,0 +1,90 @@
+"""How often each kind of exchange happens, what it moves, how long this rank stood still for it.
+
+Owns the tallies of this process. They are of the engine's exchanges: a script's own calls of
+torch.distributed are not among them. What is exchanged while the rank computes costs it nothing,
+so the time is that of its waits, not that of the transfers.
+
+Filled by `collectives` once a config turns it on; shown by `comm.log_summary`.
+
+Source of the idea: DeepSpeed's comms logger.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from zero_engine.config.monitoring import CommsLogger
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one kind and size."""
+
+    count: int = 0
+    waited_s: float = 0.0
+
+
+class CommsLog:
+    """The tallies of one process, by kind and by the bytes that this rank sends each time."""
+
+    def __init__(self) -> None:
+        self._settings = CommsLogger()
+        self._tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
+
+    def configure(self, settings: CommsLogger) -> None:
+        """Count from now on, as a config says, from nothing."""
+        self._settings = settings
+        self._tallies.clear()
+
+    @contextmanager
+    def waiting(self, operation: str, what: str, size_bytes: int) -> Iterator[None]:
+        """Around the wait for one exchange."""
+        if not self._counts(operation):
+            yield
+            return
+        begun_s = perf_counter()
+        yield
+        waited_s = perf_counter() - begun_s
+        tally = self._tallies[operation, size_bytes]
+        tally.count += 1
+        tally.waited_s += waited_s
+        if self._settings.verbose:
+            told = f" of {what}" if self._settings.debug else ""
+            _log.info("%s%s: %d bytes, waited %.3f ms", operation, told, size_bytes, waited_s * 1e3)
+
+    def _counts(self, operation: str) -> bool:
+        settings = self._settings
+        chosen = settings.prof_all or operation in settings.prof_ops
+        return settings.enabled and chosen and operation != ""
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has stood still in all."""
+        return sum(tally.waited_s for tally in self._tallies.values())
+
+    def lines(self) -> list[str]:
+        """The tallies as a table, largest exchanges first within each kind."""
+        if not self._settings.enabled:
+            return ['exchanges were not counted; set "comms_logger": {"enabled": true}']
+        head = (
+            f"{'exchange':<10} {'bytes sent':>12} {'count':>7} {'MB in all':>11} {'waited ms':>11}"
+        )
+        rows = [
+            f"{operation:<10} {size:>12,} {tally.count:>7,} {size * tally.count / 1e6:>11.1f} "
+            f"{tally.waited_s * 1e3:>11.1f}"
+            for (operation, size), tally in sorted(
+                self._tallies.items(), key=lambda item: (item[0][0], -item[0][1])
+            )
+        ]
+        return [head, *rows]
+
+
+LOG = CommsLog()
+"""One for the process, because `comm.log_summary` is a function."""
