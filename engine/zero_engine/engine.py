@@ -25,6 +25,7 @@ from zero_engine.distributed import local_rank
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine_state import EngineState
 from zero_engine.errors import EngineError
+from zero_engine.flops_profiler import Profile
 from zero_engine.global_batch import mix
 from zero_engine.micro_steps import Loss, MicroSteps
 from zero_engine.moved_states import (
@@ -72,6 +73,7 @@ class Engine(Batching, Checkpointing, Accessors):
         self._last: StepOutcome | None = None
         self._micro_steps = MicroSteps(core, run)
         self._stopwatch = Stopwatch(core.device, on=config.wall_clock_breakdown)
+        self._profile = Profile(config.flops_profiler, run.rank, core.device)
         self._reporter = Reporter(config, run.rank, self._stopwatch)
         self.monitor = self._reporter.monitors
         """The curves that the config asks for; `write_events` adds the script's own."""
@@ -104,7 +106,8 @@ class Engine(Batching, Checkpointing, Accessors):
             if training:
                 leaf = self._run.leaf()
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
-            return self._precision.call(self.module, args, kwargs)
+            with self._profile.measure(part, self._run.cursor.step):
+                return self._precision.call(self.module, args, kwargs)
 
     forward = __call__
 
@@ -132,7 +135,11 @@ class Engine(Batching, Checkpointing, Accessors):
         """
         self._core.moved.need(self._core, "backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=scale_wrt_gas)
-        with peers_may_vanish(self._link), self._stopwatch.measure("backward"):
+        with (
+            peers_may_vanish(self._link),
+            self._stopwatch.measure("backward"),
+            self._profile.measure("backward", self._run.cursor.step),
+        ):
             self._micro_steps.backward(weighted, retain_graph=retain_graph)
         return weighted.share
 
@@ -171,6 +178,7 @@ class Engine(Batching, Checkpointing, Accessors):
                 torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
                 lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
             )
+        self._profile.report(cursor.step)
         self._micro_steps.clear()
         self._last = outcome
         self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)

@@ -29,7 +29,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "comet": "there are csv_monitor, tensorboard and wandb",
     "data_types.grad_accum_dtype": "gradients are summed in fp32",
     "disable_allgather": _FIXED_ORDER,
-    "flops_profiler": "torch.profiler works on an engine",
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",
     "memory_breakdown": "python -m zero_engine.config estimates the memory",
@@ -90,10 +89,6 @@ INSIDE: dict[str, frozenset[str]] = {
         "comet": (
             "api_key enabled experiment_key experiment_name mode online project "
             "samples_log_interval workspace"
-        ),
-        "flops_profiler": (
-            "detailed enabled module_depth output_file profile_step recompute_fwd_factor "
-            "top_modules"
         ),
     }.items()
 }

@@ -1,6 +1,6 @@
-"""What is written about a run: "csv_monitor", "tensorboard", "wandb", and "comms_logger".
+"""The sections of what is written about a run: curves, counts of exchanges, operations.
 
-`monitors` and `comms_log` read them.
+`monitors`, `comms_log` and `flops_profiler` read them.
 """
 
 from __future__ import annotations
@@ -53,3 +53,22 @@ class CommsLogger:
             raise ConfigError(
                 f"comms_logger.prof_ops: {unknown[0]!r} is not one of {', '.join(OPERATIONS)}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsProfiler:
+    """Floating-point operations of one step."""
+
+    enabled: bool = False
+    profile_step: int = 1
+    """How many steps come before it."""
+    module_depth: int = -1
+    """Of the modules shown; -1: all."""
+    detailed: bool = True
+    """Show modules."""
+    output_file: str | None = None
+    """Besides the log."""
+    recompute_fwd_factor: float = 0.0
+    """Without effect: what is recomputed in backward is counted there."""
+    top_modules: int = 1
+    """Without effect: all modules are shown, the largest first."""

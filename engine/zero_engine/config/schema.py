@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.monitoring import CommsLogger, FileMonitor, WandbMonitor
+from zero_engine.config.monitoring import (
+    CommsLogger,
+    FileMonitor,
+    FlopsProfiler,
+    WandbMonitor,
+)
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
@@ -210,6 +215,7 @@ class Config:
     tensorboard: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
     wandb: WandbMonitor = WandbMonitor()  # noqa: RUF009, it is frozen
     comms_logger: CommsLogger = CommsLogger()  # noqa: RUF009, it is frozen
+    flops_profiler: FlopsProfiler = FlopsProfiler()  # noqa: RUF009, it is frozen
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -267,6 +273,7 @@ SECTIONS: dict[str, type[Any]] = {
         FileMonitor,
         WandbMonitor,
         CommsLogger,
+        FlopsProfiler,
     )
 }
 """The sections by the name of their class, as the annotations above spell it."""

@@ -1,0 +1,92 @@
+"""How many floating-point operations one step takes, and at what rate this rank does them.
+
+Owns the counting, which torch does by looking at the operations that it dispatches: matrix
+products, convolutions and attention, in forward and backward; nothing elementwise. Must always
+hold: it changes no result, and costs nothing but in the step that is profiled.
+
+Called by `engine`, on rank 0.
+
+Source of the idea: DeepSpeed's flops profiler; torch.utils.flop_counter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero_engine.config.monitoring import FlopsProfiler
+
+_log = logging.getLogger(__name__)
+
+_TOTAL = "Global"
+"""What torch calls the sum over all modules."""
+
+
+class Profile:
+    """Counts one step of this rank."""
+
+    def __init__(self, settings: FlopsProfiler, rank: int, device: torch.device) -> None:
+        self._settings = settings
+        self._speaks = rank == 0
+        self._device = device
+        self._flops: Counter[str] = Counter()
+        """In forward, in backward,"""
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+        self._modules: Counter[str] = Counter()
+        """and in both together by module."""
+
+    def _is_due(self, steps_done: int) -> bool:
+        settings = self._settings
+        return settings.enabled and self._speaks and steps_done == settings.profile_step
+
+    @contextmanager
+    def measure(self, part: str, steps_done: int) -> Iterator[None]:
+        """Count what is run inside, if the step that follows so many others is the one."""
+        if not self._is_due(steps_done):
+            yield
+            return
+        begun_s = self._now_s()
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._spent_s[part] += self._now_s() - begun_s
+        self._flops[part] += counter.get_total_flops()
+        for module, operations in counter.get_flop_counts().items():
+            if module != _TOTAL:
+                self._modules[module] += sum(operations.values())
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+    def report(self, steps_done: int) -> None:
+        """Say what was counted, at the end of that step."""
+        if not self._is_due(steps_done):
+            return
+        text = "\n".join(self.lines(steps_done + 1))
+        _log.info("%s", text)
+        if self._settings.output_file is not None:
+            Path(self._settings.output_file).write_text(text + "\n", encoding="utf-8")
+
+    def lines(self, step: int) -> list[str]:
+        """The step in a line, then its modules if the config wants them, the largest first."""
+        parts = ", ".join(
+            f"{part} {flops / 1e9:.3f} GFLOP in {self._spent_s[part] * 1e3:.1f} ms"
+            for part, flops in self._flops.items()
+        )
+        rate = sum(self._flops.values()) / max(sum(self._spent_s.values()), 1e-9)
+        head = f"step {step} on rank 0: {parts}: {rate / 1e9:.1f} GFLOP/s"
+        return [head, *(self._by_module() if self._settings.detailed else ())]
+
+    def _by_module(self) -> Iterator[str]:
+        depth = self._settings.module_depth
+        shown = {m: n for m, n in self._modules.items() if depth < 0 or m.count(".") <= depth}
+        for module, flops in sorted(shown.items(), key=lambda item: -item[1]):
+            yield f"  {module}: {flops / 1e9:.3f} GFLOP"

@@ -1,0 +1,67 @@
+"""`flops_profiler`: the operations of one step, counted without touching its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.support.world import WorldPool
+from zero_engine.config.monitoring import FlopsProfiler
+from zero_engine.flops_profiler import Profile
+
+ROWS, WIDTH, LAYERS = 4, 32, 2
+FORWARD = 2 * ROWS * WIDTH * WIDTH * LAYERS
+BACKWARD = 2 * FORWARD - 2 * ROWS * WIDTH * WIDTH
+"""Twice as much, but nobody wants the gradient of the input."""
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def hash_after_three_steps(stage: int, output: str | None) -> str:
+    engine, *_ = zero_engine.initialize(
+        model=Stack(),
+        config={
+            "train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "flops_profiler": {"enabled": output is not None, "output_file": output},
+        },
+    )
+    for step in range(3):
+        engine.backward(engine(torch.full((ROWS, WIDTH), 0.1 * (step + 1))))
+        engine.step()
+    return engine.weight_hash()
+
+
+def test_the_second_step_is_counted_and_nothing_is_changed(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    for stage in (1, 3):
+        output = tmp_path / f"stage-{stage}.txt"
+        plain = worlds.run(2, hash_after_three_steps, stage, None)
+        assert worlds.run(2, hash_after_three_steps, stage, str(output)) == plain
+        head, *modules = output.read_text().splitlines()
+        assert head.startswith(f"step 2 on rank 0: forward {FORWARD / 1e9:.3f} GFLOP in ")
+        assert f"backward {BACKWARD / 1e9:.3f} GFLOP in " in head
+        assert modules[0] == f"  Stack: {(FORWARD + BACKWARD) / 1e9:.3f} GFLOP"
+
+
+def test_what_is_not_the_profiled_step_is_not_counted() -> None:
+    profile = Profile(FlopsProfiler(enabled=True, profile_step=3), 0, torch.device("cpu"))
+    for done in range(6):
+        with profile.measure("forward", done):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    assert profile._flops == {"forward": 2 * 8**3}
