@@ -8,10 +8,12 @@ Two workloads, each with Adam's two moments: "gpt2" (124 M parameters, 1.49 GB) 
 again; then other numbers of ranks load, `--load-worlds`. Systems take turns within each trial, a
 first round is not counted; medians and ranges are printed.
 
-    stall     how long save_checkpoint() holds training up
-    durable   until the checkpoint is whole and survives a power cut (both sides fsync)
+    stall     how long save_checkpoint() holds training up, and that beside one memcpy
+    durable   until the checkpoint is whole and survives a power cut (both sides fsync); in
+              memory: until all ranks have committed it, with a copy on another node
     load      from files that are not in the page cache, verified only on our side
     read      bytes read by all ranks, in sizes of the checkpoint
+    peak      memory of the largest rank above what it held before, in sizes of its share
 
 Last, what a job of 1,024 ranks and 1,000 parameters plans with, on paper.
 
@@ -22,40 +24,51 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from checkpoint_worker import LOADS, SAVES, Took, run_rank
+from checkpoint_report import Took, Trials, loading, saving, standing
+from checkpoint_worker import LOADS, SAVES, run_rank
 from rich.console import Console
-from rich.table import Table
 
 from zero_engine.checkpoint.fragments import check_cover, from_lists
 from zero_engine.checkpoint.plan import Want, plan
 
 LIMIT_S = 1800.0
-Trials = dict[str, list[Took]]
-"""What was done -> of each counted trial, what it took all ranks together."""
+WIDTH = 130
+"""Columns of the tables, whatever the terminal has."""
 
 
 def main() -> None:
     args = parse_arguments()
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH))
     for workload in args.workloads:
         with tempfile.TemporaryDirectory(dir=args.root, prefix="checkpoint-bench") as folder:
             same = measure(args, workload, Path(folder), args.save_world, save_plan(args.trials))
-            others = {
+            worlds = {args.save_world: same} | {
                 world: measure(args, workload, Path(folder), world, load_plan(args.trials))
                 for world in args.load_worlds
             }
-        console.print(render(workload, args, same, others))
+        show(console, workload, args.save_world, worlds)
     console.print(plan_line())
+
+
+def show(console: Console, workload: str, save_world: int, worlds: dict[int, Trials]) -> None:
+    saves = worlds[save_world]
+    own = saves["save memcpy"][0]["own"]
+    title = f"{workload}: {own / 1e9:.2f} GB, saved by {save_world} ranks"
+    # What is read raw are the bytes of ours.
+    sizes = {name: saves[f"save {name if name in SAVES else 'ours'}"][0]["size"] for name in LOADS}
+    console.print(saving(title, saves))
+    console.print(loading(title, worlds, sizes))
+    for line in standing(worlds, save_world):
+        console.print(line)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -108,7 +121,7 @@ def measure(
                 process.kill()  # the others would wait for the one that has failed
             raise
     results = [rank.result() for rank in ranks]
-    trials: Trials = defaultdict(list)
+    trials: dict[str, list[Took]] = defaultdict(list)
     for operations in zip(*results, strict=True):
         trials[operations[0][0]].append(together([took for _, took in operations]))
     return {name: rounds[1:] for name, rounds in trials.items()}
@@ -117,53 +130,8 @@ def measure(
 def together(ranks: Sequence[Took]) -> Took:
     """The slowest rank's time; the sum of what is read and owned."""
     sums = {"read", "own"}
-    return {key: (sum if key in sums else max)(took[key] for took in ranks) for key in ranks[0]}
-
-
-def render(
-    workload: str, args: argparse.Namespace, same: Trials, others: dict[int, Trials]
-) -> Table:
-    own = same["save memcpy"][0]["own"]
-    table = Table(title=f"{workload}: {own / 1e9:.2f} GB, saved by {args.save_world} ranks")
-    headings = ["stall s", "durable s", "GB/s", "files", "load s", "read"]
-    for world in others:
-        headings += [f"load s by {world}", "read"]
-    for heading in ("", *headings):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name in dict.fromkeys([*SAVES, *LOADS]):
-        saved = cells(name, own, same) if name in SAVES else [""] * 4
-        table.add_row(name, *saved, *load_cells(name, [same, *others.values()]))
-    return table
-
-
-def cells(name: str, own: float, same: Trials) -> Iterator[str]:
-    """The saving half of a row: a ceiling has its time where it belongs, a system all of it."""
-    saves = same[f"save {name}"]
-    if "s" in saves[0]:
-        times = [took["s"] for took in saves]
-        yield from (spread(times), "") if name == "memcpy" else ("", spread(times))
-        yield f"{own / statistics.median(times) / 1e9:.2f}"
-        yield ""
-        return
-    yield spread([took["stall_s"] for took in saves])
-    durable = [took["durable_s"] for took in saves]
-    yield spread(durable)
-    yield f"{own / statistics.median(durable) / 1e9:.2f}"
-    yield f"{saves[0]['files']:.0f}"
-
-
-def load_cells(name: str, worlds: Sequence[Trials]) -> Iterator[str]:
-    """The loading half of a row: time and bytes at every world size."""
-    size = worlds[0][f"save {name if name in SAVES else 'ours'}"][0].get("size", 0)
-    for trials in worlds if name in LOADS else ():
-        loads = trials[f"load {name}"]
-        yield spread([took["load_s"] for took in loads])
-        yield f"{loads[0]['read'] / size:.3f}x"
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median, and the range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+    joined = {key: (sum if key in sums else max)(took[key] for took in ranks) for key in ranks[0]}
+    return {**joined, "largest": max(took["own"] for took in ranks)}
 
 
 # ---- a large job, on paper ----

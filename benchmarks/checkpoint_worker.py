@@ -16,17 +16,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_memory import node_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from training_worker import begin_memory, resident_bytes
 
 import zero_engine
-from zero_engine.checkpoint import find
+from zero_engine.checkpoint import Ballot, find
+from zero_engine.checkpoint.arena import Arena
+from zero_engine.checkpoint.ram_commit import RamSave, commit_in_ram
+from zero_engine.checkpoint.ram_node import RamNode
+from zero_engine.checkpoint.ram_peers import Neighbours
+from zero_engine.distributed import group_store
 from zero_engine.engine import Engine
 
 Took = dict[str, float]
 GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))
 SLAB_BYTES = 16 << 20
+MEMORY_BYTES = 8 << 30
+"""Of a node, at most: two images, and two copies of another node's."""
 
 
 class Bag(nn.Module):
@@ -64,7 +73,7 @@ def shapes_of(workload: str, quick: bool) -> list[list[tuple[int, ...]]]:
 class Bench:
     """This rank's engine and the peers' view of the same state."""
 
-    def __init__(self, workload: str, quick: bool, root: Path) -> None:
+    def __init__(self, workload: str, quick: bool, root: Path, node: RamNode) -> None:
         self.root = root
         torch.manual_seed(dist.get_rank())
         settings = {
@@ -86,6 +95,13 @@ class Bench:
         self.own_bytes = sum(piece.data.nbytes for piece in state.pieces)
         self._arena = torch.empty(self.own_bytes, dtype=torch.uint8)
         self._source = torch.empty(self.own_bytes, dtype=torch.uint8).random_()
+        self._node = node
+        self._neighbours = Neighbours(node.key)
+        self._ballot = Ballot(group_store("benchmark"), dist.get_rank(), dist.get_world_size())
+        self._arenas = [Arena("benchmark", dist.get_rank(), node.directory) for _ in range(2)]
+        for arena in self._arenas:  # reserves it: what is measured is a later save
+            arena.freeze(self.engine._persistence.saver.lay_out(state))
+        self._kept = 0
 
     def _peer_state(self, *, per_tensor: bool) -> dict[str, DTensor]:
         """Parameters and two moments as DTensors: one a unit, DCP's best case, or one each."""
@@ -148,17 +164,48 @@ class Bench:
 
         return self._saved(root, begin)
 
+    def save_in_memory(self) -> Took:
+        """Copied, committed by all ranks, and copied once more to the neighbour's memory."""
+        self._kept += 1
+
+        def begin() -> Callable[[], object]:
+            state = self.engine._persistence.state.capture({"weight_hash": None}, {})
+            layout = self.engine._persistence.saver.lay_out(state)
+            save = RamSave(
+                root=self.root / "ours",
+                state=state,
+                image=self._arenas[self._kept % 2].freeze(layout),
+                problem="",
+                step=self._kept,
+                tag=f"global_step{self._kept}",
+                round=1,
+                fence=None,
+                newest=lambda: None,
+                replicas=1,
+            )
+            return lambda: commit_in_ram(save, self._ballot, self._node, self._neighbours)
+
+        return self._saved(self._node.directory, begin)
+
     def _saved(self, root: Path, begin: Callable[[], Callable[[], object]]) -> Took:
         dist.barrier()
+        before = begin_memory()
         started = time.perf_counter()
         wait = begin()
         stall = time.perf_counter() - started
         wait()
         dist.barrier()  # a checkpoint is there when the last rank's part is
         durable = time.perf_counter() - started
+        peak = resident_bytes("VmHWM:") - before
         size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         files = sum(path.is_file() for path in root.rglob("*"))
-        return {"stall_s": stall, "durable_s": durable, "size": size, "files": files}
+        return {
+            "stall_s": stall,
+            "durable_s": durable,
+            "size": size,
+            "files": files,
+            "peak": peak,
+        }
 
     def fresh(self, system: str) -> Path:
         """An empty directory that all ranks know."""
@@ -201,12 +248,15 @@ class Bench:
 
     def _loaded(self, root: Path, load: Callable[[], object]) -> Took:
         forget(root)
-        before = bytes_read()
+        before, memory = bytes_read(), begin_memory()
         took = timed(load)
-        return {"load_s": took["s"], "read": bytes_read() - before}
+        peak = resident_bytes("VmHWM:") - memory
+        return {"load_s": took["s"], "read": bytes_read() - before, "peak": peak}
 
     def close(self) -> None:
         self.engine.destroy()
+        for arena in self._arenas:
+            arena.close()
 
 
 def distributed(size: int, mesh: DeviceMesh) -> DTensor:
@@ -249,6 +299,7 @@ SAVES: dict[str, Callable[[Bench], Took]] = {
     "DCP": lambda bench: bench.save_dcp(blocking=True),
     "ours, async": lambda bench: bench.save_ours(blocking=False),
     "DCP, async": lambda bench: bench.save_dcp(blocking=False),
+    "ours, in memory": Bench.save_in_memory,
 }
 LOADS: dict[str, Callable[[Bench], Took]] = {
     "disk, read": Bench.read_raw,
@@ -264,13 +315,14 @@ def run_rank(
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    bench = Bench(workload, quick, root)
     results = []
-    for operation in plan:
-        kind, _, name = operation.partition(" ")
-        table = SAVES if kind == "save" else LOADS
-        results.append((operation, {**table[name](bench), "own": bench.own_bytes}))
-    bench.close()
-    dist.barrier()
+    with node_memory(rank, MEMORY_BYTES) as node:
+        bench = Bench(workload, quick, root, node)
+        for operation in plan:
+            kind, _, name = operation.partition(" ")
+            table = SAVES if kind == "save" else LOADS
+            results.append((operation, {**table[name](bench), "own": bench.own_bytes}))
+        bench.close()
+        dist.barrier()
     dist.destroy_process_group()
     return results

@@ -1,0 +1,48 @@
+"""A node's memory for checkpoints, served by a process of its own, as an agent does.
+
+Called by `checkpoint_worker`, one for each rank: every rank stands for a node.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from zero_agent.ram import Ram
+from zero_engine.checkpoint.ram_node import RamNode
+from zero_orchestrator.contract import RamRequest
+
+JOB, SECRET = "benchmark", "of this benchmark"
+
+
+@contextmanager
+def node_memory(rank: int, budget_bytes: int) -> Iterator[RamNode]:
+    """The memory of one node, until the block ends."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    agent = context.Process(target=_serve, args=(there, rank, budget_bytes))
+    agent.start()
+    try:
+        yield here.recv()
+    finally:
+        here.send("end")
+        agent.join()
+
+
+def _serve(pipe: Connection, rank: int, budget_bytes: int) -> None:
+    memory = Ram(JOB, f"n{rank}", "127.0.0.1")
+    reply = memory.open(RamRequest(request=1, budget_bytes=budget_bytes), SECRET)
+    if not reply.directory:
+        raise SystemExit(reply.reason)
+    node = RamNode(
+        directory=Path(reply.directory),
+        address=reply.address,
+        key=reply.key,
+        budget_bytes=reply.budget_bytes,
+    )
+    pipe.send(node)
+    pipe.recv()
+    memory.close()
