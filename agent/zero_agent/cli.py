@@ -141,7 +141,8 @@ def _take_part(
     health: Health | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
-    await_fit(surroundings(config, os.environ), config.join_timeout_s)
+    tell = health.waits if health is not None else lambda why: None
+    await_fit(surroundings(config, os.environ), config.join_timeout_s, tell)
     while True:
         name = command_name(Path(config.program.target).stem, config.spec.command)
         job = config.job or current_run(store, name)

@@ -42,8 +42,15 @@ def surroundings(config: AgentConfig, environ: Mapping[str, str]) -> Surrounding
     )
 
 
-def await_fit(node: Surroundings, timeout_s: float) -> None:
+def await_fit(
+    node: Surroundings, timeout_s: float, tell: Callable[[str], None] = lambda why: None
+) -> None:
     """Return when this node is fit to join.
+
+    Args:
+        node: What is looked at.
+        timeout_s: How long to be patient.
+        tell: Told why it is not fit, each time.
 
     Raises:
         AgentFailed: It has not become so in time.
@@ -54,6 +61,7 @@ def await_fit(node: Surroundings, timeout_s: float) -> None:
         if left_s <= 0:
             raise _unfit(why, timeout_s)
         log.warning("this node does not join yet: %s", why)
+        tell(why)
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

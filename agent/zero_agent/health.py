@@ -17,7 +17,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -117,6 +117,11 @@ class Health:
     def watch(self, look: Callable[[], Status]) -> None:
         """Report what `look` sees; it is called on other threads and must only read."""
         self._look = look
+
+    def waits(self, why: str) -> None:
+        """Report that there is no agent yet, because this node is not fit to join."""
+        waiting = replace(STARTING, reason=f"this node does not join yet: {why}")
+        self.watch(lambda: waiting)
 
     def answer(self, path: str) -> tuple[HTTPStatus, dict[str, Any]]:
         """The answer to a request."""

@@ -142,6 +142,11 @@ class EtcdStore:
             raise LeaseLost(f"lease {lease:x} has ended")
         return ttl_s
 
+    def time_left(self, lease: int) -> float:
+        """As `KeyValueStore.time_left`."""
+        found = self._connection.call(lambda etcd: etcd.get_lease_info(lease), repeatable=True)
+        return max(0.0, float(found.TTL))  # -1 for one that has ended
+
     def revoke(self, lease: int) -> None:
         """As `KeyValueStore.revoke`."""
         self._ttl_s.pop(lease, None)

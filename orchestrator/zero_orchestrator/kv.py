@@ -175,6 +175,9 @@ class KeyValueStore(Protocol):
     def keep_alive(self, lease: int) -> float:
         """Refresh a lease; returns its new time to live, seconds. Raises LeaseLost."""
 
+    def time_left(self, lease: int) -> float:
+        """Seconds until a lease ends if nobody keeps it alive; 0 when it has ended."""
+
     def revoke(self, lease: int) -> None:
         """End a lease and delete its keys; no error if it has ended already."""
 

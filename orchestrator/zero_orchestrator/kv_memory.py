@@ -176,6 +176,11 @@ class MemoryStore:
         now = self._shared.clock.now()
         return self._use(lambda database: database.keep_alive(lease, now))
 
+    def time_left(self, lease: int) -> float:
+        """As `KeyValueStore.time_left`."""
+        now = self._shared.clock.now()
+        return self._use(lambda database: max(0.0, database.leases.get(lease, (0, now))[1] - now))
+
     def revoke(self, lease: int) -> None:
         """As `KeyValueStore.revoke`."""
         self._use(lambda database: self._publish(database.end(lease)))

@@ -114,6 +114,8 @@ class JobStatus:
     command: tuple[str, ...]
     in_ram: dict[str, Any] | None = None
     """The newest in the memory of the nodes, in the same words."""
+    excluded_left_s: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Host -> seconds until its exclusion ends by itself; not those that somebody must end."""
 
     @property
     def ended(self) -> bool:
@@ -140,11 +142,21 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         NoSuchJob: It has no keys.
         UnreadableJob: They are of another version.
     """
-    status = _understood(job, store.range(Keys(job).prefix), _progress(store, job))
+    found = store.range(Keys(job).prefix)
+    status = _understood(job, found, _progress(store, job))
     if status is None:
         raise NoSuchJob(f"job {job} is not there any more")
     in_ram = store.get(Keys(job).in_ram)
-    return dataclasses.replace(status, in_ram=json.loads(in_ram.value) if in_ram else None)
+    return dataclasses.replace(
+        status,
+        in_ram=json.loads(in_ram.value) if in_ram else None,
+        excluded_left_s=_left_s(store, found, Keys(job).excluded("")),
+    )
+
+
+def _left_s(store: KeyValueStore, found: Range, prefix: str) -> dict[str, int]:
+    leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
+    return {i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased}
 
 
 def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:

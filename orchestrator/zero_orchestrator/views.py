@@ -170,7 +170,9 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
     yield "nodes", f"{len(status.members)} of {_bounds(status)}, {len(status.spares)} beside them"
     yield "restarts", _restarts(status)
     for exclusion in status.exclusions:
-        yield "excluded", str(exclusion)
+        left_s = status.excluded_left_s.get(exclusion.host)
+        ends = f"; it ends in {left_s} s" if left_s is not None else ""
+        yield "excluded", f"{exclusion}{ends}"
     yield "checkpoint", _checkpoint(status.checkpoint)
     if status.in_ram is not None and not status.ended:
         yield "in memory", _checkpoint(status.in_ram)

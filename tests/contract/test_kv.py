@@ -291,6 +291,13 @@ def test_a_dead_lease_does_not_matter_where_the_comparison_fails(
     assert not store.txn([absent(f"{root}a")], [Put(f"{root}b", "1", lease)]).succeeded
 
 
+def test_how_long_a_lease_has_left_can_be_seen(store: KeyValueStore) -> None:
+    lease = store.grant(600)
+    assert 590 <= store.time_left(lease) <= 600
+    store.revoke(lease)
+    assert store.time_left(lease) == 0
+
+
 def test_a_revoked_lease_takes_its_keys_at_once_and_may_be_revoked_again(
     store: KeyValueStore, root: str
 ) -> None:

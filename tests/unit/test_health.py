@@ -88,6 +88,13 @@ def test_answers_are_json_with_state_and_reason(health):
     assert (code, record["ok"], record["workers"]) == (503, False, "failed")
 
 
+def test_a_node_that_is_not_fit_to_join_says_so_and_why(health):
+    health.waits("/tmp is full")
+    code, record = ask(health, "/healthz")
+    assert (code, record["reason"]) == (200, "this node does not join yet: /tmp is full")
+    assert ask(health, "/readyz")[0] == 503
+
+
 def test_nothing_can_be_changed_and_nothing_else_is_served(health):
     assert ask(health, "/")[0] == 404
     assert ask(health, "/healthz", "POST")[0] == 501
