@@ -1,13 +1,16 @@
 """Exhaustive search: every world that can be reached, each once, and what must hold in it.
 
-Two worlds count as one if no future can tell them apart (`fingerprint`), and nodes that have not
-come yet come in the order of their names, since what they are called changes nothing.
+Two worlds count as one if no future can tell them apart (`fingerprint`), nor names of nodes alone;
+nodes that have not come yet come in the order of their names; and what an agent has read is
+forgotten as soon as nothing can come of it (`forget`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 from tests.model.world import (
@@ -20,17 +23,24 @@ from tests.model.world import (
     faults,
     forgive,
     look,
+    next_of,
     register,
     still_registered,
     stop,
     workers_end,
     write,
 )
-from zero_agent.supervise import Workers
+from zero_agent.supervise import Action, Workers
 from zero_orchestrator.job_state import ENDED, State
 from zero_orchestrator.kv import KeyValue, Put, Write, unchanged
 from zero_orchestrator.moves import LEGAL
 from zero_orchestrator.rounds import Move
+
+ABOUT_A_ROUND = {
+    *(Action.START, Action.HOST_STORE),
+    *(Action.REPORT_DONE, Action.REPORT_QUIET, Action.REPORT_FAILURE),
+}
+"""For these it matters which round was read."""
 
 
 def explore(world: World, max_round: int) -> int:
@@ -58,6 +68,11 @@ def explore(world: World, max_round: int) -> int:
 
 def successors(world: World) -> Iterator[World]:
     """Every next event."""
+    for after in _successors(world):
+        yield after if after is world else forget(after)
+
+
+def _successors(world: World) -> Iterator[World]:
     if world.may_stop:
         yield stop(world)
     yield from forgive(world)
@@ -88,6 +103,30 @@ def events(world: World, index: int) -> Iterator[World]:
     yield from commit(world, index)
     if world.faults:
         yield from faults(world, index)
+
+
+def forget(world: World) -> World:
+    """Without the plans of which nothing can come any more: each is dropped, sooner or later."""
+    for index, agent in enumerate(world.agents):
+        plan = agent.plan
+        if plan is None or may_be_done(agent) != {Action.WAIT}:
+            continue
+        if plan.transition is None or not still_holds(world, plan):
+            world = world.with_agent(index, replace(agent, plan=None))
+    return world
+
+
+def still_holds(world: World, plan: Plan) -> bool:
+    """Whether what was read for a transition is true; what is not never will be again."""
+    return all(world.database.holds(compare) for compare in plan.compares)
+
+
+def may_be_done(agent: Agent) -> set[Action]:
+    """What may come of a plan, beside its transition: only running workers change by themselves."""
+    assert agent.plan is not None
+    if agent.workers is Workers.RUNNING:
+        return set(agent.plan.actions)
+    return {next_of(agent.plan, agent)}
 
 
 def move(world: World, index: int) -> World:
@@ -181,46 +220,79 @@ def fingerprint(world: World) -> tuple[Any, ...]:
 
     Of revisions only this matters: whether what an agent compares still is true (what is not
     never will be again), and in which order nodes, failures and the yield were written. Keys of
-    rounds before the current one are read by nobody.
+    rounds before the current one are read by nobody. What nodes are called matters to nobody
+    either: they are numbered in the order of what distinguishes them.
     """
-    items = [item for item in world.database.items.values() if matters(world, item)]
-    fence = world.job.fence
-    leases = {agent.lease: agent.id for agent in world.agents}
+    n, fence = world.job.n, world.job.fence
+    items = [item for item in world.database.items.values() if _matters(n, item.key)]
+    alike = tuple(sorted(world.agents, key=lambda agent: _place(world, agent)))
+    order = tuple(agent.id for agent in alike)
+    leases = {agent.lease: number for number, agent in enumerate(alike)}
+    values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
         (world.faults, world.may_stop, world.commits),
-        frozenset((item.key, item.value, leases.get(item.lease)) for item in items),
-        ordered(items, "/nodes/"),
-        ordered(items, "/fail/", "/symptom/", "/yield"),
-        tuple(_agent(world, agent, fence) for agent in world.agents),
+        frozenset(values),
+        _written(items, order, "/nodes/"),
+        _written(items, order, "/fail/", "/symptom/", "/yield"),
+        tuple(_agent(world, agent, fence, order) for agent in alike),
     )
 
 
-def matters(world: World, item: KeyValue) -> bool:
-    n = world.job.n
+def _place(world: World, agent: Agent) -> tuple[Any, ...]:
+    """Of a node among the others, by anything but its name."""
+    registered = world.database.items.get(KEYS.node(agent.id))
+    member = next((i for i, m in enumerate(world.job.members.nodes) if m.id == agent.id), -1)
+    arrived = registered.create_revision if registered is not None else 0
+    return (member, arrived, agent.incarnation, agent.workers, agent.round, agent.alive)
+
+
+@cache
+def _matters(n: int, key: str) -> bool:
     of_a_round = (KEYS.of_round(0)[:-1], KEYS.report(0)[:-1])
-    if item.key.startswith(of_a_round):
-        return item.key.startswith((KEYS.of_round(n, ""), KEYS.report(n, "")))
+    if key.startswith(of_a_round):
+        return key.startswith((KEYS.of_round(n, ""), KEYS.report(n, "")))
     return True
 
 
-def ordered(items: list[KeyValue], *parts: str) -> tuple[str, ...]:
+@cache
+def _key(key: str, order: tuple[str, ...]) -> str:
+    """A key with the number of the node in place of its name."""
+    path, _, last = key.rpartition("/")
+    return f"{path}/{order.index(last)}" if last in order else key
+
+
+@lru_cache(maxsize=100_000)
+def _value(value: str, order: tuple[str, ...]) -> str:
+    """The same for a value: JSON, in which a name is a string."""
+    names = "|".join(map(re.escape, order))
+    return re.sub(f'"({names})"', lambda found: f'"{order.index(found[1])}"', value)
+
+
+def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tuple[str, ...]:
+    """Which keys of these kinds there are, in the order in which they came."""
     of_them = [item for item in items if any(part in item.key for part in parts)]
-    return tuple(item.key for item in sorted(of_them, key=lambda item: item.create_revision))
+    of_them.sort(key=lambda item: item.create_revision)
+    return tuple(_key(item.key, order) for item in of_them)
 
 
-def _agent(world: World, agent: Agent, fence: int) -> tuple[Any, ...]:
+def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
-    plan = _plan(world, agent.plan, fence) if agent.plan is not None else None
+    plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 
 
-def _plan(world: World, plan: Plan, fence: int) -> tuple[Any, ...]:
+def _plan(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
+    plan = agent.plan
+    assert plan is not None
     step: Any = None
     if plan.transition is not None:
-        holds = all(world.database.holds(compare) for compare in plan.compares)
-        step = tuple(map(_write, plan.writes)) if holds else "in vain"
-    return (step, plan.actions, plan.view.n, plan.view.fence == fence)
+        writes = (_write(write, order) for write in plan.writes)
+        step = tuple(writes) if still_holds(world, plan) else "in vain"
+    actions = may_be_done(agent)
+    about = (plan.view.n, plan.view.fence == fence) if actions & ABOUT_A_ROUND else ()
+    return (step, tuple(plan.actions) if len(actions) > 1 else tuple(actions), about)
 
 
-def _write(write: Write) -> tuple[str, str]:
-    return (write.key, write.value if isinstance(write, Put) else "")
+def _write(write: Write, order: tuple[str, ...]) -> tuple[str, str]:
+    value = _value(write.value, order) if isinstance(write, Put) else ""
+    return (_key(write.key, order), value)
