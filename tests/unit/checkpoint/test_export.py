@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import resource
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,6 +34,31 @@ def checkpoint(tmp_path):
     }
     saved(tmp_path / "in", full, aliases={"net.head.weight": "net.embed.weight"})
     return locate.one(str(tmp_path / "in")), full
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """As on a disk that becomes full, with another number of the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [export.export_torch, functools.partial(export.export_hf, shard_bytes=1 << 20)],
+    ids=["torch", "hf"],
+)
+def test_what_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(checkpoint, tmp_path, write):
+    source, _ = checkpoint
+    directory = tmp_path / "out"
+    directory.mkdir()
+    with files_of_at_most(64), pytest.raises((CheckpointError, OSError), match="File too large"):
+        write(source, export.select(source), directory / "model")
+    assert list(directory.iterdir()) == []
 
 
 def test_a_torch_file_is_a_plain_state_dict_with_its_ties(checkpoint, tmp_path):

@@ -12,6 +12,7 @@ Called by `cli`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -121,7 +123,8 @@ def export_torch(
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("wb") as file:
-            torch.save(state, file)
+            with _errors_of_libraries(out):
+                torch.save(state, file)
             DISK.sync(file)
         DISK.publish(partial, out)
         DISK.sync_directory(out.parent)
@@ -189,7 +192,8 @@ def _write_shards(
     files = {number: _shard_name(number, len(shards)) for number in range(len(shards))}
     for number, names in enumerate(shards):
         data = _read_shard(checkpoint, selection, names, progress)
-        save_file(data, directory / files[number], metadata={"format": "pt"})
+        with _errors_of_libraries(directory / files[number]):
+            save_file(data, directory / files[number], metadata={"format": "pt"})
     if len(shards) > 1:
         where = {name: files[number] for number, names in enumerate(shards) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
@@ -230,6 +234,16 @@ def _shard_name(number: int, count: int) -> str:
     return (
         "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     )
+
+
+@contextlib.contextmanager
+def _errors_of_libraries(path: Path) -> Iterator[None]:
+    """A full disk is an error of their own to torch and safetensors."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        problem = str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be written: {problem}") from error
 
 
 def _must_be_new(out: Path) -> None:
