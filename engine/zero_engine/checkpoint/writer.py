@@ -1,4 +1,4 @@
-"""Writes one rank's file from its image, hashed at the same time, then fsynced.
+"""Writes one rank's file from its image, hashed on the way, then fsynced.
 
 An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
 training waits, `arena.FrozenImage` a copy while training goes on.
@@ -12,11 +12,8 @@ Called by `commit` on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from queue import Queue
-from threading import Thread
 from typing import Protocol
 
 import xxhash
@@ -29,9 +26,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
 
 _SLAB_BYTES = 4 << 20
-"""Hashed and written while in the CPU's cache; also the staging of device tensors."""
-_AHEAD = 2
-"""Handfuls of slabs that wait to be hashed; each may be a copy of its own."""
+"""Hashed, then written while still in the CPU's cache; also the staging of device tensors."""
 
 
 class Image(Protocol):
@@ -100,49 +95,12 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
     """
     hasher, layout = BlockHasher(block_bytes), image.layout
     with disk.create(path) as file:
-        with _beside(hasher) as hand_over:
-            for slabs in _handfuls(image.slabs()):
-                hand_over(slabs)
-                for slab in slabs:
-                    disk.write(file, slab)
+        for slab in image.slabs():
+            hasher.update(slab)
+            disk.write(file, slab)
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
-
-
-@contextmanager
-def _beside(hasher: BlockHasher) -> Iterator[Callable[[list[memoryview]], None]]:
-    """Hash on a thread of its own, so that the disk need not wait; done when the block ends.
-
-    An executor would not do: a save may still be under way when the interpreter ends.
-    """
-    handed: Queue[list[memoryview]] = Queue(_AHEAD)
-
-    def work() -> None:
-        while slabs := handed.get():
-            for slab in slabs:
-                hasher.update(slab)
-
-    thread = Thread(target=work, name="zero-checkpoint-hash")
-    thread.start()
-    try:
-        yield handed.put
-    finally:
-        handed.put([])
-        thread.join()
-
-
-def _handfuls(slabs: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """Small slabs together: handing one over costs more than hashing it."""
-    taken, size = [], 0
-    for slab in slabs:
-        taken.append(slab)
-        size += len(slab)
-        if size >= _SLAB_BYTES:
-            yield taken
-            taken, size = [], 0
-    if taken:
-        yield taken
 
 
 def _tensor_slabs(data: Tensor) -> Iterator[memoryview]:
