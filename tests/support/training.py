@@ -59,3 +59,11 @@ def fingerprint(engine: Engine) -> tuple[Any, ...]:
         engine.global_samples,
         tuple(engine.get_lr()),
     )
+
+
+def run_micro_step(engine: Engine, *, step: bool) -> None:
+    """The next micro-batch of the epoch, forward and backward; and the step, if it is wanted."""
+    assert engine.training_dataloader is not None
+    engine.backward(engine(next(iter(engine.training_dataloader))))
+    if step:
+        engine.step()
