@@ -124,6 +124,8 @@ def test_a_lost_node_is_told_as_it_happened(cluster, ctl, etcd_store, tmp_path):
     job = cluster(flags=("--nnodes=1:2", "--max-restarts=1"), script=[str(script)])
     job.start("a", "b")
     wait_for(lambda: job.output.count("sleeping") == 2, 60, "both workers")
+    # A worker may speak before its agent has written that it started: killed then, it never does.
+    wait_for(lambda: story(etcd_store, job.job).count("start") == 2, 10, "the events of both")
     job.agents.pop("b").kill_node()
     wait_for(lambda: job.output.count("sleeping") == 3, 60, "the next round")
     wait_for(lambda: story(etcd_store, job.job).count("start") == 3, 10, "its events")

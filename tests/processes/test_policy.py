@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -200,3 +202,44 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     assert last.split("  ")[0] == "health check"
     assert "NOT FIT" in last
     assert "ended with 4 and said: one | two" in last
+
+
+def test_a_round_has_whole_units_and_grows_by_one_when_it_is_whole(cluster, etcd_store, tmp_path):
+    enough = tmp_path / "enough"
+    script = write(
+        tmp_path / "waits.py",
+        "import pathlib, time\n"
+        f"while not pathlib.Path({str(enough)!r}).exists(): time.sleep(0.02)\n",
+    )
+    job = cluster(flags=("--nnodes=2:4", "--node-unit=2"), script=script)
+
+    def shape():
+        jobs = [now for now in status.read_all(etcd_store) if now.job == job.job]
+        return [(now.state, len(now.members), len(now.spares)) for now in jobs]
+
+    job.start("a", "b", "c")
+    wait_for(lambda: shape() == [("ACTIVE", 2, 1)], 60, "a unit, and a spare")
+    first = status.read(etcd_store, job.job)
+    assert f"multiples of 2 nodes; spare: {first.spares[0].node}" in first.now
+    job.start("d")
+    wait_for(lambda: shape() == [("ACTIVE", 4, 0)], 60, "two units")
+    enough.touch()
+    job.wait_for_end()
+    assert [len(event["nodes"]) for event in job.events("activate")] == [2, 4]
+    assert status.read(etcd_store, job.job).restarts == 0
+
+
+def test_a_restart_comes_back_to_the_budget_after_so_many_committed_steps(cluster, etcd_store):
+    """A budget of one survives two failures with checkpoints between them, and not a third."""
+    job = cluster(flags=("--nnodes=1", "--max-restarts=1", "--refill-after-steps=40"), pause_s=0.1)
+    job.start("a")
+    for step in (25, 90):
+        job.wait_for_step(step, world=1)
+        os.kill(job.worker_of("a"), signal.SIGKILL)
+    wait_for(lambda: len(job.events("activate")) == 3, 60, "the third round")
+    now = status.read(etcd_store, job.job)
+    assert (now.state, now.restarts, now.restarts_spent) == ("ACTIVE", 2, 1)
+    wait_for(lambda: len(job.events("worker")) == 3, 60, "its worker")
+    os.kill(job.worker_of("a"), signal.SIGKILL)
+    assert job.agents["a"].wait() == 1
+    assert status.read(etcd_store, job.job).state == "FAILED"
