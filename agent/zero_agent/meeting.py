@@ -24,7 +24,7 @@ from zero_agent import local_etcd
 from zero_agent.config import AgentExit, AgentFailed
 from zero_agent.etcd_process import LOOPBACK, Found, probe
 from zero_orchestrator.errors import SpecError, StoreError
-from zero_orchestrator.job_state import Keys
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import KeyValueStore
 from zero_orchestrator.spec import parse_nnodes
 

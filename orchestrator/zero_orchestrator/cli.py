@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from zero_orchestrator import events, retry, status, wishes
 from zero_orchestrator.arguments import seconds, with_dashes
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
-from zero_orchestrator.job_state import Keys
 from zero_orchestrator.jobfile import command as job_files
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import KeyValueStore
 from zero_orchestrator.status import JobStatus, NoSuchJob
 from zero_orchestrator.views import JsonView, TableView, View

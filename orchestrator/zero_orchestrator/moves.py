@@ -14,7 +14,8 @@ from enum import StrEnum
 
 from zero_orchestrator.budget import Charge
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import NOBODY, Keys, Members, Snapshot, State
+from zero_orchestrator.job_state import NOBODY, Members, Snapshot, State
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import NO_LEASE, Compare, Delete, Put, Write, absent, unchanged
 
 

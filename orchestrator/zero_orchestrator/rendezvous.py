@@ -22,13 +22,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from zero_orchestrator.ages import Ages
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
-from zero_orchestrator.job_state import ENDED, Failure, Keys, Node, Snapshot, State
+from zero_orchestrator.job_state import ENDED, Failure, Node, Snapshot, State
 from zero_orchestrator.journal import Journal
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import NO_LEASE, Delete, KeyValue, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
-from zero_orchestrator.rounds import Decision, Move, Observed, Timing, decide, transaction
+from zero_orchestrator.rounds import Decision, Move, Timing, decide, transaction
 from zero_orchestrator.sight import Sight, first
 from zero_orchestrator.spec import JobSpec
 
@@ -83,7 +85,7 @@ class Rendezvous:
         self._lost_lease = threading.Event()
         self.secret = ""
         """Shared by the job's agents; known once registered."""
-        self._ages = _Ages(clock)
+        self._ages = Ages(clock)
         self._snapshot = Snapshot(spec=spec)
         self._reason = ""
 
@@ -349,51 +351,3 @@ def _from_outside(job: Snapshot) -> str:
     if job.state is not State.ACTIVE:
         return f"round {job.n + 1} is forming; others see to it"
     return job.yielding or f"round {job.n} runs on {len(job.members.nodes)} nodes"
-
-
-class _Ages:
-    """Since when this observer has seen things as they are."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._nodes: frozenset[tuple[str, str]] | None = None
-        self._nodes_since_s = 0.0
-        self._symptom: int | None = None
-        self._symptom_since_s = 0.0
-        self._pending: tuple[int, Move] | None = None
-        self._pending_since_s = 0.0
-        self._fence = 0
-        self._silent = False
-        self._heard_s = float("-inf")
-
-    def silent(self, reason: str) -> None:
-        """The store does not answer this node's keep-alive."""
-        self._silent = True
-
-    def heard(self, reason: str) -> None:
-        """It answers again."""
-        self._silent, self._heard_s = False, self._clock.now()
-
-    def look(self, job: Snapshot) -> None:
-        now_s = self._clock.now()
-        self._fence = job.fence
-        if job.alive != self._nodes:
-            self._nodes, self._nodes_since_s = job.alive, now_s
-        symptom = job.failures[0].revision if job.failures else None
-        if symptom != self._symptom:
-            self._symptom, self._symptom_since_s = symptom, now_s
-
-    def observed(self) -> Observed:
-        now_s = self._clock.now()
-        return Observed(
-            nodes_s=now_s - self._nodes_since_s,
-            symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
-            heard_s=0.0 if self._silent else now_s - self._heard_s,
-        )
-
-    def pending(self, move: Move) -> float:
-        """For how long this move has been due on this revision of the round."""
-        now_s = self._clock.now()
-        if self._pending != (self._fence, move):
-            self._pending, self._pending_since_s = (self._fence, move), now_s
-        return now_s - self._pending_since_s

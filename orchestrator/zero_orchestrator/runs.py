@@ -19,7 +19,8 @@ import json
 from collections.abc import Sequence
 
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.job_state import ENDED, Keys, State
+from zero_orchestrator.job_state import ENDED, State
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import KeyValue, KeyValueStore, Put, Write, unchanged
 
 ATTEMPTS = 20

@@ -15,8 +15,9 @@ from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.etcd import Credentials, EtcdStore
 from zero_orchestrator.etcd_watch import key_range
 from zero_orchestrator.events import events_prefix, progress_prefix
-from zero_orchestrator.job_state import Failure, Keys, Node, State
+from zero_orchestrator.job_state import Failure, Node, State
 from zero_orchestrator.journal import Journal
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.rendezvous import Rendezvous
 from zero_orchestrator.spec import JobSpec
 

@@ -14,7 +14,7 @@ from tests.support.cluster import environment
 from tests.support.waiting import wait_for
 from zero_agent.etcd_process import free_port
 from zero_orchestrator import events, status
-from zero_orchestrator.job_state import Keys
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_for
 from zero_agent.etcd_process import free_port
 from zero_agent.numa import parse_cpus
 from zero_orchestrator import status
-from zero_orchestrator.job_state import Keys
+from zero_orchestrator.keys import Keys
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,8 @@ import pytest
 from tests.unit.test_rounds import STEADY, TIMING, active, failed, forming, node, verdict
 from zero_orchestrator.budget import Charge, fruitless, in_force
 from zero_orchestrator.exclusion import LONGEST_S, Exclusion, cooldown_s, due
-from zero_orchestrator.job_state import Keys, Members, Snapshot, State
+from zero_orchestrator.job_state import Members, Snapshot, State
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.rounds import Move, decide, transaction
 from zero_orchestrator.spec import JobSpec
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from zero_orchestrator.budget import Charge
-from zero_orchestrator.job_state import ENDED, Failure, Keys, Members, Node, Snapshot, State
+from zero_orchestrator.job_state import ENDED, Failure, Members, Node, Snapshot, State
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.rounds import LEGAL, Move, Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.spec import JobSpec
 

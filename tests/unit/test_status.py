@@ -10,7 +10,8 @@ from zero_orchestrator.budget import Charge
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import progress_prefix
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import Failure, Keys, Members, Node
+from zero_orchestrator.job_state import Failure, Members, Node
+from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv_memory import MemoryStore
 from zero_orchestrator.spec import JobSpec
 from zero_orchestrator.status import (

@@ -1,0 +1,110 @@
+"""The names of a job's keys, and what each is for.
+
+Under `/zero/v1/<job>/` (all values JSON):
+
+    spec                    the JobSpec, written once
+    secret                  known to the job's agents alone; written once
+    nodes/<id>              a live agent; leased
+    round                   {n, state, cause}: the round that is ACTIVE, or being left (FORMING)
+    rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
+    rounds/<n>/master       where the round's TCPStore listens; written once by rank 0's agent
+    rounds/<n>/yield        why the workers are asked to stop at the next step boundary
+    reports/<n>/quiet/<id>  the node's workers of round n are gone
+    reports/<n>/done/<id>   the node's workers of round n have all exited with 0
+    reports/<n>/fail/<id>   the node's workers of round n failed, and how
+    reports/<n>/symptom/<id> the node's workers of round n lost a peer: the cause is elsewhere
+    charged/<n>             round n ended in a failure: one charge to the restart budget
+    excluded/<host>         no round begins with this host; mostly under a lease that runs out
+    ckpt/latest             the newest published checkpoint
+    cmd/stop                somebody wants the whole job to end, and who and why
+    cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
+
+Outside of them, because it may change with every step: `/zero/ram/<job>`, the newest checkpoint in
+the memory of the nodes.
+
+What starts with `round` is the job's *course*: a handful of changes in each round, which every
+agent watches (`sight.py`). What every node writes is elsewhere, and only the first few agents
+watch that.
+
+Who calls it: whoever reads or writes a job; `job_state` says what the values mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one job's keys."""
+
+    job: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of them start with."""
+        return f"/zero/v1/{self.job}/"
+
+    @property
+    def spec(self) -> str:
+        """The job's specification."""
+        return self.prefix + "spec"
+
+    @property
+    def secret(self) -> str:
+        """What the job's agents prove to each other that they know."""
+        return self.prefix + "secret"
+
+    @property
+    def round(self) -> str:
+        """The state of the current round."""
+        return self.prefix + "round"
+
+    @property
+    def latest(self) -> str:
+        """The newest published checkpoint."""
+        return self.prefix + "ckpt/latest"
+
+    @property
+    def in_ram(self) -> str:
+        """The newest checkpoint in memory; written at every step, so not where agents watch."""
+        return f"/zero/ram/{self.job}"
+
+    @property
+    def stop(self) -> str:
+        """The wish that the job ends."""
+        return self.prefix + "cmd/stop"
+
+    @property
+    def course(self) -> str:
+        """What the keys start with that every agent must know."""
+        return self.prefix + "round"
+
+    @property
+    def nodes(self) -> str:
+        """What the keys of the live agents start with."""
+        return self.node("")
+
+    def drain(self, node: str) -> str:
+        """The wish that a node leaves."""
+        return f"{self.prefix}cmd/drain/{node}"
+
+    def node(self, node: str) -> str:
+        """A live agent."""
+        return f"{self.prefix}nodes/{node}"
+
+    def charged(self, n: int) -> str:
+        """The charge for round n."""
+        return f"{self.prefix}charged/{n}"
+
+    def excluded(self, host: str) -> str:
+        """The exclusion of a host."""
+        return f"{self.prefix}excluded/{host}"
+
+    def of_round(self, n: int, *parts: str) -> str:
+        """A key of round n that every agent must know."""
+        return "/".join((f"{self.prefix}rounds/{n}", *parts))
+
+    def report(self, n: int, *parts: str) -> str:
+        """What a node says about its part of round n: kind, node."""
+        return "/".join((f"{self.prefix}reports/{n}", *parts))
