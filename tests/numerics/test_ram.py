@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.numerics.test_async_checkpoint import heard
 from tests.numerics.test_leaving import Agent, under_agent
+from tests.numerics.test_offload import offloading
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
@@ -116,6 +117,34 @@ def test_a_run_goes_on_from_memory_at_another_world_size_and_stage(
     assert kept == ([1, 2, 3], 0)
     assert find(checkpoints(root)).candidates == ()
     assert worlds.run(other_world, finish, root, other_stage) == [(3, *undisturbed)] * other_world
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "cpu"), (2, "nvme"), (3, "nvme+cpu"), (3, "nvme+nvme")]
+)
+def test_state_that_rests_on_a_disk_is_kept_in_memory_and_comes_back_to_it(
+    worlds: WorldPool, root: str, stage: int, where: str
+) -> None:
+    undisturbed = worlds.run(1, run_alone)
+    assert worlds.run(2, keep_offloaded, root, stage, where, 3)[0] == (0, [1, 2, 3], "")
+    assert find(checkpoints(root)).candidates == ()
+    ends = worlds.run(3, keep_offloaded, root, stage, where, STEPS)
+    assert ends == [(3, kept, *undisturbed) for kept in ([4, 5], [], [])]
+
+
+def keep_offloaded(root: str, stage: int, where: str, last: int) -> tuple[int, list[int], str]:
+    """Go on to a step; where from, what was committed, and the weights, if it is the last."""
+    with on_a_node(root) as agent:
+        engine = make_engine(offloading(stage, where, root, checkpoint={"ram": {}}))
+        engine.load_checkpoint(checkpoints(root))
+        loaded = engine.global_steps
+        for step in range(loaded + 1, last + 1):
+            train(engine, step)
+            settle(engine)
+        digest = engine.weight_hash() if last == STEPS else ""
+        drop(engine)
+        told = [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_ram]
+        return loaded, told, digest
 
 
 def run_alone() -> str:
