@@ -69,7 +69,7 @@ def meet(
         run = _run_of(rank, runs(mutual & mutual.t()))
         members = _connect(listener, rank, run, cards)
     if rank == run.start and len(run) > 1:
-        _log.info("ranks %d to %d read from each other's memory", run.start, run.stop - 1)
+        _log.debug("ranks %d to %d read from each other", run.start, run.stop - 1)
     return run, Neighbours(members, changed) if members else None
 
 
