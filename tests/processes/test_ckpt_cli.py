@@ -152,6 +152,14 @@ def test_wrong_input_is_one_message_with_the_remedy(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_with_json_what_cannot_be_done_is_one_document_too(tmp_path, ckpt):
+    done = ckpt("show", tmp_path, "--json")
+    message = done.stderr.removeprefix("zero-ckpt: ").rstrip()
+    assert "there is no usable checkpoint here" in message
+    assert json.loads(done.stdout) == {"error": message, "exit_code": 2}
+    assert done.returncode == 2
+
+
 def test_dry_runs_change_nothing_and_then_exactly_that_happens(root, of_json):
     attempt = root / "step-000000009.g0.abcd"
     attempt.mkdir()

@@ -33,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except KeyboardInterrupt:
-        print("zero-ckpt: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _fail(options, "interrupted", INTERRUPTED)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -45,18 +44,21 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         return code or OK
     except CheckpointError as error:
-        return _fail(str(error))
+        return _fail(options, str(error))
     except BrokenPipeError:  # `zero-ckpt show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}")
+        return _fail(options, f"{where}{error.strerror or error}")
 
 
-def _fail(message: str) -> int:
+def _fail(options: argparse.Namespace, message: str, code: int = TROUBLE) -> int:
+    """People read the message on stderr; with --json, tools find it on stdout as well."""
     print(f"zero-ckpt: {message}", file=sys.stderr)
-    return TROUBLE
+    if options.json:
+        output.print_json({"error": message, "exit_code": code})
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
