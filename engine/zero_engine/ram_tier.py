@@ -160,7 +160,9 @@ class RamTier:
             self._say(_OFF, f"no checkpoints in memory, only on disk: {reason}")
 
     def close(self) -> None:
-        """Finish the save under way; what is committed stays with the agent."""
+        """Finish the save under way, soon; what is committed stays with the agent."""
+        if self.busy:
+            self._peers.hurry()  # what is given up for it is said as any copy that is not there
         self._take_outcome()
         for arena in self._arenas:
             arena.close()

@@ -9,6 +9,7 @@ Called by `ram_commit` and `ram_search`. `zero_agent.ram_server` is the other en
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ PUSH_LIMIT_S = 30.0
 """A neighbour that takes longer for one image is too slow to keep one."""
 AVOID_S = 30.0
 """A neighbour that has failed is not asked again for so long."""
+LEAVING_S = 3.0
+"""What a copy may still take when its worker wants to leave."""
 _AHEAD = 16
 """Requests under way on one connection: enough to hide the network's latency."""
 
@@ -49,6 +52,11 @@ class Neighbours:
 
     key: str
     _avoid_until_s: dict[str, float] = field(default_factory=dict)
+    _leave_at_s: float = field(default=math.inf, init=False)
+
+    def hurry(self, limit_s: float = LEAVING_S) -> None:
+        """This worker wants to leave: copies that are under way after so long are given up."""
+        self._leave_at_s = time.monotonic() + limit_s
 
     def send(
         self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
@@ -68,27 +76,28 @@ class Neighbours:
         if time.monotonic() < self._avoid_until_s.get(address, 0.0):
             return f"{address} is left out for {AVOID_S:g} s after its last failure"
         try:
-            _push(address, self.key, path, image, file, block)
+            self._push(address, path, image, file, block)
         except (OSError, EOFError) as error:
             self._avoid_until_s[address] = time.monotonic() + AVOID_S
             return f"{address} took no copy: {error}"
         return ""
 
-
-def _push(
-    address: str, key: str, path: str, image: FrozenImage, file: FileRecord, block: int
-) -> None:
-    limit_s = time.monotonic() + PUSH_LIMIT_S
-    digests = b"".join(digest.to_bytes(8, "big") for digest in file.digests).hex()
-    wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
-    with closing(ram_wire.dial(address, key)) as connection:
-        ram_wire.send(connection, wish)
-        _expect_consent(connection)
-        for slab in image.slabs():
-            if time.monotonic() > limit_s:
-                raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
-            connection.sendall(slab)
-        _expect_consent(connection)
+    def _push(
+        self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
+    ) -> None:
+        limit_s = time.monotonic() + PUSH_LIMIT_S
+        digests = b"".join(digest.to_bytes(8, "big") for digest in file.digests).hex()
+        wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
+        with closing(ram_wire.dial(address, self.key)) as connection:
+            ram_wire.send(connection, wish)
+            _expect_consent(connection)
+            for slab in image.slabs():
+                if time.monotonic() > self._leave_at_s:
+                    raise TimeoutError("it was not done when this worker wanted to leave")
+                if time.monotonic() > limit_s:
+                    raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
+                connection.sendall(slab)
+            _expect_consent(connection)
 
 
 def _expect_consent(connection: socket.socket) -> None:

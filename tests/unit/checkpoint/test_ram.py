@@ -187,6 +187,16 @@ def test_two_nodes_read_what_three_have_kept_once_and_hardly_a_byte_more(cluster
     assert 0.999 * size < sum(result.bytes_read for result in results) <= 1.01 * size
 
 
+def test_a_copy_is_given_up_when_its_worker_wants_to_leave_and_the_checkpoint_is_kept(cluster):
+    cluster.add("a", "b")
+    cluster.peers["a"].hurry(limit_s=0.0)
+    for kept in cluster.keep(FULL, 1):
+        (lacking,) = kept.poorer
+        assert lacking.startswith("rank 0: ")
+        assert lacking.endswith("took no copy: it was not done when this worker wanted to leave")
+    loaded_from_memory(cluster, FULL, step=1)
+
+
 def test_the_one_that_is_kept_is_not_touched_while_the_next_is_written(cluster):
     """Two steps of different bits: after the second has failed, the first is there as it was."""
     cluster.add("a", "b")
