@@ -6,15 +6,28 @@ and the ledger is exactly one pass over the data.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 
-from tests.support.cluster import SAMPLES, STEPS, final_hash, training
+from tests.support.cluster import (
+    ROOT,
+    SAMPLES,
+    STEPS,
+    TRAIN,
+    final_hash,
+    paced,
+    run_alone,
+    training,
+)
 from tests.support.waiting import wait_for
+from zero_engine.ledger import read_ledger, verify
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+STUCK_SAVE = ROOT / "tests" / "support" / "stuck_save.py"
 
 
 def assert_as_if_nothing_had_happened(job, undisturbed_hash):
@@ -99,6 +112,31 @@ def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert job.report().repeated_steps == 0
     assert job.events("interrupt") == []
+
+
+def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhere(
+    cluster, tmp_path
+):
+    """Four nodes, three over the boundary, four again: 8 micro-batches are no multiple of 3."""
+    config = json.loads(TRAIN.with_name("gpt.json").read_text()) | {"checkpoint": {"async": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = (f"--config={tmp_path}/config.json", "--samples=4010", "--epochs=2")
+    expected = run_alone(tmp_path / "alone", *more)
+    job = cluster(flags=("--nnodes=1:4", "--max-restarts=1"))
+    job.script = [str(STUCK_SAVE), *paced(training(tmp_path, *more), 0.03)]
+    job.start("a", "b", "c")
+    job.start("d", STUCK_FROM_STEP="40", STUCK_MARKER=str(tmp_path / "stuck"))
+    job.wait_for_step(1, world=4)
+    wait_for((tmp_path / "stuck").exists, 60.0, "a save that has begun")
+    job.agents["d"].kill_node()
+    job.wait_for_step(127, world=3)
+    job.start("d")
+    job.wait_for_step(128, world=4)
+    job.wait_for_end()
+    report = verify(read_ledger(tmp_path / "ledger"), 4010)
+    assert (report.problems, report.steps, report.samples) == ((), 2 * 126, 2 * 4010)
+    assert report.repeated_steps > 0  # that save counts for nothing
+    assert final_hash(job.output) == expected
 
 
 def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
