@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.numerics.test_engine_features import one_result
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, make_engine, train
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldError, WorldPool, one_result
 from zero_engine.engine import Engine
 from zero_engine.errors import EngineError
 from zero_engine.ledger import read_ledger, verify

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import zero_engine
-from tests.numerics.test_engine_features import one_result
 from tests.numerics.test_leaving import under_agent
 from tests.numerics.test_param_access import PROBES, probes
 from tests.support.models import Tokens, make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, run_micro_step, train
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldError, WorldPool, one_result
 from zero_engine.engine import Engine
 from zero_engine.utils import (
     RepeatingLoader,

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_engine
-from tests.numerics.test_engine_features import one_result
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, make_engine, train
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldError, WorldPool, one_result
 from zero_engine import checkpointing, comm
 from zero_engine.errors import ConfigError
 from zero_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam

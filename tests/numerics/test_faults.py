@@ -17,7 +17,7 @@ from typing import BinaryIO
 import pytest
 import torch.distributed as dist
 
-from tests.numerics.test_async_checkpoint import ASYNC, Deadly, heard, undisturbed, use
+from tests.support.saving import ASYNC, Deadly, heard, undisturbed, use
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool

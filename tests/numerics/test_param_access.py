@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_engine
-from tests.numerics.test_engine_features import one_result
 from tests.support.models import Tokens
 from tests.support.training import config, make_engine, run_micro_step, train
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldError, WorldPool, one_result
 from zero_engine.engine import Engine
 from zero_engine.utils import (
     safe_get_full_fp32_param,

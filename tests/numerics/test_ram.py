@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.numerics.test_async_checkpoint import heard
 from tests.numerics.test_leaving import Agent, under_agent
 from tests.numerics.test_offload import offloading
+from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool

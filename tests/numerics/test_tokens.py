@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import zero_engine
-from tests.numerics.test_engine_features import one_result
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldError, WorldPool, one_result
 
 SAMPLES, LONGEST, STEPS = 23, 9, 4
 

@@ -145,3 +145,10 @@ def _serve(pipe: Connection, port: int) -> None:
         if dist.is_initialized():  # the job may have ended it
             dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def one_result(worlds: WorldPool, job: Any, *args: Any, sizes: tuple[int, ...] = (1, 3)) -> Any:
+    """The result of `job`, which must be the same on every rank of every size."""
+    results = [result for world in sizes for result in worlds.run(world, job, *args)]
+    assert all(result == results[0] for result in results)
+    return results[0]

@@ -1,0 +1,130 @@
+"""Optimizers by name and by object, schedulers built on them, and steps that are skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_engine
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.world import WorldError, WorldPool, one_result
+
+STEPS = 4
+STAGES = (0, 1, 2, 3)
+
+
+# ---- optimizers and schedules ----
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+        {"type": "Adam", "params": {"lr": 0.01, "adam_w_mode": False}},
+        {"type": "Adagrad", "params": {"lr": 0.01, "initial_accumulator_value": 0.1}},
+    ],
+    ids=lambda optimizer: optimizer["type"],
+)
+def test_every_elementwise_optimizer_of_the_config_gives_one_result(
+    worlds: WorldPool, optimizer: dict[str, Any]
+) -> None:
+    hashes = one_result(worlds, train_stages, optimizer)
+    assert len(set(hashes)) == 1
+
+
+def train_stages(optimizer: dict[str, Any]) -> list[str]:
+    hashes = []
+    for stage in STAGES:
+        engine = make_engine(config(stage, optimizer=optimizer))
+        train(engine, STEPS)
+        hashes.append(engine.weight_hash())
+    return hashes
+
+
+def test_the_users_optimizer_stays_the_same_object_and_schedulers_built_on_it_work(
+    worlds: WorldPool,
+) -> None:
+    by_object = one_result(worlds, train_with_own_optimizer, "object", 2)
+    by_callable = one_result(worlds, train_with_own_optimizer, "callable", 3)
+    assert by_object == by_callable
+    _, rates = by_object
+    # Two groups, each with its own rate, halved after each of the four steps.
+    assert rates == [pytest.approx(1e-2 / 16), pytest.approx(5e-3 / 16)]
+
+
+def train_with_own_optimizer(how: str, stage: int) -> tuple[str, list[float]]:
+    model = make_model()
+    settings = config(stage)
+    del settings["optimizer"]
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    groups = param_groups(model)
+    own = make(groups) if how == "object" else make
+    scheduler = schedule(own) if isinstance(own, torch.optim.Optimizer) else schedule
+    engine, optimizer, _, returned = zero_engine.initialize(
+        model=model,
+        optimizer=own,
+        model_parameters=groups,
+        training_data=Tokens(DATASET_SIZE),
+        lr_scheduler=scheduler,
+        config=settings,
+    )
+    if how == "object":
+        assert optimizer is own
+        assert returned is scheduler
+    assert engine.optimizer is optimizer
+    train(engine, STEPS)
+    return engine.weight_hash(), engine.get_lr()
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match="is not one of the model's; make the optimizer from"):
+        worlds.run(1, initialize_with_foreign_parameters)
+
+
+def initialize_with_foreign_parameters() -> None:
+    settings = config()
+    del settings["optimizer"]
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    zero_engine.initialize(model=make_model(), optimizer=stranger, config=settings)
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_rank(
+    worlds: WorldPool,
+) -> None:
+    for stage in STAGES:
+        before, after, *counts = one_result(worlds, skip_a_step, stage, sizes=(1, 2))
+        assert before == after
+        # Skipped once; the data moved on, the schedule did not; the next step was applied.
+        assert counts == [1, False, 20, 1e-2, 1e-2 / 2, 2]
+
+
+def skip_a_step(stage: int) -> tuple[Any, ...]:
+    engine = make_engine(
+        config(stage),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5),
+    )
+    before = engine.weight_hash()
+    loader = engine.training_dataloader
+    assert loader is not None
+    for batch in loader:
+        loss = engine(batch)
+        # One leaf, on one rank.
+        spoil = engine.global_rank == 0 and engine.micro_steps == 0
+        engine.backward(loss * float("inf") if spoil else loss)
+        engine.step()
+        if engine.global_steps == 1:
+            break
+    after, skipped = engine.weight_hash(), (engine.skipped_steps, engine.was_step_applied())
+    rate = engine.get_lr()[0]
+    train(engine, 2)
+    return before, after, *skipped, engine.global_samples, rate, engine.get_lr()[0], 2

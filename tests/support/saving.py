@@ -1,0 +1,102 @@
+"""What tests of saves share: disks that wait, fill up or kill; what the engine says."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from tests.support.training import config, make_engine, train
+from zero_engine.checkpoint.storage import Disk
+from zero_engine.engine import Engine
+
+ASYNC = {"checkpoint": {"async": True}}
+SAVED_AT, ENDS_AT = 2, 5
+
+
+class Gated(Disk):
+    """A disk on which nothing can be written until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        self.reached.set()
+        assert self.gate.wait(30), "nobody opened the gate"
+        super().write(file, data)
+
+
+class Throttled(Disk):
+    """A disk that writes a little each time that it is let, and the rest at the end."""
+
+    def __init__(self) -> None:
+        self.turns = threading.Semaphore(0)
+        self.written = 0
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        for begin in range(0, len(data), 1 << 10):
+            assert self.turns.acquire(timeout=30), "nobody let it write"
+            part = memoryview(data)[begin : begin + (1 << 10)]
+            super().write(file, part)
+            self.written += len(part)
+
+
+class Full(Disk):
+    """A disk on which the files of one rank find no room."""
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        if "r00001" in file.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(file, data)
+
+
+class Deadly(Disk):
+    """A disk that kills the process once half of a slab is written."""
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        super().write(file, data[: len(data) // 2])
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def heard(level: int = logging.INFO) -> Iterator[list[str]]:
+    """What the engine logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zero_engine")
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def use(engine: Engine, disk: Disk) -> Disk:
+    engine._persistence.saver.disk = disk
+    return disk
+
+
+def go_on(root: str) -> tuple[str, int]:
+    """Resume at stage 1; the hash at the end, and the step that was loaded."""
+    engine = make_engine(config(1), seed=8)
+    engine.load_checkpoint(root)
+    loaded = engine.global_steps
+    train(engine, ENDS_AT)
+    return engine.weight_hash(), loaded
+
+
+def undisturbed() -> str:
+    engine = make_engine(config(0))
+    train(engine, ENDS_AT)
+    return engine.weight_hash()
