@@ -2,8 +2,7 @@
 
 Owns the order in which the parts are made, and what is done to the user's model: parameters
 become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
-training.
-Everything afterwards belongs to `engine`.
+training. Everything afterwards belongs to `engine`.
 
 Source of the signature: deepspeed.initialize.
 """
@@ -11,7 +10,9 @@ Source of the signature: deepspeed.initialize.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,12 @@ from zero_engine.node_group import node_exchanges
 from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
 from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator, Prefetch
-from zero_engine.partition import aliases, partition
+from zero_engine.partition import UnitSpec, aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES
-from zero_engine.stages import STAGES
+from zero_engine.stages import STAGES, Stage
 from zero_engine.tiers.choose import Tiers, pace_of, unit_sizes
+from zero_engine.waiting import Interrupt
 from zero_engine.zero_optimizer import ZeroOptimizer
 
 _log = logging.getLogger(__name__)
@@ -141,84 +143,128 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 # ---- the model ----
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """What the parts of one core are all made with."""
+
+    config: Config
+    stage: Stage
+    collectives: Collectives
+    device: torch.device
+    guard: Callable[[], AbstractContextManager[None]]
+    interrupt: Interrupt
+
+
 def _make_core(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
 ) -> Core:
-    guard = partial(peers_may_vanish, link)
-    collectives, stage = (
-        Collectives(interrupt=link.interrupt),
-        STAGES[config.zero_optimization.stage],
-    )
-    device = local_device()
-    if device.type == "cpu":
-        collectives.meet_neighbours()
-    _check_offload(config, optimizer)
+    shared = _meet(config, link)
     dtype = DTYPES[config.compute]
+    _check_offload(config, optimizer)
     groups = trained_groups(optimizer, model)
     _check_dtypes(model, groups, dtype)
-    _prepare_buffers(model, dtype, device, collectives)
+    _prepare_buffers(model, dtype, shared.device, shared.collectives)
     leaves = config.zero_optimization.leaf_module
     mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
-    specs = partition(model, groups, dtype)
-    wire = config.zero_optimization
-    node = node_exchanges(wire.zero_hpz_partition_size, link.interrupt)
-    tiers = Tiers(config.zero_optimization, device).choose(unit_sizes(specs, collectives.world))
-    units = tuple(
-        FlatUnit(
-            spec,
-            stage,
-            collectives,
-            device,
-            resting,
-            quantized=wire.zero_quantized_weights,
-            node=node,
-        )
-        for spec, resting in zip(specs, tiers, strict=True)
-    )
-    coordinator = ParamCoordinator(
-        model,
-        units if stage.shards_parameters else (),
-        collectives,
-        Prefetch(
-            budget=config.zero_optimization.stage3_prefetch_bucket_size,
-            max_live=config.zero_optimization.stage3_max_live_parameters,
-        ),
-        guard,
-    )
-    trained = [unit for unit in units if unit.trained]
-    zero = reducer = None
-    if optimizer is not None and trained:
-        clip, scaling = config.gradient_clipping, LossScaling.of(config.fp16)
-        pace = pace_of(config.zero_optimization)
-        zero = ZeroOptimizer(optimizer, trained, stage, collectives, clip, scaling, pace)
-        on_ready = coordinator.release_trained if stage.shards_parameters else None
-        reducer = GradReducer(
-            trained,
-            zero.totals,
-            collectives,
-            stage,
-            zero.wholes,
-            on_ready,
-            guard,
-            quantized=wire.zero_quantized_gradients,
-        )
+    units = _make_units(shared, partition(model, groups, dtype))
+    coordinator = _make_coordinator(shared, model, units)
+    zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
     core = Core(
         module=model,
-        device=device,
+        device=shared.device,
         dtype=dtype,
-        stage=stage,
-        collectives=collectives,
+        stage=shared.stage,
+        collectives=shared.collectives,
         units=units,
         aliases=tied,
         zero=zero,
         reducer=reducer,
         coordinator=coordinator,
-        guard=guard,
+        guard=shared.guard,
     )
     adopt_parameters(core)
     mark_divided(model)
     return core
+
+
+def _meet(config: Config, link: AgentLink) -> _Shared:
+    """Meet the other ranks."""
+    shared = _Shared(
+        config=config,
+        stage=STAGES[config.zero_optimization.stage],
+        collectives=Collectives(interrupt=link.interrupt),
+        device=local_device(),
+        guard=partial(peers_may_vanish, link),
+        interrupt=link.interrupt,
+    )
+    if shared.device.type == "cpu":
+        shared.collectives.meet_neighbours()
+    return shared
+
+
+def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, ...]:
+    zero = shared.config.zero_optimization
+    node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt)
+    tiers = Tiers(zero, shared.device).choose(unit_sizes(specs, shared.collectives.world))
+    return tuple(
+        FlatUnit(
+            spec,
+            shared.stage,
+            shared.collectives,
+            shared.device,
+            resting,
+            quantized=zero.zero_quantized_weights,
+            node=node,
+        )
+        for spec, resting in zip(specs, tiers, strict=True)
+    )
+
+
+def _make_coordinator(
+    shared: _Shared, model: nn.Module, units: Sequence[FlatUnit]
+) -> ParamCoordinator:
+    zero = shared.config.zero_optimization
+    return ParamCoordinator(
+        model,
+        units if shared.stage.shards_parameters else (),
+        shared.collectives,
+        Prefetch(budget=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters),
+        shared.guard,
+    )
+
+
+def _make_stepper(
+    shared: _Shared,
+    optimizer: torch.optim.Optimizer | None,
+    units: Sequence[FlatUnit],
+    coordinator: ParamCoordinator,
+) -> tuple[ZeroOptimizer, GradReducer] | tuple[None, None]:
+    """What turns gradients into a step; nothing if nothing is trained."""
+    trained = [unit for unit in units if unit.trained]
+    if optimizer is None or not trained:
+        return None, None
+    config, stage = shared.config, shared.stage
+    zero = ZeroOptimizer(
+        optimizer,
+        trained,
+        stage,
+        shared.collectives,
+        config.gradient_clipping,
+        LossScaling.of(config.fp16),
+        pace_of(config.zero_optimization),
+    )
+    reducer = GradReducer(
+        trained,
+        zero.totals,
+        shared.collectives,
+        stage,
+        zero.wholes,
+        coordinator.release_trained if stage.shards_parameters else None,
+        shared.guard,
+        quantized=config.zero_optimization.zero_quantized_gradients,
+    )
+    return zero, reducer
 
 
 def _check_offload(config: Config, optimizer: torch.optim.Optimizer | None) -> None:
