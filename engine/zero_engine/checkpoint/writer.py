@@ -5,28 +5,33 @@ training waits, `arena.FrozenImage` a copy while training goes on.
 
 Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
 they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
-no second copy of the state (a device tensor is copied in slabs).
+no second copy of the state: it is copied in slabs, one of which is written while the next one is
+gathered.
 
 Called by `commit` on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import xxhash
 from torch import Tensor
 
-from zero_engine.checkpoint.dtypes import byte_view, host_bytes
+from zero_engine.checkpoint.dtypes import byte_view
 from zero_engine.checkpoint.layout import FileLayout
 from zero_engine.checkpoint.manifest import FileRecord
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
 
-_SLAB_BYTES = 4 << 20
-"""Hashed, then written while still in the CPU's cache; also the staging of device tensors."""
+_SLAB_BYTES = 16 << 20
+"""Large enough to be written past the page cache, see `direct`."""
 
 
 class Image(Protocol):
@@ -37,7 +42,10 @@ class Image(Protocol):
         """Where what is."""
 
     def slabs(self) -> Iterator[memoryview]:
-        """All bytes, in order, in parts of a size that suits the disk."""
+        """All bytes, in order, in parts of a size that suits the disk.
+
+        A part stays as it is until the next one is asked for.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +55,37 @@ class LiveImage:
     layout: FileLayout
 
     def slabs(self) -> Iterator[memoryview]:
-        """The head, then each piece."""
-        yield memoryview(self.layout.head)
+        """Slabs that begin on a page; the next one is gathered while one is written."""
+        gathered = self._gathered()
+        with ThreadPoolExecutor(1, "zero-gather") as thread:
+            coming = thread.submit(next, gathered, None)
+            while (slab := coming.result()) is not None:
+                coming = thread.submit(next, gathered, None)
+                yield slab
+
+    def _gathered(self) -> Iterator[memoryview]:
+        """In two buffers in turn."""
+        slab_bytes = min(_SLAB_BYTES, self.layout.size_bytes)
+        buffers = itertools.cycle([mmap.mmap(-1, slab_bytes), mmap.mmap(-1, slab_bytes)])
+        buffer, filled = next(buffers), 0
+        for part in self._parts():
+            done = 0
+            while done < len(part):
+                count = min(len(part) - done, slab_bytes - filled)
+                room = torch.frombuffer(buffer, dtype=torch.uint8, offset=filled, count=count)
+                room.copy_(part[done : done + count])
+                done, filled = done + count, filled + count
+                if filled == slab_bytes:
+                    yield memoryview(buffer)
+                    buffer, filled = next(buffers), 0
+        if filled:
+            yield memoryview(buffer)[:filled]
+
+    def _parts(self) -> Iterator[Tensor]:
+        """The head, then each piece: uint8 vectors, wherever they are."""
+        yield torch.frombuffer(bytearray(self.layout.head), dtype=torch.uint8)
         for placed in self.layout.placed:
-            yield from _tensor_slabs(byte_view(placed.piece.data))
+            yield byte_view(placed.piece.data)
 
 
 class BlockHasher:
@@ -101,9 +136,3 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
-
-
-def _tensor_slabs(data: Tensor) -> Iterator[memoryview]:
-    """The bytes of a uint8 vector; `.cpu()` copies a device slab and leaves a host one alone."""
-    for slab in data.split(_SLAB_BYTES):
-        yield host_bytes(slab.cpu())
