@@ -30,7 +30,7 @@ from zero_orchestrator.journal import Journal
 from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import NO_LEASE, Delete, KeyValue, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
-from zero_orchestrator.rounds import Decision, Move, Timing, decide, transaction
+from zero_orchestrator.rounds import Decision, Move, Timing, decide, runs, transaction
 from zero_orchestrator.sight import Sight, first
 from zero_orchestrator.spec import JobSpec
 
@@ -350,4 +350,4 @@ def _from_outside(job: Snapshot) -> str:
         return f"the job is {job.state}: {job.cause}"
     if job.state is not State.ACTIVE:
         return f"round {job.n + 1} is forming; others see to it"
-    return job.yielding or f"round {job.n} runs on {len(job.members.nodes)} nodes"
+    return job.yielding or runs(job)

@@ -131,7 +131,13 @@ def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
         decision = rule(job, seen, timing)
         if decision is not None:
             return decision
-    return Decision(None, f"round {job.n} runs on {len(job.members.nodes)} nodes")
+    return Decision(None, runs(job))
+
+
+def runs(job: Snapshot) -> str:
+    """What is said of a round to which nothing happens."""
+    nodes = len(job.members.nodes)
+    return f"round {job.n} runs on {nodes} node{'s' if nodes != 1 else ''}"
 
 
 def _all_done(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -187,7 +193,9 @@ def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decisi
 def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
     if draining:
-        return go(Move.YIELD, f"{', '.join(draining)} is leaving")
+        return go(
+            Move.YIELD, f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} leaving"
+        )
     return None
 
 
@@ -209,7 +217,7 @@ def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision
         )
     if seen.nodes_s < timing.grow_after_s:
         return Decision(None, f"{names} will join when the set of nodes is steady")
-    return go(Move.YIELD, f"{names} joins")
+    return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
 
 
 def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:

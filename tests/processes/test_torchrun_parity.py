@@ -304,7 +304,7 @@ def test_a_supervisor_is_told_how_the_agent_is(start):
     assert process.stdout.readline() == "ready\n"
     _, record = wait_for(lambda: (r := ask("/readyz"))[0] == 200 and r, 10, "readiness")
     assert (record["job"], record["state"], record["workers"]) == ("watched", "ACTIVE", "running")
-    assert record["reason"] == "round 1 runs on 1 nodes"
+    assert record["reason"] == "round 1 runs on 1 node"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM

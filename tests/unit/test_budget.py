@@ -179,7 +179,7 @@ def test_a_spare_takes_the_place_of_an_excluded_node_at_once():
 
 def test_a_node_may_come_back_when_its_exclusion_has_ended():
     job = replace(active("a", live="ab"), exclusions=(Exclusion(host="b", why="why"),))
-    assert verdict(job) == (None, "round 1 runs on 1 nodes")
+    assert verdict(job) == (None, "round 1 runs on 1 node")
     assert verdict(replace(job, exclusions=())) == (Move.YIELD, "b joins")
 
 
@@ -253,7 +253,7 @@ def test_the_minimum_is_met_in_whole_units():
 def test_a_round_grows_by_whole_units():
     job = replace(running("ab", "abc", node_unit=2))
     assert verdict(job) == (None, "rounds have multiples of 2 nodes; spare: c")
-    assert verdict(running("ab", "abcd", node_unit=2)) == (Move.YIELD, "c, d joins")
+    assert verdict(running("ab", "abcd", node_unit=2)) == (Move.YIELD, "c, d join")
     assert verdict(running("abcd", "abcde", max_nodes=5, node_unit=2)) == (
         None,
         "round 9 is full; spare: e",
