@@ -144,13 +144,16 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """Stop everything that belongs to this agent and leave the job."""
-        self._crew.close()
-        self._ram.close()
-        self._rdzv.close()
-        self._ring.close()
-        self._publisher.close()
-        self._scratch.cleanup()
+        """Stop everything that belongs to this agent and leave the job.
+
+        What goes wrong in that neither keeps the rest from being stopped nor hides why it ends.
+        """
+        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher)
+        for close in (*(part.close for part in parts), self._scratch.cleanup):
+            try:
+                close()
+            except Exception:
+                log.exception("zero-agent: internal error in %s", close)
 
     def on_signal(self, number: int) -> None:
         """SIGTERM, SIGINT or SIGHUP: leave at the next step boundary; twice: at once.

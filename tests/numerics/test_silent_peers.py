@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.engine import Engine
+from zero_engine.waiting import Waiter
 from zero_orchestrator import contract
 from zero_orchestrator.contract import ExitCode, Leave, When
 
@@ -66,8 +68,17 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+def main_thread_waits() -> bool:
+    """Whether this process is where it would be for ever."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(
+        each.f_code is Waiter._stand_still.__code__ for each, _ in traceback.walk_stack(frame)
+    )
+
+
 def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> None:
     """Rank 1 stops itself; what becomes of rank 0, which then kills it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     rank, directory = dist.get_rank(), Path(root)
     path = directory / f"agent-{rank}.sock"
     agent = Agent(path)
@@ -87,7 +98,7 @@ def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> N
     peer, told = int((directory / "pid1").read_text()), []
 
     def interrupt() -> None:
-        wait_for(lambda: is_stopped(peer), 30, "rank 1 is stopped")
+        wait_for(lambda: is_stopped(peer) and main_thread_waits(), 30, "rank 0 waits for rank 1")
         told.append(time.monotonic())
         if how == "agent":
             agent.say(Leave(round=ROUND, when=When.NOW, reason="lost node b"))
