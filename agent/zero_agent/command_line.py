@@ -91,7 +91,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[str]:
     found = []
     for flag in FLAGS.values():
         variable = f"PET_{flag.name.replace('-', '_').upper()}"
-        value = environ.get(variable, "")
+        value = environ.get(variable) or environ.get(_TORCHRUNS.get(flag.name, ""), "")
         if flag.kind is not None and value:
             found.append(f"--{flag.name}={value}")
         elif value == "1":
@@ -99,6 +99,10 @@ def _from_environment(environ: Mapping[str, str]) -> list[str]:
         elif value not in ("", "0"):
             raise SpecError(f"{variable}={value}: write 1 for yes or 0 for no")
     return found
+
+
+_TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
+"""Variables under which torchrun's agent looks for what is a flag here."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -24,7 +24,7 @@ from zero_agent.network import interface_of
 from zero_agent.orders import Orders
 from zero_agent.steps import Steps
 from zero_agent.supervise import Workers
-from zero_agent.worker_env import nursery_env
+from zero_agent.worker_env import ENV_TIMER_FILE, nursery_env, timer_file
 from zero_agent.workers import Nursery, WorkerGroup
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import (
@@ -95,6 +95,10 @@ class Crew:
         self._env = nursery_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
         self._channel = Channel(self._hub, post(self._on_message))
+        self._timers = timer_file(environ, Path(self._channel.path).with_name("timers"))
+        self._timer_host: int | None = None
+        if self._timers is not None:
+            self._env[ENV_TIMER_FILE] = str(self._timers)
         self._orders = Orders(config, job, log_dir, self._env, self._channel.path)
         self._nursery = self._open_nursery()
         self._group: WorkerGroup | None = None
@@ -167,6 +171,7 @@ class Crew:
         """Start the workers of the job's round on this node."""
         self._forget_last_round(job.n)
         self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
+        self._host_timers()
         self.steps.begin(self._orders.pulses(job, node))
         orders = self._orders.of(job, node)
         self._group.start(self._config.program, orders)
@@ -177,6 +182,13 @@ class Crew:
             round=job.n,
             world_size=job.members.world_size,
         )
+
+    def _host_timers(self) -> None:
+        """Anew in each round: torch's server ends itself when it has ended a worker."""
+        if self._timers is not None:
+            if self._timer_host is not None:
+                self._nursery.signal(self._timer_host, signal.SIGKILL)
+            self._timer_host = self._nursery.host_timers(str(self._timers))
 
     def ask_to_leave(self, reason: str) -> None:
         """Ask the workers to stop at their next step boundary."""
@@ -285,6 +297,7 @@ class Crew:
         if self._group is not None:
             self._group.orphaned()
         self._stores.clear()
+        self._timer_host = None
         self._nursery.close()
         self._nursery = self._open_nursery()
 

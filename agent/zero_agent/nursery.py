@@ -12,6 +12,7 @@ The socket carries one JSON object a packet. From the agent:
 
     {"op": "start", "id": 7, "program": {...}, "env": {...}}   + descriptors of stdout, stderr
     {"op": "store", "id": 8}                    host a TCPStore, on a free port
+    {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
 
 To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`.
@@ -38,6 +39,8 @@ from zero_agent.process_control import adopt_orphans, children, die_with_parent
 
 PACKET_BYTES = 1 << 17
 KILL_TIMEOUT_S = 5.0
+TIMERS_S = 0.1
+"""Between two looks at the timers."""
 
 
 class Nursery:
@@ -111,6 +114,8 @@ class Nursery:
             os.close(source)
         if order["op"] == "store":
             host_store(self._agent, order["id"])
+        if order["op"] == "timers":
+            host_timers(self._agent, order["path"])
         self._agent.close()
         if order["cpus"]:
             os.sched_setaffinity(0, order["cpus"])
@@ -171,6 +176,15 @@ def host_store(agent: socket.socket, worker: int) -> None:
     store = distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     agent.send(json.dumps({"id": worker, "port": store.port}).encode())
     agent.close()
+    while True:
+        signal.pause()
+
+
+def host_timers(agent: socket.socket, path: str) -> None:
+    """Serve torch's `FileTimerClient`s until killed: SIGKILL for a worker whose time is up."""
+    timer = importlib.import_module("torch.distributed.elastic.timer")
+    agent.close()
+    timer.FileTimerServer(path, run_id="", max_interval=TIMERS_S).start()
     while True:
         signal.pause()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from zero_orchestrator.contract import (
     ENV_FENCE,
@@ -20,6 +21,9 @@ from zero_orchestrator.contract import (
 )
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.job_state import Node, Snapshot
+
+ENV_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
+ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,13 @@ def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
             f"{local_rank}; start fewer workers with --nproc-per-node"
         )
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank]}
+
+
+def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
+    """Where workers reach torch's file timers; None if nobody asks for them, as with torchrun."""
+    if environ.get(ENV_TIMERS) != "1":
+        return None
+    return Path(environ.get(ENV_TIMER_FILE) or default)
 
 
 def nursery_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:

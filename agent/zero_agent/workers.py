@@ -82,6 +82,10 @@ class Nursery:
         """Fork a process that hosts a TCPStore; its id. News will have its port."""
         return self._order({"op": "store"}, [])
 
+    def host_timers(self, path: str) -> int:
+        """Fork a process that hosts torch's file timers at a path; its id."""
+        return self._order({"op": "timers", "path": path}, [])
+
     def signal(self, worker: int, number: int) -> None:
         """Signal a worker's whole process group; nothing happens if it is gone."""
         self._send({"op": "signal", "id": worker, "signal": int(number)}, [])

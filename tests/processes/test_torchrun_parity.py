@@ -315,3 +315,31 @@ def test_an_endpoint_meant_for_c10d_is_answered_with_what_to_do():
     done = agent("--rdzv-backend=c10d", where, "--nnodes=2", *TALK)
     assert (done.returncode, done.stdout) == (3, "")
     assert "zero-agent meets in etcd, not in a TCPStore" in done.stderr
+
+
+TIMED = """
+import os, time
+from torch.distributed.elastic import timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=60 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 0.5):
+    while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(0.1)
+print("in time")
+"""
+
+
+@pytest.mark.parametrize("file", [None, "timers"])
+def test_torchs_file_timers_end_a_worker_whose_time_is_up(tmp_path, file):
+    script = tmp_path / "script.py"
+    script.write_text(TIMED)
+    named = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / file)} if file else {}
+    timers = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **named}
+    done = agent("--standalone", "--max-restarts=1", script, **timers)
+    assert printed(done) == ["in time"]
+    assert "rank 0: killed by SIGKILL" in done.stderr
+
+
+def test_without_a_wish_for_timers_there_is_no_file_for_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('TORCHELASTIC_TIMER_FILE' in os.environ)")
+    assert printed(agent("--standalone", script)) == ["False"]

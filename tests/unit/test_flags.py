@@ -99,6 +99,13 @@ def test_a_wrong_flag_is_named_with_the_right_form(line, message):
     assert str(refused.value).startswith(message)
 
 
+def test_torchruns_own_variable_opens_the_health_endpoint_and_the_flag_wins():
+    theirs = {"TORCHELASTIC_HEALTH_CHECK_PORT": "8081"}
+    assert parse(["s.py"], theirs).health_port == 8081
+    assert parse(["s.py"], theirs | {"PET_HEALTH_PORT": "8082"}).health_port == 8082
+    assert parse(["--health-port=8083", "s.py"], theirs).health_port == 8083
+
+
 def test_a_switch_in_the_environment_is_0_or_1():
     with pytest.raises(SpecError, match="PET_STANDALONE=yes: write 1 for yes or 0 for no"):
         parse(["s.py"], {"PET_STANDALONE": "yes"})
