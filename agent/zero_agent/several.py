@@ -1,13 +1,15 @@
 """Several agents on this machine, as one process tree: `python -m zero_agent.several N FLAG ...`.
 
 Each agent is in a session of its own and gets every signal that comes here, so Ctrl-C drains them
-all. Must always hold: no agent outlives this process for longer than it takes to drain. However
-it ends, the kernel sends them SIGTERM, and they leave as on any other. Who calls it: `zero-ctl run`
-becomes it.
+all. Must always hold: no agent starts after the first signal; no agent outlives this process for
+longer than it takes to drain. However it ends, the kernel sends them SIGTERM, and they leave as on
+any other. Who calls it: `zero-ctl run` becomes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import subprocess
 import sys
@@ -16,21 +18,27 @@ from collections.abc import Sequence
 from zero_agent.tether import tethered
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TICK_S = 0.1
 
 
 def run(count: int, flags: Sequence[str]) -> int:
     """Run so many agents with the same flags to their end; the exit code of the job."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, frame: object) -> None:
-        for process in started:
-            process.send_signal(number)  # does nothing once it has ended
-
+    # A handler that sent them on itself would miss the agent that is about to be one of `started`.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _FORWARDED:
-        signal.signal(number, forward)
+        signal.signal(number, lambda got, frame: signals.put(got))
     agent = tethered([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)
-    started.extend(subprocess.Popen(agent, start_new_session=True) for _ in range(count))
-    return verdict([process.wait() for process in started])
+    started: list[subprocess.Popen[bytes]] = []
+    while len(started) < count and signals.empty():
+        started.append(subprocess.Popen(agent, start_new_session=True))
+    if not started:
+        return 128 + signals.get()
+    while None in [process.poll() for process in started]:
+        with contextlib.suppress(queue.Empty):
+            got = signals.get(timeout=_TICK_S)
+            for process in started:
+                process.send_signal(got)  # does nothing once it has ended
+    return verdict([process.returncode for process in started])
 
 
 def verdict(codes: Sequence[int]) -> int:
