@@ -77,6 +77,10 @@ class Accessors:
         """Whether the micro-step under way is the last of its step."""
         return self._micro_steps.at_boundary
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the global batch decides where a step ends; otherwise `step()` ends one."""
+        return self._run.managed
+
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights."""
         return self._last is not None and self._last.applied

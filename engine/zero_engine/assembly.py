@@ -335,8 +335,15 @@ def _make_run(
         world,
         first_round=link.round <= 1,
     )
-    run = Run(batch=batch, batch_from_world=from_world, cursor=Cursor(), rank=rank, world=world)
-    if rank == 0:
+    run = Run(
+        batch=batch,
+        batch_from_world=from_world,
+        cursor=Cursor(),
+        rank=rank,
+        world=world,
+        managed=config.managed_gradient_accumulation,
+    )
+    if rank == 0 and run.managed:
         _log.info(
             "a step: %d samples in %d micro-batches of %d; %d micro-steps on %d ranks",
             *(batch.samples, batch.leaves, batch.micro_batch),

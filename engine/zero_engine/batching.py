@@ -50,8 +50,16 @@ class Batching:
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """All backwards of a step, at any stage, without a `step()` between them; one follows."""
+        self._need_managed("coalesce_grad_reduction()")
         with self._micro_steps.coalesce():
             yield
+
+    def _need_managed(self, what: str) -> None:
+        if not self._run.managed:
+            raise EngineError(
+                f"{what}: with managed_gradient_accumulation: false a step ends where step() is "
+                "called; leave it out"
+            )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming micro-steps end a step.
@@ -59,6 +67,7 @@ class Batching:
         The global batch decides that here, so that the samples of a step do not depend on the
         world; what is said is checked at the next backward.
         """
+        self._need_managed("set_gradient_accumulation_boundary()")
         self._micro_steps.declared_boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -21,16 +21,23 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from zero_engine.errors import ConfigError
+from zero_engine.errors import ConfigError, EngineError
 from zero_engine.global_batch import (
     BatchShape,
     Cursor,
+    Leaf,
+    StepPlan,
     micro_steps_left,
     mix,
     plan_epoch,
+    plan_rest,
     sample_ids,
 )
 
+PAST_THE_EPOCH = (
+    "the epoch has ended, and its last micro-steps await a step(); call engine.step() at the end "
+    "of each epoch: a step does not straddle two"
+)
 _AUGMENTATION = 1
 """Keeps the seeds of data apart from those of dropout, which mix (seed, step, leaf)."""
 
@@ -39,10 +46,8 @@ _AUGMENTATION = 1
 class Ticket:
     """Which leaf a batch is, and the samples in it."""
 
-    step: int
-    micro: int
-    leaf: int
-    ghost: bool
+    start: int
+    """The position in the run of its first sample."""
     ids: tuple[int, ...]
     seed: int
 
@@ -116,6 +121,8 @@ class LeafSampler:
     rank: int
     world: int
     seed: int
+    managed: bool = True
+    """Steps are those of `batch`; False: the script decides where they end."""
 
     @property
     def epoch(self) -> int:
@@ -124,20 +131,44 @@ class LeafSampler:
 
     def __len__(self) -> int:
         """Micro-batches from here to the end of the epoch."""
-        position, epoch_size = self.cursor.samples, self.source.epoch_size
-        return micro_steps_left(position, self.batch, epoch_size, self.world) - self.cursor.micro
+        position, epoch_size, begun = self.cursor.samples, self.source.epoch_size, self.cursor.micro
+        if self.managed:
+            return micro_steps_left(position, self.batch, epoch_size, self.world) - begun
+        return self._rest().micro_steps(self.world) - begun
 
     def __iter__(self) -> Iterator[Ticket]:
-        """The leaves from the committed position to the end of the epoch."""
-        source, begun = self.source, self.cursor.micro
-        plans = plan_epoch(self.cursor.samples, self.batch, source.epoch_size)
+        """The leaves from the committed position to the end of the epoch.
+
+        Raises:
+            EngineError: All have run, and the script has not ended the step.
+        """
+        if not self.managed:
+            yield from self._tickets_of_rest()
+            return
+        begun = self.cursor.micro
+        plans = plan_epoch(self.cursor.samples, self.batch, self.source.epoch_size)
         for step, plan in enumerate(plans, self.cursor.step):
             for micro in range(begun, plan.micro_steps(self.world)):
                 leaf = plan.leaf(micro, self.rank, self.world)
-                ids = sample_ids(plan, leaf, source.size, source.epoch_size, source.shuffle_key)
-                seed = leaf_seed(self.seed, step, leaf.index)
-                yield Ticket(step, micro, leaf.index, leaf.ghost, tuple(ids), seed)
+                yield self._ticket(plan, leaf, leaf_seed(self.seed, step, leaf.index))
             begun = 0
+
+    def _rest(self) -> StepPlan:
+        return plan_rest(self.cursor.samples, self.batch, self.source.epoch_size)
+
+    def _tickets_of_rest(self) -> Iterator[Ticket]:
+        # Nobody knows yet in which step a leaf will run: its place in the run seeds it.
+        plan, begun = self._rest(), self.cursor.micro
+        if begun == plan.micro_steps(self.world):
+            raise EngineError(PAST_THE_EPOCH)
+        for micro in range(begun, plan.micro_steps(self.world)):
+            leaf = plan.leaf(micro, self.rank, self.world)
+            yield self._ticket(plan, leaf, leaf_seed(self.seed, plan.position + leaf.start, 0))
+
+    def _ticket(self, plan: StepPlan, leaf: Leaf, seed: int) -> Ticket:
+        source = self.source
+        ids = sample_ids(plan, leaf, source.size, source.epoch_size, source.shuffle_key)
+        return Ticket(plan.position + leaf.start, tuple(ids), seed)
 
 
 class ElasticLoader:

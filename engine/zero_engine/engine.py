@@ -126,7 +126,8 @@ class Engine(Batching, Checkpointing, Accessors):
                 `count` tokens.
             retain_graph: As for Tensor.backward.
             scale_wrt_gas: Weight the loss by the micro-batch's share of the global batch; False
-                if the script has done so.
+                if the script has done so. With managed_gradient_accumulation: false, False means
+                that the script has divided it over the micro-steps; the ranks are averaged.
             tokens: How many tokens the mean is over. Given in every micro-step, each token of the
                 global batch counts the same; otherwise each sample does.
 
@@ -159,9 +160,9 @@ class Engine(Batching, Checkpointing, Accessors):
         self._core.moved.need(self._core, "step()")
         if self._micro_steps.without_step:
             raise EngineError("step() inside no_sync(); leave it for the last micro-step")
-        if not self._micro_steps.awaits_step:
+        if not self._micro_steps.may_end_step:
             raise EngineError("step() without backward(); call engine.backward(loss) first")
-        if not self._micro_steps.at_boundary:
+        if not self._micro_steps.ends_step():
             self._micro_steps.end()
             return
         with peers_may_vanish(self._link):
@@ -171,7 +172,7 @@ class Engine(Batching, Checkpointing, Accessors):
 
     def _end_step(self) -> None:
         assert self._core.zero is not None
-        plan, cursor = self._run.plan(), self._run.cursor
+        plan, cursor = self._run.ending(), self._run.cursor
         # Everybody's notes: about leaving and saving, then those of the micro-steps.
         with self._stopwatch.measure("step"):
             outcome = self._core.zero.step(

@@ -19,7 +19,7 @@ Source of the idea: fixed virtual workers (VirtualFlow, arXiv 2009.09523; EasySc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from zero_engine.errors import ConfigError
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
+_ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,13 @@ class StepPlan:
     position: int
     samples: int
     micro_batch: int
+    weighed_as: int | None = None
+    """Samples that a leaf's weight is its share of; None: those of the step."""
+
+    @property
+    def base(self) -> int:
+        """Samples that weights are relative to."""
+        return self.samples if self.weighed_as is None else self.weighed_as
 
     @property
     def leaves(self) -> int:
@@ -101,7 +109,12 @@ class StepPlan:
 
     def weight(self, leaf: Leaf) -> float:
         """The share of a leaf's mean loss in the mean loss of the step."""
-        return leaf.size / self.samples
+        return leaf.size / self.base
+
+    def first(self, micro_steps: int, world: int) -> StepPlan:
+        """The part of it that so many micro-steps run."""
+        samples = min(self.samples, micro_steps * world * self.micro_batch)
+        return replace(self, samples=samples)
 
 
 def plan_step(position: int, batch: BatchShape, epoch_size: int | None = None) -> StepPlan:
@@ -110,6 +123,15 @@ def plan_step(position: int, batch: BatchShape, epoch_size: int | None = None) -
     if epoch_size is not None:
         samples = min(samples, epoch_size - position % epoch_size)
     return StepPlan(position, samples, batch.micro_batch)
+
+
+def plan_rest(position: int, batch: BatchShape, epoch_size: int | None = None) -> StepPlan:
+    """All from `position` to the end of its epoch: the script decides how much of it is a step.
+
+    Weights are those of a step of `batch`.
+    """
+    samples = _ENDLESS if epoch_size is None else epoch_size - position % epoch_size
+    return StepPlan(position, samples, batch.micro_batch, weighed_as=batch.samples)
 
 
 def plan_epoch(position: int, batch: BatchShape, epoch_size: int) -> Iterator[StepPlan]:

@@ -69,6 +69,7 @@ def leaf_sampler(
         rank=run.rank,
         world=run.world,
         seed=config.seed,
+        managed=run.managed,
     )
 
 
@@ -79,6 +80,12 @@ def _stream_loader(
         raise ConfigError(
             f"training_data: {type(dataset).__name__} cannot be begun again, so a position in it "
             "cannot be found; give a dataset, or an object whose iter() starts from the beginning"
+        )
+    if not run.managed:
+        raise ConfigError(
+            f"training_data: {type(dataset).__name__} can only be iterated, and is read a global "
+            "batch at a time, which managed_gradient_accumulation: false leaves open; remove that, "
+            "or give a map-style dataset or one that is cut into shards"
         )
     steps = StreamSteps(
         dataset=dataset,

@@ -3,7 +3,8 @@
 Owns what is known between the first backward of a step and its end: the weighted losses, the
 numbers of tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step
 has one backward; which of them is the last of a step is decided by the global batch, and a
-script that says otherwise is told so; the samples in the ledger are those that were run.
+script that says otherwise is told so, unless the config leaves it to the script; the samples in the
+ledger are those that were run.
 
 Called by `engine`, whose `step()` ends it.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from zero_engine.data import Ticket
+from zero_engine.data import PAST_THE_EPOCH, Ticket
 from zero_engine.errors import EngineError
 from zero_engine.global_batch import StepPlan
 from zero_engine.parts import Core, Run
@@ -101,7 +102,13 @@ class MicroSteps:
         plan = self._run.plan()
         if count != NOT_GIVEN:
             return (1.0 if is_sum else count) / nominal(plan)
-        return plan.weight(self._run.leaf()) if by_share else None
+        if by_share:
+            return plan.weight(self._run.leaf())
+        return None if self._run.managed else self._part_of_micro_step()
+
+    def _part_of_micro_step(self) -> float:
+        """What the script divides over its micro-steps, the ranks divide as well."""
+        return self._run.leaf().size / (self._run.batch.micro_batch * self._run.world)
 
     # ---- backward ----
 
@@ -126,8 +133,10 @@ class MicroSteps:
         self._check_boundary()
         core, run = self._core, self._run
         assert core.reducer is not None
-        core.coordinator.begin_backward()
         live = run.plan().live(run.cursor.micro, run.world)
+        if live < 1:
+            raise EngineError(f"backward(): {PAST_THE_EPOCH}")
+        core.coordinator.begin_backward()
         core.reducer.begin(live, first=run.cursor.micro == 0)
 
     def _finish(self, loss: Weighted) -> None:
@@ -142,7 +151,8 @@ class MicroSteps:
         self._losses.append(loss.share.detach().float())
         self._tokens.append(loss.tokens)
         self._note_samples()
-        ends_itself = self.without_step or (self.coalescing and not self.at_boundary)
+        awaited = self._run.managed and not self.without_step
+        ends_itself = not awaited or (self.coalescing and not self.at_boundary)
         self.awaits_step = not ends_itself
         if ends_itself:
             self.end()
@@ -160,8 +170,19 @@ class MicroSteps:
     # ---- where steps end ----
 
     @property
+    def may_end_step(self) -> bool:
+        """Whether there is a backward that `step()` could follow."""
+        return self.awaits_step or (not self._run.managed and self._run.cursor.micro > 0)
+
+    def ends_step(self) -> bool:
+        """Whether a `step()` now ends the step, not only its micro-step."""
+        return self.at_boundary or not self._run.managed
+
+    @property
     def at_boundary(self) -> bool:
-        """Whether the micro-step under way is the last of its step."""
+        """Whether the micro-step under way is the last of its step: False if nobody knows yet."""
+        if not self._run.managed:
+            return False
         return self._run.cursor.micro + 1 == self._run.plan().micro_steps(self._run.world)
 
     @contextmanager
@@ -219,26 +240,27 @@ class MicroSteps:
         """End the last micro-step of a step."""
         self._losses.clear()
         self._tokens.clear()
+        self.ended += self.awaits_step  # a script that ends steps has ended its micro-steps
         self.awaits_step = False
-        self.ended += 1
 
     # ---- the ledger ----
 
     def _note_samples(self) -> None:
         """Write the samples that this micro-step really consumed into the ledger."""
-        run, cursor = self._run, self._run.cursor
+        run = self._run
         if run.loader is None:
             self._tell_of_foreign_loader()
         ticket = run.loader.last if run.loader is not None else None
-        if ticket is not None and (ticket.step, ticket.micro) != (cursor.step, cursor.micro):
+        leaf = run.leaf()
+        if ticket is not None and ticket.start != run.plan().position + leaf.start:
             self._warn_of_stale_batch(ticket)
-        if run.ledger is not None and not run.leaf().ghost:
+        if run.ledger is not None and not leaf.ghost:
             if ticket is None:
                 raise EngineError(
                     "elastic.sample_ledger: the samples of this batch are not known; give "
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )
-            run.ledger.consume(ticket.leaf, ticket.ids)
+            run.ledger.consume(leaf.index, ticket.ids)
 
     def _tell_of_foreign_loader(self) -> None:
         if not self._warned and self._run.rank == 0:
@@ -252,12 +274,10 @@ class MicroSteps:
     def _warn_of_stale_batch(self, ticket: Ticket) -> None:
         if not self._warned:
             _log.warning(
-                "the batch is that of step %d, micro-step %d, but the engine is at step %d, "
-                "micro-step %d: samples repeat or get lost; call backward() and step() once per "
-                "batch of the loader",
-                ticket.step,
-                ticket.micro,
-                self._run.cursor.step,
-                self._run.cursor.micro,
+                "the batch begins at sample %d of the run, but the engine is at sample %d: samples "
+                "repeat or get lost; call backward()%s once per batch of the loader",
+                ticket.start,
+                self._run.plan().position + self._run.leaf().start,
+                " and step()" if self._run.managed else "",
             )
         self._warned = True

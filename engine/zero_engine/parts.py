@@ -12,7 +12,7 @@ from torch import nn
 from zero_engine.collectives import Collectives
 from zero_engine.data import Feed
 from zero_engine.flat_unit import FlatUnit
-from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_step
+from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_rest, plan_step
 from zero_engine.grad_reducer import GradReducer
 from zero_engine.ledger import Ledger
 from zero_engine.moved_states import MovedStates
@@ -56,11 +56,19 @@ class Run:
     loader: Feed | None = None
     """Where the batches come from; None: from a loader of the script's own."""
     ledger: Ledger | None = None
+    managed: bool = True
+    """The batch decides where a step ends; False: the script does, by calling `step()`."""
 
     def plan(self) -> StepPlan:
-        """The step under way, or about to begin."""
+        """The step under way, or about to begin; as far as it can go, if the script ends it."""
         epoch_size = self.loader.epoch_size if self.loader is not None else None
-        return plan_step(self.cursor.samples, self.batch, epoch_size)
+        plan = plan_step if self.managed else plan_rest
+        return plan(self.cursor.samples, self.batch, epoch_size)
+
+    def ending(self) -> StepPlan:
+        """The step that ends now, in its last micro-step."""
+        plan = self.plan()
+        return plan if self.managed else plan.first(self.cursor.micro, self.world)
 
     def leaf(self) -> Leaf:
         """What this rank runs at the micro-step under way, or about to begin."""

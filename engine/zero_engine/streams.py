@@ -138,7 +138,7 @@ class StreamSteps(IterableDataset[Item]):
             leaf = plan.leaf(micro, self.rank, self.world)
             ids = range(read + leaf.start, read + leaf.start + leaf.size)
             seed = leaf_seed(self.seed, step, leaf.index)
-            yield Ticket(step, micro, leaf.index, leaf.ghost, tuple(ids), seed)
+            yield Ticket(plan.position + leaf.start, tuple(ids), seed)
 
     def _find(self, position: int) -> tuple[int, int, Iterator[Any]]:
         """The epoch of a position, how far into it that is, and the samples from there on."""

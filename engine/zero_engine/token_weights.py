@@ -44,11 +44,14 @@ def checked(tokens: int | Tensor) -> int:
 
 def nominal(plan: StepPlan) -> int:
     """The tokens that a step is taken to have until they are counted."""
-    return plan.samples * NOMINAL
+    return plan.base * NOMINAL
 
 
 def correction(counts: Tensor, plan: StepPlan) -> float:
     """What the sums over a step are multiplied with.
+
+    A step that the script ends has as many samples as there are ranks and micro-steps for, but at
+    the end of an epoch: the mean over what there is then stands for the mean over full leaves.
 
     Args:
         counts: [world, micro-steps], the tokens of every leaf, or NOT_GIVEN.
@@ -60,7 +63,8 @@ def correction(counts: Tensor, plan: StepPlan) -> float:
     leaves = counts.t().flatten()[: plan.leaves].tolist()
     without = leaves.count(NOT_GIVEN)
     if without == len(leaves):
-        return 1.0
+        full = counts.numel() * plan.micro_batch
+        return 1.0 if plan.weighed_as is None else full / plan.samples
     if without:
         raise EngineError(
             f"{without} of the {len(leaves)} micro-batches of this step have no number of tokens, "

@@ -120,7 +120,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "fp16.fp16_master_weights_and_grads": bool,
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
     "hybrid_engine": _enabled,
-    "managed_gradient_accumulation": lambda value: not value,
     "progressive_layer_drop": _enabled,
     "sequence_parallel_size": lambda value: value != 1,
     "sparse_attention": bool,

@@ -185,6 +185,8 @@ class Config:
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
     gradient_accumulation_steps: int | None = None
+    managed_gradient_accumulation: bool = True
+    """The global batch decides where a step ends; False: the script, by calling `step()`."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     communication_data_type: str | None = None

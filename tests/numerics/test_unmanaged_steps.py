@@ -1,0 +1,210 @@
+"""`managed_gradient_accumulation: false`: a step ends where the script calls `step()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.test_data import Shards, Stream
+from tests.numerics.test_global_batch import round_number
+from tests.support.models import Tokens
+from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
+from tests.support.world import WorldError, WorldPool, one_result
+from zero_engine.engine import Engine
+from zero_engine.ledger import read_ledger, verify
+
+STAGES = (0, 1, 2, 3)
+LEAVES, STEPS = 12, 3
+"""Divisible by worlds of 1, 2 and 3; two steps are an epoch."""
+
+
+def make(kind: str = "map", size: int = DATASET_SIZE, stage: int = 2, **more: Any) -> Engine:
+    settings = {"managed_gradient_accumulation": False, **more}
+    data = {"map": Tokens(size), "shards": Shards(), "stream": Stream()}[kind]
+    return make_engine(config(stage, **settings), training_data=data)
+
+
+def fingerprints_of_managed_steps() -> list[tuple[Any, ...]]:
+    return [fingerprint_of_managed_steps(stage) for stage in STAGES]
+
+
+def fingerprint_of_managed_steps(stage: int) -> tuple[Any, ...]:
+    batch = {"train_batch_size": 2 * LEAVES, "managed_gradient_accumulation": True}
+    engine = make(size=4 * LEAVES, stage=stage, **batch)
+    train(engine, STEPS)
+    return fingerprint(engine)
+
+
+def fingerprints_of_own_steps(scaling: str) -> list[tuple[Any, ...]]:
+    return [fingerprint_of_own_steps(stage, scaling) for stage in STAGES]
+
+
+def fingerprint_of_own_steps(stage: int, scaling: str) -> tuple[Any, ...]:
+    engine = make(size=4 * LEAVES, stage=stage, train_batch_size=2 * LEAVES)
+    count = LEAVES // engine.world_size
+    while engine.global_steps < STEPS:
+        for number, batch in enumerate(engine.training_dataloader, 1):
+            backward(engine, engine(batch), scaling, count)
+            assert not engine.is_gradient_accumulation_boundary()
+            if number % count == 0:
+                engine.step()
+            if engine.global_steps == STEPS:
+                break
+    assert engine.micro_steps == STEPS * count
+    return fingerprint(engine)
+
+
+def backward(engine: Engine, loss: torch.Tensor, scaling: str, count: int) -> None:
+    match scaling:
+        case "by the script":
+            engine.backward(loss * (1 / count), scale_wrt_gas=False)
+        case "by the config's accumulation":
+            engine.backward(loss)
+        case "plain":
+            engine.scale(loss).backward()
+
+
+@pytest.mark.parametrize("scaling", ["by the script", "by the config's accumulation", "plain"])
+def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
+    worlds: WorldPool, scaling: str
+) -> None:
+    """1/3 rounds alike in both; what else is in the share of a leaf is a power of two, or one."""
+    ours = one_result(worlds, fingerprints_of_managed_steps)
+    assert len(set(ours)) == 1
+    assert one_result(worlds, fingerprints_of_own_steps, scaling, sizes=(1, 2, 3)) == ours
+
+
+# ---- what is consumed ----
+
+
+@pytest.mark.parametrize("kind", ["map", "shards"])
+def test_over_steps_of_any_size_and_resizes_every_sample_is_consumed_exactly_once(
+    worlds: WorldPool, tmp_path: Path, kind: str
+) -> None:
+    root, ledger = str(tmp_path / "checkpoints"), str(tmp_path / "ledger")
+    samples = 0
+    for number, world in enumerate([2, 3, 1, 2]):
+        (samples, *others) = worlds.run(world, one_round, number, root, ledger, kind)
+        assert set(others) <= {samples}
+    report = verify(read_ledger(ledger), DATASET_SIZE)
+    assert report.problems == ()
+    assert (report.samples, report.repeated_steps) == (samples, 3)
+    assert samples > 2 * DATASET_SIZE
+
+
+def one_round(number: int, root: str, ledger: str, kind: str) -> int:
+    """Three steps that a checkpoint keeps, and one that is lost; how many samples in all."""
+    with round_number(number):
+        elastic = {"shuffle": kind == "map", "sample_ledger": ledger}
+        engine = make(kind, elastic=elastic)
+    engine.load_checkpoint(root)
+    step_by_step(engine, 3)
+    engine.save_checkpoint(root)
+    step_by_step(engine, 1)
+    engine.destroy()
+    return engine.global_samples
+
+
+def step_by_step(engine: Engine, steps: int) -> None:
+    """Steps of one micro-batch, of two, of one, and of all that is left of the epoch."""
+    last = engine.global_steps + steps
+    while engine.global_steps < last:
+        length = len(engine.training_dataloader)
+        for number, batch in enumerate(engine.training_dataloader, 1):
+            engine.backward(engine(batch))
+            if number in (1, 3, 4, length):
+                engine.step()
+            if engine.global_steps == last:
+                break
+
+
+# ---- what a step is at the end of an epoch ----
+
+
+def test_a_step_over_a_whole_epoch_is_the_mean_of_its_samples_at_every_world_size(
+    worlds: WorldPool,
+) -> None:
+    """23 samples in leaves of 2: one leaf is short, and with 4 ranks, two are ghosts."""
+    (alone,) = worlds.run(1, step_over_an_epoch, False)
+    managed = worlds.run(1, managed_step_over_an_epoch)[0]
+    for world in (2, 4):
+        for loss, norm in worlds.run(world, step_over_an_epoch, False):
+            assert (loss, norm) == pytest.approx(alone, rel=1e-5)
+    assert alone == pytest.approx(managed, rel=1e-5)
+
+
+def test_tokens_count_alike_in_a_step_of_any_size_with_the_same_bits_in_every_world(
+    worlds: WorldPool,
+) -> None:
+    one_result(worlds, step_over_an_epoch, True, sizes=(1, 2, 4))
+
+
+def step_over_an_epoch(by_tokens: bool) -> tuple[float, float | None]:
+    engine = make()
+    loader = engine.training_dataloader
+    for batch in loader:
+        loss = engine(batch)
+        if by_tokens:
+            engine.backward(loss, tokens=batch.numel())
+        else:
+            engine.backward(loss / engine.world_size, scale_wrt_gas=False)
+    count = engine.micro_steps
+    assert count == -(-12 // engine.world_size)
+    engine.step()
+    factor = 1.0 if by_tokens else engine.world_size / count
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return engine.mean_loss * factor, norm * factor
+
+
+def managed_step_over_an_epoch() -> tuple[float, float | None]:
+    engine = make(managed_gradient_accumulation=True, train_batch_size=24)
+    train(engine, 1)
+    return engine.mean_loss, engine.get_global_grad_norm()
+
+
+# ---- misuse is named ----
+
+
+def misuse(kind: str) -> None:
+    engine = make("stream" if kind == "stream" else "map")
+    loader = engine.training_dataloader
+    match kind:
+        case "no step":
+            engine.step()
+        case "boundary":
+            engine.set_gradient_accumulation_boundary(True)
+        case "coalesce":
+            with engine.coalesce_grad_reduction():
+                pass
+        case "save":
+            engine.backward(engine(next(iter(loader))))
+            engine.save_checkpoint("nowhere")
+        case "next epoch":
+            for _ in range(2):
+                for batch in loader:
+                    engine.backward(engine(batch))
+        case "own batches":
+            batch = next(iter(loader))
+            while True:
+                engine.backward(engine(batch))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no step", r"step\(\) without backward\(\)"),
+        ("boundary", r"a step ends where step\(\) is called; leave it out"),
+        ("coalesce", r"a step ends where step\(\) is called; leave it out"),
+        ("save", "micro-step 1 of a step: its gradients cannot be saved"),
+        ("next epoch", r"call engine\.step\(\) at the end of"),
+        ("own batches", r"call engine\.step\(\) at the end of"),
+        ("stream", "give a map-style dataset or one that is cut into shards"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(worlds: WorldPool, kind: str, message: str) -> None:
+    with pytest.raises(WorldError, match=message):
+        worlds.run(1, misuse, kind)
