@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from zero_engine.collectives import Collectives
@@ -46,7 +45,7 @@ from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.partition import UnitSpec, aliases, partition
 from zero_engine.parts import Core, Run
-from zero_engine.precision import DTYPES
+from zero_engine.precision import DTYPES, check_dtypes, prepare_buffers
 from zero_engine.stages import STAGES, Stage
 from zero_engine.tiers.choose import Tiers, pace_of, unit_sizes
 from zero_engine.waiting import Interrupt
@@ -162,8 +161,8 @@ def _make_core(
     dtype = DTYPES[config.compute]
     _check_offload(config, optimizer)
     groups = trained_groups(optimizer, model)
-    _check_dtypes(model, groups, dtype)
-    _prepare_buffers(model, dtype, shared.device, shared.collectives)
+    check_dtypes(model, groups, dtype)
+    prepare_buffers(model, dtype, shared.device, shared.collectives)
     leaves = config.zero_optimization.leaf_module
     mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
@@ -273,31 +272,6 @@ def _check_offload(config: Config, optimizer: torch.optim.Optimizer | None) -> N
         raise ConfigError(
             "zero_optimization.offload_optimizer: LAMB needs whole parameters and cannot step "
             "sub-groups; use another optimizer, or remove the section"
-        )
-
-
-def _check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
-    """In fp32 training, a trained parameter must be fp32: casting would hide a mistake."""
-    for name, param in model.named_parameters():
-        if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
-            raise ConfigError(
-                f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled or "
-                "fp16.enabled in the config, or convert the model with model.float()"
-            )
-
-
-def _prepare_buffers(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, collectives: Collectives
-) -> None:
-    """Make every rank's buffers those of rank 0, contiguous, on the device, in the dtype."""
-    for name, buffer in model.named_buffers():
-        narrows = dtype != torch.float32 and buffer.is_floating_point()
-        buffer.data = buffer.data.to(device, dtype if narrows else buffer.dtype).contiguous()
-        collectives.broadcast(buffer, f"buffer {name}")
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        _log.warning(
-            "batch norm keeps statistics per rank: results will depend on the world size; "
-            "layer norm or group norm do not"
         )
 
 

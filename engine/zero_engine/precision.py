@@ -1,21 +1,27 @@
 """What forward computes in: the dtype of the model, its inputs, and torch's autocast.
 
-Owns the names of dtypes in the config and the call of the module under them. Must always hold:
-master weights, moments and gradient sums are fp32 whatever is chosen here. Called by `assembly`
-and `engine`.
+Owns the names of dtypes in the config, what the model is made of, and the call of the module under
+them. Must always hold: master weights, moments and gradient sums are fp32 whatever is chosen here.
+Called by `assembly` and `engine`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from zero_engine.collectives import Collectives
 from zero_engine.config import Config
+from zero_engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`Config.compute` -> the dtype of parameters and floating-point buffers."""
@@ -51,3 +57,35 @@ class Precision:
     def _cast(self, value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self.dtype) if floating else value
+
+
+# ---- the model ----
+
+
+def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
+    """In fp32 training, a trained parameter must be fp32: casting would hide a mistake.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, param in model.named_parameters():
+        if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
+            raise ConfigError(
+                f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled or "
+                "fp16.enabled in the config, or convert the model with model.float()"
+            )
+
+
+def prepare_buffers(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, collectives: Collectives
+) -> None:
+    """Make every rank's buffers those of rank 0, contiguous, on the device, in the dtype."""
+    for name, buffer in model.named_buffers():
+        narrows = dtype != torch.float32 and buffer.is_floating_point()
+        buffer.data = buffer.data.to(device, dtype if narrows else buffer.dtype).contiguous()
+        collectives.broadcast(buffer, f"buffer {name}")
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        _log.warning(
+            "batch norm keeps statistics per rank: results will depend on the world size; "
+            "layer norm or group norm do not"
+        )
