@@ -114,6 +114,13 @@ def same_bits(left: Full, right: Full) -> bool:
     )
 
 
+def flip(path: Path, position: int) -> None:
+    """Damage one byte, keeping the size."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+
+
 def on_ranks(
     world: int,
     work: Callable[[Ballot], T],

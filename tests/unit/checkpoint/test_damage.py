@@ -11,6 +11,7 @@ import pytest
 from tests.unit.checkpoint.support import (
     adam_state,
     blank,
+    flip,
     load_all,
     on_ranks,
     same_bits,
@@ -34,12 +35,6 @@ def root(tmp_path):
 
 def newest(root):
     return find(root).candidates[0]
-
-
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
 
 
 def flip_first_data_byte(path, file):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.unit.checkpoint.support import adam_state, every_dtype, same_bits, saved
+from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.candidates import quarantine
 from zero_engine.checkpoint.pieces import PARAM, TensorId
@@ -23,13 +23,6 @@ from zero_engine.checkpoint.tools.verify import verify
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 WEIGHT = TensorId(PARAM, "wte.weight")
-
-
-def flip(path, offset):
-    """Damage one byte, keeping the size."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0xFF
-    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -95,46 +88,6 @@ def test_a_damaged_tensor_is_not_handed_out(root):
 def test_a_tensor_that_is_not_there_is_named(root):
     with pytest.raises(CheckpointError, match="no tensor param/nothing in it"):
         read_tensor(locate.one(str(root)), TensorId(PARAM, "nothing"))
-
-
-# ---- verify ----
-
-
-def test_a_whole_checkpoint_has_no_damage_and_all_bytes_are_counted(root):
-    checkpoint = locate.one(str(root))
-    counted = []
-    assert verify(checkpoint, progress=counted.append) == []
-    assert sum(counted) == sum(file.stat().st_size for file in checkpoint.path.glob("r*"))
-
-
-def test_all_damage_is_found_and_named_with_file_bytes_and_tensors(root):
-    checkpoint = locate.one(str(root))
-    first, second = sorted(checkpoint.path.glob("r*"))
-    flip(first, 4096 + 17)
-    flip(first, 3 * 4096)
-    os.truncate(second, second.stat().st_size - 1)
-
-    damages = verify(checkpoint, threads=3)
-
-    assert [(d.file, d.begin, d.problem) for d in damages] == [
-        ("r00000.safetensors", 4096, "XXH3-64 differs"),
-        ("r00000.safetensors", 3 * 4096, "XXH3-64 differs"),
-        ("r00001.safetensors", damages[2].begin, "the file ends 1 bytes too early"),
-    ]
-    assert damages[0].tensors == ("param/wte.weight[0:1022]", "buffer/count[0:1]")
-    assert damages[2].end == second.stat().st_size + 1
-
-
-def test_missing_and_grown_files_are_damage(root):
-    checkpoint = locate.one(str(root))
-    first, second = sorted(checkpoint.path.glob("r*"))
-    first.unlink()
-    with second.open("ab") as file:
-        file.write(b"more")
-    assert [d.problem for d in verify(checkpoint)] == [
-        "the file is missing",
-        "the file is 4 bytes too long",
-    ]
 
 
 # ---- ls ----
