@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -49,4 +50,31 @@ def test_missing_and_grown_files_are_damage(checkpoint):
     assert [d.problem for d in verify(checkpoint)] == [
         "the file is missing",
         "the file is 4 bytes too long",
+    ]
+
+
+def test_each_block_that_a_file_lacks_is_named_with_the_bytes_that_it_lacks(checkpoint):
+    path = checkpoint.path / "r00001.safetensors"
+    size = path.stat().st_size
+    last = (size - 1) // 4096 * 4096
+    os.truncate(path, last - 5000)
+    assert [(d.begin, d.end, d.problem) for d in verify(checkpoint)] == [
+        (last - 8192, last - 4096, "the file ends 904 bytes too early"),
+        (last - 4096, last, "the file ends 4096 bytes too early"),
+        (last, size, f"the file ends {size - last} bytes too early"),
+    ]
+
+
+def test_a_block_that_the_disk_cannot_read_is_the_only_damage_of_its_read(checkpoint, monkeypatch):
+    preadv = os.preadv
+
+    def failing(descriptor, buffers, offset):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("r00001.safetensors") and 0 <= 4096 - offset < sum(map(len, buffers)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert [(d.file, d.begin, d.end, d.problem) for d in verify(checkpoint)] == [
+        ("r00001.safetensors", 4096, 8192, "cannot be read: Input/output error")
     ]

@@ -1,7 +1,8 @@
 """Is every byte of a checkpoint the byte that was saved? All blocks of all files, in threads.
 
 Unlike a load, which verifies what it touches, this reads everything, finds all the damage there
-is and changes nothing. Reading and hashing leave the interpreter's lock, so threads are enough.
+is and changes nothing. As in a load, blocks that follow each other are read together, so short
+blocks cost no more reads. Reading and hashing leave the interpreter's lock, so threads are enough.
 
 Called by `cli` and `upkeep`.
 """
@@ -9,7 +10,7 @@ Called by `cli` and `upkeep`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +19,15 @@ import xxhash
 
 from zero_engine.checkpoint.candidates import Candidate
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
+from zero_engine.checkpoint.plan import READ_BYTES
 from zero_engine.checkpoint.reader import contents
 from zero_engine.checkpoint.source import Source, Span, open_source
 
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""
 
-_JOB_BLOCKS = 64
-"""Blocks that a thread checks before it looks for more work; a source may fetch all of them."""
+_JOB_BYTES = 64 << 20
+"""What a thread checks before it looks for more work; a source may fetch all of it at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,10 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks [first, last) of one file."""
+    """Some blocks of one file that follow each other."""
 
     file: int
-    first: int
-    last: int
+    blocks: range
 
 
 def verify(
@@ -87,50 +88,66 @@ def total_bytes(manifest: Manifest) -> int:
 
 def _jobs(manifest: Manifest) -> Iterator[_Job]:
     for number, file in enumerate(manifest.files):
-        for first in range(0, len(file.digests), _JOB_BLOCKS):
-            yield _Job(number, first, min(first + _JOB_BLOCKS, len(file.digests)))
+        for blocks in _cut(range(len(file.digests)), _JOB_BYTES // manifest.block_bytes):
+            yield _Job(number, blocks)
+
+
+def _cut(blocks: range, most: int) -> Iterator[range]:
+    """The same blocks in runs of at most so many, but one at least."""
+    step = max(most, 1)
+    return (blocks[at : at + step] for at in range(0, len(blocks), step))
 
 
 def _check(checkpoint: Candidate, job: _Job) -> tuple[int, list[Damage]]:
     """The bytes of a job and the damage in them."""
     manifest = checkpoint.manifest
     file = manifest.files[job.file]
-    begin, end = job.first * manifest.block_bytes, job.last * manifest.block_bytes
-    size = min(end, file.size_bytes) - begin
+    begin, size = _span(manifest, file, job.blocks)
+    reads = list(_cut(job.blocks, READ_BYTES // manifest.block_bytes))
     try:
         with open_source(checkpoint.path / file.name) as source:
-            source.expect([_span(manifest, file, block) for block in range(job.first, job.last)])
-            return size, _check_blocks(source, manifest, job)
+            source.expect([_span(manifest, file, read) for read in reads])
+            return size, list(_check_reads(source, manifest, job.file, reads))
     except FileNotFoundError:
         return size, [_damage(manifest, job.file, begin, begin + size, "the file is missing")]
 
 
-def _span(manifest: Manifest, file: FileRecord, block: int) -> Span:
-    begin = block * manifest.block_bytes
-    return begin, min(manifest.block_bytes, file.size_bytes - begin)
+def _span(manifest: Manifest, file: FileRecord, blocks: range) -> Span:
+    begin, end = (at * manifest.block_bytes for at in (blocks.start, blocks.stop))
+    return begin, min(end, file.size_bytes) - begin
 
 
-def _check_blocks(source: Source, manifest: Manifest, job: _Job) -> list[Damage]:
-    file = manifest.files[job.file]
-    buffer = memoryview(bytearray(min(manifest.block_bytes, file.size_bytes)))
-    found: list[Damage] = []
-    for block in range(job.first, job.last):
-        begin, length = _span(manifest, file, block)
-        view = buffer[:length]
-        problem = _problem(source, view, begin, file.digests[block])
-        if problem:
-            found.append(_damage(manifest, job.file, begin, begin + len(view), problem))
-    return found
+def _check_reads(
+    source: Source, manifest: Manifest, number: int, reads: Sequence[range]
+) -> Iterator[Damage]:
+    file = manifest.files[number]
+    buffer = memoryview(bytearray(max(_span(manifest, file, read)[1] for read in reads)))
+    for read in reads:
+        for block, problem in _problems(source, manifest, file, read, buffer):
+            begin, size = _span(manifest, file, range(block, block + 1))
+            yield _damage(manifest, number, begin, begin + size, problem)
 
 
-def _problem(source: Source, view: memoryview, begin: int, digest: int) -> str:
+def _problems(
+    source: Source, manifest: Manifest, file: FileRecord, blocks: range, buffer: memoryview
+) -> Iterator[tuple[int, str]]:
+    """Each damaged block of one read, and what is wrong with it."""
+    start, length = _span(manifest, file, blocks)
     try:
-        missing = source.read_into([view], begin)
+        present = length - source.read_into([buffer[:length]], start)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if missing:
-        return f"the file ends {missing} bytes too early"
-    return "" if xxhash.xxh3_64_intdigest(view) == digest else "XXH3-64 differs"
+        if len(blocks) == 1:
+            yield blocks[0], f"cannot be read: {error.strerror}"
+            return
+        for block in blocks:  # which of them is to blame?
+            yield from _problems(source, manifest, file, range(block, block + 1), buffer)
+        return
+    for block, at in zip(blocks, range(0, length, manifest.block_bytes), strict=True):
+        end = min(at + manifest.block_bytes, length)
+        if end > present:
+            yield block, f"the file ends {end - max(at, present)} bytes too early"
+        elif xxhash.xxh3_64_intdigest(buffer[at:end]) != file.digests[block]:
+            yield block, "XXH3-64 differs"
 
 
 def _damage(manifest: Manifest, file: int, begin: int, end: int, problem: str) -> Damage:
