@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 from zero_engine.collectives import Collectives
 from zero_engine.comms_log import LOG
 from zero_engine.config import Config, SchedulerConfig, load_config
-from zero_engine.config.offload import NONE
 from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine import Engine
@@ -33,7 +32,6 @@ from zero_engine.errors import ConfigError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import Cursor, resolve_batch
 from zero_engine.grad_reducer import GradReducer
-from zero_engine.lamb import Lamb
 from zero_engine.leaf_modules import mark_configured, mark_divided
 from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
@@ -117,7 +115,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     with peers_may_vanish(link):
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
-        chosen = make_optimizer(optimizer, settings.optimizer, model_parameters)
+        chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
         core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
@@ -159,7 +157,6 @@ def _make_core(
 ) -> Core:
     shared = _meet(config, link)
     dtype = DTYPES[config.compute]
-    _check_offload(config, optimizer)
     groups = trained_groups(optimizer, model)
     check_dtypes(model, groups, dtype)
     prepare_buffers(model, dtype, shared.device, shared.collectives)
@@ -264,15 +261,6 @@ def _make_stepper(
         quantized=config.zero_optimization.zero_quantized_gradients,
     )
     return zero, reducer
-
-
-def _check_offload(config: Config, optimizer: torch.optim.Optimizer | None) -> None:
-    """A sub-group is stepped without the others, and LAMB needs the norms of whole parameters."""
-    if isinstance(optimizer, Lamb) and config.zero_optimization.offload_optimizer.device != NONE:
-        raise ConfigError(
-            "zero_optimization.offload_optimizer: LAMB needs whole parameters and cannot step "
-            "sub-groups; use another optimizer, or remove the section"
-        )
 
 
 def _make_scheduler(

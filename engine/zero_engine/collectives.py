@@ -1,4 +1,4 @@
-"""The three exchanges of the engine: leaves to their owners, shards to everybody, a broadcast.
+"""The exchanges of the engine: leaves to their owners, shards to everybody, pieces, a broadcast.
 
 Owns every byte that travels between ranks, its count, and the waiting. Must always hold:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -264,6 +264,44 @@ class Collectives:
         work = dist.irecv(row, group_src=rank, group=self._group, tag=tag)
         assert work is not None
         return work
+
+    def exchange_pieces(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
+    ) -> Pending:
+        """Send to some ranks, and get from some, tensors of any sizes; by rank, contiguous.
+
+        What one rank holds for another is what that one wants of it. Empty ones do not travel,
+        neither does what is under this rank's own number.
+        """
+        held, wanted = self._to_others(held), self._to_others(wanted)
+        sent_bytes = sum(tensor.nbytes for tensor in held.values())
+        self.bytes_sent["pieces"] += sent_bytes
+        with _transport_failures(what):
+            works = self._pieces_near(held, wanted, what) + self._pieces_far(held, wanted, what)
+        return self._pending("pieces", what, works, (*wanted.values(), *held.values()), sent_bytes)
+
+    def _to_others(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {r: each for r, each in tensors.items() if r != self.rank and each.numel()}
+
+    def _pieces_near(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
+    ) -> list[Work]:
+        lent = {rank: tensor for rank, tensor in held.items() if rank in self._near}
+        asked = {rank: tensor for rank, tensor in wanted.items() if rank in self._near}
+        return self._read(what, lent, asked) if lent or asked else []
+
+    def _pieces_far(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
+    ) -> list[Work]:
+        tag = zlib.crc32(what.encode()) & 0x7FFFFFFF
+        ways = ((dist.isend, held), (dist.irecv, wanted))
+        sends = [
+            dist.P2POp(way, tensor, group=self._group, tag=tag, group_peer=rank)
+            for way, tensors in ways
+            for rank, tensor in tensors.items()
+            if rank not in self._near
+        ]
+        return list(dist.batch_isend_irecv(sends)) if sends else []
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Make `tensor` what it is on rank `source`, and wait for it."""

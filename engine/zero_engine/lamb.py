@@ -1,9 +1,5 @@
 """The LAMB optimizer: Adam's direction, its length taken from each whole parameter's norm.
 
-Not elementwise: a shard needs the norms of the parameters that it holds pieces of. Must always
-hold: the optimizer asks `whole` for them and for nothing else; in a script of its own the
-tensors are whole parameters, on shards `zero_optimizer` puts `parameter_norms` in that place.
-
 Source: You et al. (arXiv 1904.00962); the trust ratio, its bounds and the bias correction, which
 enters the rate and not the ratio, as in DeepSpeed's FusedLamb.
 """
@@ -11,32 +7,17 @@ enters the rate and not the ratio, as in DeepSpeed's FusedLamb.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Norms = list[tuple[slice, float]]
-"""The pieces of one tensor, and the norm of the whole parameter that each is a part of."""
+from zero_engine.whole import Directed, LooksAtWhole, chunk_norms
 
 
-class Whole(Protocol):
-    """Who knows the parameters that the optimizer's tensors are pieces of."""
-
-    def norms(self, tensors: Sequence[Tensor]) -> list[Norms]:
-        """For each tensor, shaped as the optimizer's parameter in the same place, its pieces."""
-
-
-class Itself:
-    """Every tensor is a whole parameter."""
-
-    def norms(self, tensors: Sequence[Tensor]) -> list[Norms]:
-        """One piece each."""
-        return [[(slice(None), float(torch.linalg.vector_norm(each)))] for each in tensors]
-
-
-class Lamb(torch.optim.Optimizer):
+class Lamb(LooksAtWhole):
     """Layerwise adaptive moments."""
 
     def __init__(
@@ -69,42 +50,36 @@ class Lamb(torch.optim.Optimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, options)
-        self.whole: Whole = Itself()
+        self._measured: defaultdict[Tensor, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        """Chunk norms of weights and directions, part by part, from `direct` to `look`."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on every parameter that has a gradient."""
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        pairs = list(self._with_gradients())
-        params = [param for param, _ in pairs]
-        updates = [self._direction(param, group) for param, group in pairs]
-        weights, lengths = self.whole.norms(params), self.whole.norms(updates)
-        for (param, group), update, weight, length in zip(
-            pairs, updates, weights, lengths, strict=True
-        ):
-            rate = _rate(group, self.state[param]["step"])
-            for (piece, weight_norm), (_, length_norm) in zip(weight, length, strict=True):
-                ratio = _trust(weight_norm, length_norm, group)
-                param[piece].add_(update[piece], alpha=-rate * ratio)
-        return loss
-
-    def _with_gradients(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            yield from ((param, group) for param in group["params"] if param.grad is not None)
-
-    def _direction(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """Take the gradient into the moments; Adam's direction, without bias correction."""
+    def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Adam's direction, without bias correction."""
         state = self.state[param]
         if not state:
             state.update(
                 step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
             )
         state["step"] += 1
-        assert param.grad is not None
         beta1, beta2 = group["betas"]
-        first = state["exp_avg"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
-        second = state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-        return (first / second.sqrt().add_(group["eps"])).add_(param, alpha=group["weight_decay"])
+        first = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        torch.div(first, second.sqrt().add_(group["eps"]), out=gradient)
+        gradient.add_(param, alpha=group["weight_decay"])
+        self._measured[param].append((chunk_norms(param), chunk_norms(gradient)))
+
+    def look(self, directions: Sequence[Directed]) -> None:
+        """Give each direction the length that its parameter's norm allows."""
+        measured = [self._measured.pop(param) for param, _, _ in directions]
+        weights = self.whole.norms([torch.cat([w for w, _ in parts]) for parts in measured])
+        lengths = self.whole.norms([torch.cat([d for _, d in parts]) for parts in measured])
+        for (_, direction, group), weight, length in zip(directions, weights, lengths, strict=True):
+            for (piece, weight_norm), (_, length_norm) in zip(weight, length, strict=True):
+                direction[piece].mul_(_trust(weight_norm, length_norm, group))
+
+    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        """Move weights at the group's rate, corrected for the bias of young moments."""
+        param.add_(direction, alpha=-_rate(group, self.state[param]["step"]))
 
 
 def _rate(group: dict[str, Any], step: int) -> float:

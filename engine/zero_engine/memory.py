@@ -29,6 +29,7 @@ _STATES: dict[str, int] = {
     "asgd": 1,
     "lamb": 2,
     "lion": 1,
+    "muon": 1,
     "nadam": 2,
     "radam": 2,
     "rmsprop": 1,

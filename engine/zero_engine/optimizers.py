@@ -1,7 +1,7 @@
 """Which torch optimizer steps the shards: made from the config, or the user's own.
 
 Owns the names of the config, and the check that an optimizer is elementwise: only then may it
-be given pieces of parameters (`lamb` alone knows how to ask for the rest). The optimizer is made
+be given pieces of parameters (those of `whole` know how to ask for the rest). The optimizer is made
 on the user's parameters, so that groups, defaults and schedulers come out as in plain torch;
 `zero_optimizer` then puts the shards in their place.
 
@@ -22,6 +22,8 @@ from zero_engine.config.nearest import check_params
 from zero_engine.errors import ConfigError
 from zero_engine.lamb import Lamb
 from zero_engine.lion import Lion
+from zero_engine.muon import Muon, mark
+from zero_engine.whole import LooksAtWhole
 
 _log = logging.getLogger(__name__)
 
@@ -32,28 +34,49 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "lamb": Lamb,
     "lion": Lion,
+    "muon": Muon,  # DeepSpeed's, which is not torch's: it has an Adam for what are no matrices
     # Every other optimizer of torch.optim goes by its own name.
     **{
         name.lower(): cls
         for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and name not in ("Adam", "AdamW", "Optimizer")
+        if isinstance(cls, type) and name not in ("Adam", "AdamW", "Muon", "Optimizer")
     },
 }
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
-# These look at whole matrices or at all parameters at once: pieces would change the result.
-_NOT_ELEMENTWISE = frozenset(
-    {"Adafactor", "LAMB", "LARS", "LBFGS", "Lars", "Muon", "Shampoo", "SparseAdam"}
+_ELEMENTWISE_ONE = "an elementwise one, such as AdamW"
+_FEW_STATES = (
+    'one that keeps little state on each rank: "muon" or "lion" of the config, or AdamW with '
+    "offload_optimizer"
 )
+_OURS = 'of the config, which works on shards: {{"type": "{}"}}'
+
+# These look at whole matrices or at all parameters at once: pieces would change the result.
+_NOT_ELEMENTWISE = {
+    "Adafactor": _FEW_STATES,
+    "LAMB": _OURS.format("lamb"),
+    "LARS": _ELEMENTWISE_ONE,
+    "LBFGS": _ELEMENTWISE_ONE,
+    "Lars": _ELEMENTWISE_ONE,
+    "Lamb": _OURS.format("lamb"),
+    "Muon": _OURS.format("muon"),
+    "MuonWithAuxAdam": _OURS.format("muon"),
+    "Shampoo": _OURS.format("muon"),
+    "SparseAdam": _ELEMENTWISE_ONE,
+}
+"""Class -> what to use instead."""
 
 
 def make_optimizer(
     given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     config: OptimizerConfig | None,
     parameters: Parameters,
+    model: nn.Module,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of this run: the user's object or callable, else the config's, else None.
+
+    Muon of the config marks the matrices of `model`, where the script has not.
 
     Raises:
         ConfigError: Two were given, or one that cannot work on shards.
@@ -65,11 +88,12 @@ def make_optimizer(
     elif given is not None:
         optimizer = given(parameters)
     elif config is not None:
+        if config.type.lower() == "muon":
+            mark(model)
         optimizer = _from_config(config, parameters)
     else:
         return None
-    if type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        raise _needs_whole_parameters(type(optimizer))
+    _check(type(optimizer))
     return optimizer
 
 
@@ -77,12 +101,9 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
     name = config.type.lower()
     cls = BY_NAME.get(name)
     if cls is None:
-        known = ", ".join(
-            sorted(name for name, cls in BY_NAME.items() if cls.__name__ not in _NOT_ELEMENTWISE)
-        )
+        known = ", ".join(sorted(name for name, cls in BY_NAME.items() if not _remedy(cls)))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
-    if cls.__name__ in _NOT_ELEMENTWISE:
-        raise _needs_whole_parameters(cls)
+    _check(cls)
     params = {key: value for key, value in config.params.items() if value != "auto"}
     if name in ("adam", "adamw"):
         cls, params = _adam(name, params)
@@ -106,11 +127,17 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
     return torch.optim.AdamW if decoupled else torch.optim.Adam, {"weight_decay": 0.0, **params}
 
 
-def _needs_whole_parameters(cls: type) -> ConfigError:
-    return ConfigError(
-        f"optimizer {cls.__name__} needs whole parameters and cannot work on shards; use an "
-        "elementwise one, such as AdamW"
-    )
+def _remedy(cls: type) -> str:
+    """What to use in the place of an optimizer that cannot work on shards; empty if it can."""
+    return "" if issubclass(cls, LooksAtWhole) else _NOT_ELEMENTWISE.get(cls.__name__, "")
+
+
+def _check(cls: type) -> None:
+    if remedy := _remedy(cls):
+        raise ConfigError(
+            f"optimizer {cls.__name__} needs whole parameters and cannot work on shards; use "
+            f"{remedy}"
+        )
 
 
 def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:

@@ -4,21 +4,21 @@ Must always hold: a norm is summed over chunks of 64 elements in the order of th
 does not depend on the world size or the stage. Parameters begin at multiples of 64 and the
 padding after them is zero, so no chunk belongs to two of them.
 
-Called by `lamb`, for which `zero_optimizer` makes one.
+Called by `sharded_whole`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import ALIGN, FlatUnit, overlap
-from zero_engine.lamb import Norms
 from zero_engine.segments import Segment
+from zero_engine.whole import CHUNK, Norms, total
+
+assert ALIGN == CHUNK
 
 
 class ParameterNorms:
@@ -31,20 +31,21 @@ class ParameterNorms:
         self._segments = tuple(segments)
         self._collectives = collectives
 
-    def norms(self, tensors: Sequence[Tensor]) -> list[Norms]:
+    def of(self, chunks: Sequence[Tensor]) -> list[Norms]:
         """For each segment its pieces of parameters, with their whole norms. Collective.
 
         Args:
-            tensors: One per segment, of its length.
+            chunks: For each segment the norms of its chunks.
         """
-        chunks = self._gather([_chunk_norms(tensor) for tensor in tensors])
-        return [self._pieces(segment, chunks[segment.unit]) for segment in self._segments]
+        whole = self._gather(chunks)
+        return [self._pieces(segment, whole[segment.unit]) for segment in self._segments]
 
     def _gather(self, own: Sequence[Tensor]) -> dict[FlatUnit, Tensor]:
         """The chunk norms of each whole unit, [padded / 64] in fp64 on the CPU."""
-        whole = {unit: own[0].new_zeros(unit.padded // ALIGN) for unit in self._units}
+        device = self._units[0].full.device
+        whole = {u: own[0].new_zeros(u.padded // CHUNK, device=device) for u in self._units}
         for segment, norms in zip(self._segments, own, strict=True):
-            start = segment.start // ALIGN
+            start = segment.start // CHUNK
             whole[segment.unit][start : start + norms.numel()] = norms
         for unit, norms in whole.items():
             # Where every rank steps all of a unit, its own norms are complete already.
@@ -57,11 +58,6 @@ class ParameterNorms:
         for slot in segment.unit.layout.slots:
             start, stop = overlap(slot.start, slot.stop, segment.start, segment.stop)
             if slot.group == segment.group and stop > start:
-                norm = chunks[slot.start // ALIGN : -(-slot.stop // ALIGN)].square().sum()
-                piece = slice(start - segment.start, stop - segment.start)
-                pieces.append((piece, math.sqrt(float(norm))))
+                norm = total(chunks[slot.start // CHUNK : -(-slot.stop // CHUNK)])
+                pieces.append((slice(start - segment.start, stop - segment.start), norm))
         return pieces
-
-
-def _chunk_norms(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor.reshape(tensor.numel() // ALIGN, ALIGN), dim=1)

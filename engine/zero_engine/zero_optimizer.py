@@ -26,13 +26,13 @@ from torch.linalg import vector_norm
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
-from zero_engine.lamb import Lamb
 from zero_engine.loss_scaler import LossScaling
-from zero_engine.parameter_norms import ParameterNorms
 from zero_engine.segments import Segment
+from zero_engine.sharded_whole import ShardedWhole
 from zero_engine.stages import Stage
 from zero_engine.tiers.steps import StepAtOnce, Steps
 from zero_engine.tiers.sub_groups import Pace, StepBySubGroups
+from zero_engine.whole import LooksAtWhole
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
 
@@ -84,8 +84,8 @@ class ZeroOptimizer:
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
         self.steps = self._make_steps(pace)
-        if isinstance(optimizer, Lamb):
-            optimizer.whole = ParameterNorms(units, self.segments, collectives)
+        if isinstance(optimizer, LooksAtWhole):
+            optimizer.whole = ShardedWhole(units, self.segments, collectives, self.steps)
         self._tell_scale(overflow=False)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import config, fingerprint, make_engine, train
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldPool
 from zero_engine.errors import EngineError
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.utils import (
@@ -82,8 +82,11 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "Lion", "params": {"lr": 1e-3}},
     {"type": "NAdam", "params": {"lr": 1e-3}},
     {"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}},
+    {"type": "Lamb", "params": {"lr": 1e-2}},
+    {"type": "Muon", "params": {"lr": 1e-2}},
 ]
-"""No state; made late; made with the optimizer; one key; scalars that multiply; three keys."""
+"""No state; made late; made with the optimizer; one key; scalars that multiply; three keys; norms
+of whole parameters; whole matrices, and other keys for what are none."""
 
 
 def train_optimizers(path: str) -> list[tuple[str, str]]:
@@ -98,7 +101,7 @@ def train_optimizers(path: str) -> list[tuple[str, str]]:
     return hashes
 
 
-def test_every_elementwise_optimizer_steps_sub_groups_to_the_same_bits(
+def test_every_optimizer_steps_sub_groups_to_the_same_bits(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     hashes = worlds.run(2, train_optimizers, str(tmp_path))[0]
@@ -170,11 +173,25 @@ def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_p
     assert saved.startswith("save_checkpoint() between backward() and step()")
 
 
-def test_lamb_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
-    lamb = {"type": "Lamb", "params": {"lr": 1e-2}}
-    settings = offloading(1, "cpu", str(tmp_path), optimizer=lamb)
-    with pytest.raises(WorldError, match="LAMB needs whole parameters and cannot step sub-groups"):
-        worlds.run(1, make_engine, settings)
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_looks_at_whole_parameters_gives_one_result_in_every_tier(
+    worlds: WorldPool, tmp_path: Path, world: int, name: str
+) -> None:
+    for rank in worlds.run(world, train_whole, name, str(tmp_path)):
+        assert len(set(rank)) == 1
+
+
+def train_whole(name: str, path: str) -> list[str]:
+    hashes = []
+    for stage, where in [(0, "none"), *TIERS]:
+        settings = offloading(stage, where, path, optimizer={"type": name, "params": {"lr": 0.01}})
+        if (stage, where) == (3, "nvme"):
+            settings["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+        engine = make_engine(settings)
+        train(engine, 3)
+        hashes.append(engine.weight_hash())
+    return hashes
 
 
 # ---- checkpoints and single parameters ----

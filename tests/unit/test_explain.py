@@ -67,7 +67,8 @@ def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
     [
         ({}, "the config gives no batch size"),
         ({"train_batch_size": 8}, "the batch depends on the number of ranks of the first start"),
-        ({"optimizer": {"type": "Muon"}}, "optimizer Muon: its memory is not known"),
+        ({"optimizer": {"type": "Mine"}}, "optimizer Mine: its memory is not known"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer Muon: counted as for matrices; embeddings"),
         ({"gradient_clipping": 0}, "gradients are not clipped"),
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "the loss scale is fixed at 8"),
         ({"bf16": {"enabled": True}}, "stage 0 keeps all master weights and moments"),

@@ -117,6 +117,8 @@ def _warnings(config: Config) -> Iterator[str]:
         yield "no optimizer: give one to initialize(), or nothing is trained"
     elif optimizer_states(config.optimizer) is None:
         yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
+    elif config.optimizer.type.lower() == "muon":
+        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
     if not config.gradient_clipping:
         yield "gradients are not clipped"
     if config.fp16.enabled and config.fp16.loss_scale:

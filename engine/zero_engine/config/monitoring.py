@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from zero_engine.errors import ConfigError
 
-OPERATIONS = ("leaves", "gather", "broadcast")
-"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; what
-one rank has to everybody."""
+OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
+"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces
+of whole parameters to one rank and back; what one rank has to everybody."""
 
 
 @dataclass(frozen=True, kw_only=True)

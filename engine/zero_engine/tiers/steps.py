@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_engine.segments import Segment
+from zero_engine.whole import LooksAtWhole
 
 
 class Steps(Protocol):
@@ -22,6 +23,13 @@ class Steps(Protocol):
 
     def step(self) -> None:
         """Step every segment with its gradient. Raises TierError."""
+
+    def parts(self, *, weights_only: bool = False) -> Iterator[None]:
+        """Each part of all segments while it is all that the optimizer has. Raises TierError.
+
+        Args:
+            weights_only: The optimizer's state of the part may be away.
+        """
 
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
@@ -44,16 +52,30 @@ class StepAtOnce:
 
     def step(self) -> None:
         """One call of the optimizer."""
+        step(self._optimizer, self)
+
+    def parts(self, *, weights_only: bool = False) -> Iterator[None]:
+        """All at once."""
+        del weights_only
         for segment in self._segments:
             segment.param.grad = segment.gradient  # the user may have called zero_grad()
         with only(self._optimizer, self._segments):
-            self._optimizer.step()
+            yield
 
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Zeros beside the weights."""
         return {key: _zeros(segment.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
+
+
+def step(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
+    """Let the optimizer step every part; one that looks at whole parameters asks for them."""
+    if isinstance(optimizer, LooksAtWhole):
+        optimizer.step()
+    else:
+        for _ in steps.parts():
+            optimizer.step()
 
 
 def _zeros(param: Tensor, dtype: torch.dtype, old: Any) -> Tensor:

@@ -6,8 +6,8 @@ Its *rows* are the master weights and the optimizer's keys, each a tensor as lon
 wherever it rests. Must always hold:
 
 - The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
-  scalars (the step count) are in every sub-group those of before the step. So an elementwise
-  optimizer computes the same bits as in one call.
+  scalars (the step count) are in every sub-group those of before the pass. So what is elementwise
+  gives the same bits as in one call: a step, or the passes of one that looks at whole parameters.
 - Between steps `optimizer.state` shows whole tensors: parts of the rows.
 - In memory are the sub-groups under way, never the state of a whole unit that is larger.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -32,7 +32,8 @@ from zero_engine.errors import TierError
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.segments import Segment, elementwise_keys
 from zero_engine.tiers.places import Lease, Tier, wait
-from zero_engine.tiers.steps import StepAtOnce, only
+from zero_engine.tiers.steps import StepAtOnce, only, step
+from zero_engine.whole import LooksAtWhole
 
 GRAIN = 4 * BLOCK
 """Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
@@ -108,7 +109,7 @@ class StepBySubGroups:
         """Cut the shards into sub-groups.
 
         Args:
-            optimizer: Elementwise.
+            optimizer: Elementwise, or one that looks at whole parameters in three passes.
             segments: All of this rank.
             totals: For each unit the gradient of its shard.
             tiers: Where the state of a unit rests; units that are not here are on the device.
@@ -175,22 +176,28 @@ class StepBySubGroups:
                 "checkpoint"
             )
         try:
-            self._step_all()
+            step(self._optimizer, self)
         except BaseException as error:
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _step_all(self) -> None:
+    def parts(self, *, weights_only: bool = False) -> Iterator[None]:
+        """What is on the device at once, then each sub-group while it is in memory."""
         if self._others is not None:
-            self._others.step()
+            yield from self._others.parts(weights_only=weights_only)
         for segment in self._segments:
             self._adopt(segment)
         before = {segment: self._before(segment) for segment in self._segments}
+        directs = isinstance(self._optimizer, LooksAtWhole) and not weights_only
+        keys = dict.fromkeys(before, ()) if weights_only else {s: b.keys for s, b in before.items()}
         try:
-            for sub_group, lease in self._leases():
-                self._step(sub_group, lease, before)
+            for sub_group, lease in self._leases(keys):
+                self._show(sub_group, lease, before, keys)
+                with only(self._optimizer, [part.segment for part in sub_group.parts]):
+                    yield
+                self._take_back(sub_group, lease, directs=directs)
         finally:
-            self._show_whole()
+            self._show_whole(before)
         resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
         for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()
@@ -200,44 +207,58 @@ class StepBySubGroups:
         keys = elementwise_keys(segment, state)
         return Before({key: state[key] for key in state.keys() - set(keys)}, keys)
 
-    def _leases(self) -> Iterator[tuple[SubGroup, Lease]]:
-        """Each sub-group while it is in memory."""
+    def _leases(self, keys: Mapping[Segment, Sequence[str]]) -> Iterator[tuple[SubGroup, Lease]]:
+        """Each sub-group while it is in memory, with the rows of some keys."""
         coming = iter(self._sub_groups)
         opened: deque[tuple[Future[Lease], Callable[[], Tensor]]] = deque()
         closing: deque[Future[None]] = deque()
         for sub_group in self._sub_groups:
             room = 1 + self._pace.reads_ahead - len(opened)
-            opened.extend(self._open(each) for each in islice(coming, room))
+            opened.extend(self._open(each, keys) for each in islice(coming, room))
             future, gradient = opened.popleft()
             lease = wait(future)
             lease.rows[_GRADIENT] = gradient()
             yield sub_group, lease
-            closing.append(sub_group.tier.close(self._rows_of(sub_group), lease))
+            closing.append(sub_group.tier.close(self._rows_of(sub_group, lease.rows), lease))
             while len(closing) > self._pace.writes_behind:
                 wait(closing.popleft())
         while closing:
             wait(closing.popleft())
 
-    def _open(self, sub_group: SubGroup) -> tuple[Future[Lease], Callable[[], Tensor]]:
+    def _open(
+        self, sub_group: SubGroup, keys: Mapping[Segment, Sequence[str]]
+    ) -> tuple[Future[Lease], Callable[[], Tensor]]:
+        names = {_WEIGHTS}.union(*(keys[part.segment] for part in sub_group.parts))
         gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
-        return sub_group.tier.open(self._rows_of(sub_group)), gradient
+        return sub_group.tier.open(self._rows_of(sub_group, names)), gradient
 
-    def _rows_of(self, sub_group: SubGroup) -> dict[str, Tensor]:
-        return {name: sub_group.of(row) for name, row in self._rows[sub_group.unit].items()}
+    def _rows_of(self, sub_group: SubGroup, names: Container[str]) -> dict[str, Tensor]:
+        rows = self._rows[sub_group.unit]
+        return {name: sub_group.of(row) for name, row in rows.items() if name in names}
 
-    def _step(self, sub_group: SubGroup, lease: Lease, before: Mapping[Segment, Before]) -> None:
-        state = self._optimizer.state
+    def _show(
+        self,
+        sub_group: SubGroup,
+        lease: Lease,
+        before: Mapping[Segment, Before],
+        keys: Mapping[Segment, Sequence[str]],
+    ) -> None:
+        """Let the parameters be the parts that a sub-group has of them."""
         for part in sub_group.parts:
-            param, there = part.segment.param, before[part.segment]
+            param = part.segment.param
             param.data = part.of(lease.rows[_WEIGHTS])
             param.grad = part.of(lease.rows[_GRADIENT])
-            rows = {key: part.of(lease.rows[key]) for key in there.keys}
-            state[param] = copy.deepcopy(there.scalars) | rows
-        with only(self._optimizer, [part.segment for part in sub_group.parts]):
-            self._optimizer.step()
+            rows = {key: part.of(lease.rows[key]) for key in keys[part.segment]}
+            self._optimizer.state[param] = copy.deepcopy(before[part.segment].scalars) | rows
+
+    def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:
         for part in sub_group.parts:
             self._collect(sub_group, part, lease)
-        sub_group.unit.accept(sub_group.start, lease.rows[_WEIGHTS])
+        direction, total = lease.rows[_GRADIENT], sub_group.of(sub_group.total)
+        if not directs:
+            sub_group.unit.accept(sub_group.start, lease.rows[_WEIGHTS])
+        elif direction.device != total.device:
+            total.copy_(direction, non_blocking=True)
 
     def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
         """Bring what the optimizer has made anew (all of it, in the first step) into the lease."""
@@ -250,14 +271,15 @@ class StepBySubGroups:
             if place.data_ptr() != state[key].data_ptr():
                 place.copy_(state[key])
 
-    def _show_whole(self) -> None:
+    def _show_whole(self, before: Mapping[Segment, Before]) -> None:
         """Let parameters and state be the parts of the rows again."""
         for segment in self._segments:
             state = self._optimizer.state.get(segment.param, {})
-            keys, rows = elementwise_keys(segment, state), self._rows[segment.unit]
+            keys = {*elementwise_keys(segment, state), *before[segment].keys}
+            rows = self._rows[segment.unit]
             segment.param.grad = None
             segment.param.data = _whole(segment, rows[_WEIGHTS])
-            state.update((key, _whole(segment, rows[key])) for key in keys)
+            state.update((key, _whole(segment, rows[key])) for key in sorted(keys))
 
 
 def _whole(segment: Segment, row: Tensor) -> Tensor:
