@@ -29,6 +29,7 @@ from zero_agent.preflight import preflight
 from zero_agent.rdzv_conf import check_backend, parse_rdzv_conf
 from zero_agent.resolve import resolve, signals_to_handle
 from zero_agent.worker_main import ENV_ERROR_FILE
+from zero_orchestrator.arguments import named_as_set
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
 from zero_orchestrator.kv import KeyValueStore
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
     _set_up_logging()
     try:
-        code = _run(command_line.parse(sys.argv[1:] if argv is None else argv, os.environ))
+        code = _run(sys.argv[1:] if argv is None else argv)
     except ZeroError as error:
         log.error("%s", error)
         code = _code_of(error)
@@ -68,7 +69,13 @@ def _set_up_logging() -> None:
     log.setLevel(logging.INFO)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(argv: Sequence[str]) -> int:
+    args = command_line.parse(argv, os.environ)
+    with named_as_set(args.variables):
+        return _obey(args)
+
+
+def _obey(args: argparse.Namespace) -> int:
     backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
     if args.preflight:
         return preflight(args, conf)

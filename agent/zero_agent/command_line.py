@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_agent.flags import FLAGS, GROUPS, METAVARS, Flag
+from zero_orchestrator.arguments import named_as_set, variable_of
 from zero_orchestrator.errors import SpecError
 
 USAGE = "zero-agent [FLAG ...] SCRIPT [ARGUMENT ...]"
@@ -27,11 +28,17 @@ _HELP = ("-h", "--help")
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
     """All flags with their values, and `script` and `arguments`.
 
+    `variables` says which of the flags were set by which variable of the environment.
+
     Raises:
         SpecError: A flag that does not exist, a value it cannot have, or no script.
     """
     flags, command = _split(argv)
-    args = _parser().parse_args([*_from_environment(environ), *flags])
+    typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
+    variables = {name: it for name in FLAGS if name not in typed and (it := _set_by(name, environ))}
+    with named_as_set(variables):
+        args = _parser().parse_args([*_from_environment(variables, environ), *flags])
+    args.variables = variables
     if not command and not args.preflight:
         raise SpecError(f"no script is given; write {USAGE}; --help lists the flags")
     args.script, args.arguments = command[0] if command else "", command[1:]
@@ -86,23 +93,28 @@ def _find(name: str) -> Flag:
     raise SpecError(f"{name}: there is no such flag; {remedy}")
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[str]:
-    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; switches read 0 and 1."""
-    found = []
-    for flag in FLAGS.values():
-        variable = f"PET_{flag.name.replace('-', '_').upper()}"
-        value = environ.get(variable) or environ.get(_TORCHRUNS.get(flag.name, ""), "")
-        if flag.kind is not None and value:
-            found.append(f"--{flag.name}={value}")
-        elif value == "1":
-            found.append(f"--{flag.name}")
-        elif value not in ("", "0"):
-            raise SpecError(f"{variable}={value}: write 1 for yes or 0 for no")
-    return found
+def _set_by(name: str, environ: Mapping[str, str]) -> str | None:
+    """The variable that sets a flag, if one does."""
+    candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
+    return next((candidate for candidate in candidates if environ.get(candidate)), None)
 
 
 _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
 """Variables under which torchrun's agent looks for what is a flag here."""
+
+
+def _from_environment(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; switches read 0 and 1."""
+    found = []
+    for name, variable in variables.items():
+        value = environ[variable]
+        if FLAGS[name].kind is not None:
+            found.append(f"--{name}={value}")
+        elif value == "1":
+            found.append(f"--{name}")
+        elif value != "0":
+            raise SpecError(f"{variable}={value}: write 1 for yes or 0 for no")
+    return found
 
 
 class _Parser(argparse.ArgumentParser):

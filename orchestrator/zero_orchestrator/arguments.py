@@ -1,15 +1,20 @@
-"""What a flag's text may be: the kinds of values that the commands have in common.
+"""What the commands have in common about flags: kinds of values, and what a flag is called.
 
-Each is an argparse `type`: it returns the value, or raises an ArgumentTypeError that names the
-text and the right form. Who calls it: `cli.py` here, `zero_agent.flags`.
+A kind is an argparse `type`: it returns the value, or raises an ArgumentTypeError that names the
+text and the right form. Who calls it: `cli.py` here, `zero_agent.flags` and `command_line`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+from collections.abc import Iterator, Mapping
+
+from zero_orchestrator.errors import SpecError
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
 _LENGTH = re.compile(r"(\d+\.?\d*|\.\d+)([smh]?)")
 
 
@@ -27,3 +32,22 @@ def with_dashes(argument: str) -> str:
     """`--rdzv_endpoint` as `--rdzv-endpoint`, as torchrun reads its flags; else unchanged."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def variable_of(flag: str) -> str:
+    """`rdzv-endpoint` -> `PET_RDZV_ENDPOINT`, as torchrun calls the variable that sets a flag."""
+    return f"PET_{flag.replace('-', '_').upper()}"
+
+
+@contextlib.contextmanager
+def named_as_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Errors within call a flag that was set in the environment by the name of its variable.
+
+    Args:
+        variables: Flag, without its dashes -> the variable that set it.
+    """
+    try:
+        yield
+    except SpecError as error:
+        text = _FLAG.sub(lambda flag: variables.get(flag[1], flag[0]), str(error))
+        raise SpecError(text) from error

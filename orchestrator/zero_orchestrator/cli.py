@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_orchestrator import events, retry, status, wishes
-from zero_orchestrator.arguments import seconds, with_dashes
+from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.keys import Keys
@@ -91,7 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     if (act := getattr(args, "act", None)) is not None:  # a command that needs no etcd
         return int(act(args))
     view = JsonView() if args.json else TableView()
-    with contextlib.closing(_open(args)) as store:
+    with named_as_set(_set_by_environment(args)):
+        opened = _open(args)
+    with contextlib.closing(opened) as store:
         return _COMMANDS[args.command](args, store, view)
 
 
@@ -153,8 +155,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str) -> None:
     dest = name.replace("-", "_")
-    default = os.environ.get(f"PET_{dest.upper()}", "")
+    default = os.environ.get(variable_of(name), "")
     group.add_argument(f"--{name}", dest=dest, default=default, metavar=metavar, help=text)
+
+
+def _set_by_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Flags of etcd -> the variables that they have their values from."""
+    return {
+        name: variable_of(name)
+        for name in ("rdzv-endpoint", "etcd-user", *_ETCD_FILES)
+        if getattr(args, name.replace("-", "_")) == os.environ.get(variable_of(name))
+    }
 
 
 def _open(args: argparse.Namespace) -> EtcdStore:
@@ -170,7 +181,10 @@ def _open(args: argparse.Namespace) -> EtcdStore:
         cert=Path(cert) if cert else None,
         key=Path(key) if key else None,
     )
-    return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+    try:
+        return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+    except SpecError as error:
+        raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
 
 
 def _check_readable(flag: str, path: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from zero_agent import cli, command_line
+from zero_agent import cli
 from zero_agent.flags import FLAGS
+from zero_orchestrator.arguments import variable_of
 from zero_orchestrator.errors import SpecError
 
 LENGTH = "write seconds, such as 30"
@@ -70,21 +74,58 @@ ANYTHING_GOES = {
 CASES = [(flag, *case) for flag, cases in WRONG.items() for case in cases]
 
 
-@pytest.mark.parametrize(("flag", "value", "remedy"), CASES, ids=[f"{f}={v}" for f, v, _ in CASES])
-def test_a_wrong_value_is_refused_with_the_flag_and_the_right_form(
-    flag, value, remedy, monkeypatch, tmp_path
-):
-    def accepted(*arguments: object) -> None:
-        raise AssertionError(f"--{flag}={value} was accepted")
+@pytest.fixture
+def refusal(tmp_path, monkeypatch) -> Callable[[Sequence[str]], str]:
+    """The message with which flags are refused, before anything is started."""
 
-    monkeypatch.setattr(cli, "_endpoint", accepted)
+    def accepted(*arguments: object) -> None:
+        raise AssertionError("accepted")
+
+    def refuse(flags: Sequence[str]) -> str:
+        with pytest.raises(SpecError) as refused:
+            cli._run([*flags, str(script)])
+        return str(refused.value)
+
     script = tmp_path / "script.py"
     script.touch()
-    with pytest.raises(SpecError) as refused:
-        cli._run(command_line.parse([*f"--{flag}={value}".split(), str(script)], {}))
-    message = str(refused.value)
+    monkeypatch.setattr(cli, "_endpoint", accepted)
+    return refuse
+
+
+each_wrong_value = pytest.mark.parametrize(
+    ("flag", "value", "remedy"), CASES, ids=[f"{f}={v}" for f, v, _ in CASES]
+)
+
+
+@each_wrong_value
+def test_a_wrong_value_is_refused_with_the_flag_and_the_right_form(flag, value, remedy, refusal):
+    message = refusal(f"--{flag}={value}".split())
     assert f"--{flag}" in message
     assert remedy in message
+
+
+@each_wrong_value
+def test_a_wrong_value_from_the_environment_is_refused_with_the_name_of_the_variable(
+    flag, value, remedy, refusal, monkeypatch
+):
+    wrong, *beside = value.split()
+    monkeypatch.setenv(variable_of(flag), wrong)
+    message = refusal(beside)
+    assert re.search(rf"\b{variable_of(flag)}\b", message)
+    assert not re.search(rf"--{flag}(?![\w-])", message)
+    assert remedy.replace(f"--{flag}", variable_of(flag)) in message
+
+
+def test_of_two_variables_for_one_flag_that_which_was_set_is_named(refusal, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "x")
+    assert refusal([]) == (
+        "TORCHELASTIC_HEALTH_CHECK_PORT: x is no port; write a number up to 65535"
+    )
+
+
+def test_a_wrong_value_in_the_environment_does_no_harm_beside_the_flag(refusal, monkeypatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "x")
+    assert "--max-restarts: y is no whole number" in refusal(["--max-restarts=y"])
 
 
 def test_no_flag_is_forgotten():

@@ -29,6 +29,15 @@ def test_what_is_wrong_about_etcd_is_one_line_that_names_the_flag(words, message
     assert error.count("\n") == 1
 
 
+def test_what_is_wrong_in_the_environment_is_said_of_the_variable(capsys, monkeypatch):
+    for name, value in (("PET_RDZV_ENDPOINT", "a:b"), ("PET_ETCD_CA", "/none")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(["status"])
+        assert ended.value.code == CtlExit.USAGE
+        assert capsys.readouterr().err.startswith(f"zero-ctl: {name}={value}: ")
+
+
 def test_every_command_is_listed_and_launch_among_them(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
