@@ -63,10 +63,17 @@ def _code_of(error: ZeroError) -> int:
 
 def _set_up_logging() -> None:
     logging.raiseExceptions = False  # a closed terminal must not end a job
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[zero %(asctime)s] %(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
+    log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
+    _sign_lines("")
+
+
+def _sign_lines(node: str) -> None:
+    """Begin every line with the time, and the node if its agent is one of several."""
+    signature = f" {node}" if node else ""
+    form = "[zero %(asctime)s%(signature)s] %(message)s"
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter(form, "%H:%M:%S", defaults={"signature": signature}))
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -95,6 +102,8 @@ def _obey(args: argparse.Namespace) -> int:
         if way is Way.NAMED and not access.is_secure:
             check_is_etcd(args)
         config = _placed(config, args, access, world)
+        if args.node_id or config.spec.max_nodes > 1:
+            _sign_lines(config.node_id)
         with access.store() as store:
             return _take_part(config, store, numbers, world, health)
 

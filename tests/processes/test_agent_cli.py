@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -119,6 +121,22 @@ def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_pat
     env = {**environment(), "PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1"}
     assert agent(str(script), env=env).stdout == "3\n" * 3
     assert agent("--nproc-per-node=2", str(script), env=env).stdout == "2\n" * 2
+
+
+@pytest.mark.etcd
+@pytest.mark.parametrize(
+    ("flag", "signature"),
+    [
+        ("--nnodes=1", ""),
+        ("--node-id=a", " a"),
+        ("--nnodes=1:2", f" {re.escape(socket.gethostname())}-[0-9a-f]{{4}}"),
+    ],
+)
+def test_the_lines_of_one_of_several_nodes_name_it(etcd, flag, signature):
+    done = agent(f"--rdzv-endpoint={etcd.endpoint}", flag, "--no-python", "true")
+    assert done.returncode == 0, done.stderr
+    for line in done.stderr.splitlines():
+        assert re.match(rf"\[zero \d\d:\d\d:\d\d{signature}\] ", line), line
 
 
 def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
