@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 import zero_engine
 from tests.support.world import WorldPool
+from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import ZeroOptimization
 from zero_engine.grad_reducer import BufferPool
 from zero_engine.memory import estimate
+from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
@@ -135,3 +138,33 @@ def test_the_estimate_knows_the_secondary_shards_of_a_node(worlds: WorldPool) ->
     expected = estimate(PARAMETERS, stage=3, compute="bf16", states=0, world=4, zero=zero).weights
     assert worlds.run(4, secondary_shards) == [pytest.approx(expected, rel=0.02)] * 4
     assert expected == PARAMETERS
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Muon"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_a_disk_each_parameter_has_room_for_its_own_state_alone(
+    worlds: WorldPool, tmp_path: Path, optimizer: str, world: int
+) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = ZeroOptimization(stage=3, offload_optimizer=OffloadOptimizer(**offload))
+    expected = estimate(
+        PARAMETERS, stage=3, compute="bf16", states=STATES[optimizer], world=world, zero=zero
+    )
+    for size in worlds.run(world, bytes_on_disk, optimizer, offload):
+        # The weights that modules are gathered from rest in memory.
+        assert size == pytest.approx(expected.disk, rel=0.06)
+
+
+def bytes_on_disk(optimizer: str, offload: dict[str, Any]) -> int:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
+    engine.step()
+    (tier,) = {unit.tiers.state for unit in engine._core.units}
+    assert isinstance(tier, Nvme)
+    return tier.file.size_bytes

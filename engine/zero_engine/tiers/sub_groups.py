@@ -2,8 +2,8 @@
 
 A *sub-group* is a part of one unit's shard, of at most `sub_group_size` elements. It is brought
 into memory, stepped, and brought back, while the next one is read and the one before is written.
-Its *rows* are the master weights and the optimizer's keys, each a tensor as long as the shard,
-wherever it rests. Must always hold:
+Its *rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever
+they rest. Must always hold:
 
 - The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
   scalars (the step count) are in every sub-group those of before the pass. So what is elementwise
@@ -29,16 +29,13 @@ import torch
 from torch import Tensor
 
 from zero_engine.errors import TierError
-from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
+from zero_engine.flat_unit import FlatUnit, overlap
 from zero_engine.segments import Segment, elementwise_keys
 from zero_engine.tiers.places import Lease, Tier, wait
+from zero_engine.tiers.rows import GRAIN, WEIGHTS, rows_of
 from zero_engine.tiers.steps import StepAtOnce, only, step
 from zero_engine.whole import LooksAtWhole
 
-GRAIN = 4 * BLOCK
-"""Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
-_WEIGHTS = ".weights"
-"""The row of master weights; optimizers have no key with a dot."""
 _GRADIENT = ".gradient"
 
 
@@ -51,10 +48,9 @@ class Pace:
     reads_ahead: bool
     writes_behind: bool
 
-    def cuts(self, numel: int) -> Iterator[tuple[int, int]]:
-        """The sub-groups [start, stop) of a shard."""
-        size = max(self.sub_group_size // GRAIN, 1) * GRAIN
-        return ((start, min(start + size, numel)) for start in range(0, numel, size))
+    def starts(self, numel: int) -> range:
+        """Where the sub-groups of a shard begin."""
+        return range(0, numel, max(self.sub_group_size // GRAIN, 1) * GRAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +114,9 @@ class StepBySubGroups:
         self._optimizer = optimizer
         self._pace = pace
         self._tiers = dict(tiers)
-        self._rows = {unit: {_WEIGHTS: unit.shard} for unit in tiers}
         streamed = [s for s in segments if s.unit in tiers and s.stop > s.start]
+        options = [frozenset(group) for group in optimizer.param_groups]
+        self._rows = rows_of(tiers, streamed, options)
         others = [s for s in segments if s not in streamed]
         self._segments = streamed
         self._failure = ""
@@ -127,7 +124,7 @@ class StepBySubGroups:
         sub_groups = [
             SubGroup(unit, tier, totals[unit], start, stop, _parts(unit, streamed, start, stop))
             for unit, tier in tiers.items()
-            for start, stop in pace.cuts(unit.shard.numel())
+            for start, stop in self._rows[unit].cuts(pace.starts(unit.shard.numel()))
         ]
         self._sub_groups = [sub_group for sub_group in sub_groups if sub_group.parts]
         for segment in streamed:
@@ -141,23 +138,14 @@ class StepBySubGroups:
         """Parts of rows, to be filled."""
         if segment not in self._segments:
             return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes, before)
-        return {key: self._place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
-
-    def _place(self, segment: Segment, key: str, dtype: torch.dtype) -> Tensor:
-        """A segment's part of a row, which is made if need be."""
-        return _whole(segment, self._row(segment.unit, key, dtype))
-
-    def _row(self, unit: FlatUnit, key: str, dtype: torch.dtype) -> Tensor:
-        rows = self._rows[unit]
-        if key not in rows or rows[key].dtype != dtype:
-            rows[key] = self._tiers[unit].zeros(unit.shard.numel(), dtype)
-        return rows[key]
+        rows = self._rows[segment.unit]
+        return {key: rows.place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
 
     def _adopt(self, segment: Segment) -> None:
         """Bring state that is elsewhere (made with the optimizer, or loaded into it) to its row."""
         state = self._optimizer.state.get(segment.param, {})
         for key in elementwise_keys(segment, state):
-            place = self._place(segment, key, state[key].dtype)
+            place = self._rows[segment.unit].place(segment, key, state[key].dtype)
             if place.data_ptr() != state[key].data_ptr():
                 state[key] = place.copy_(state[key])
 
@@ -219,7 +207,7 @@ class StepBySubGroups:
             lease = wait(future)
             lease.rows[_GRADIENT] = gradient()
             yield sub_group, lease
-            closing.append(sub_group.tier.close(self._rows_of(sub_group, lease.rows), lease))
+            closing.append(sub_group.tier.close(self._between(sub_group, lease.rows), lease))
             while len(closing) > self._pace.writes_behind:
                 wait(closing.popleft())
         while closing:
@@ -228,13 +216,13 @@ class StepBySubGroups:
     def _open(
         self, sub_group: SubGroup, keys: Mapping[Segment, Sequence[str]]
     ) -> tuple[Future[Lease], Callable[[], Tensor]]:
-        names = {_WEIGHTS}.union(*(keys[part.segment] for part in sub_group.parts))
-        gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
-        return sub_group.tier.open(self._rows_of(sub_group, names)), gradient
-
-    def _rows_of(self, sub_group: SubGroup, names: Container[str]) -> dict[str, Tensor]:
         rows = self._rows[sub_group.unit]
-        return {name: sub_group.of(row) for name, row in rows.items() if name in names}
+        wanted = {rows.name(p.segment, key) for p in sub_group.parts for key in keys[p.segment]}
+        gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
+        return sub_group.tier.open(self._between(sub_group, {WEIGHTS, *wanted})), gradient
+
+    def _between(self, sub_group: SubGroup, names: Container[str]) -> dict[str, Tensor]:
+        return self._rows[sub_group.unit].between(sub_group.start, sub_group.stop, names)
 
     def _show(
         self,
@@ -244,11 +232,12 @@ class StepBySubGroups:
         keys: Mapping[Segment, Sequence[str]],
     ) -> None:
         """Let the parameters be the parts that a sub-group has of them."""
+        name = self._rows[sub_group.unit].name
         for part in sub_group.parts:
             param = part.segment.param
-            param.data = part.of(lease.rows[_WEIGHTS])
+            param.data = part.of(lease.rows[WEIGHTS])
             param.grad = part.of(lease.rows[_GRADIENT])
-            rows = {key: part.of(lease.rows[key]) for key in keys[part.segment]}
+            rows = {k: part.of(lease.rows[name(part.segment, k)]) for k in keys[part.segment]}
             self._optimizer.state[param] = copy.deepcopy(before[part.segment].scalars) | rows
 
     def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:
@@ -256,18 +245,19 @@ class StepBySubGroups:
             self._collect(sub_group, part, lease)
         direction, total = lease.rows[_GRADIENT], sub_group.of(sub_group.total)
         if not directs:
-            sub_group.unit.accept(sub_group.start, lease.rows[_WEIGHTS])
+            sub_group.unit.accept(sub_group.start, lease.rows[WEIGHTS])
         elif direction.device != total.device:
             total.copy_(direction, non_blocking=True)
 
     def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
         """Bring what the optimizer has made anew (all of it, in the first step) into the lease."""
-        state = self._optimizer.state[part.segment.param]
+        state, rows = self._optimizer.state[part.segment.param], self._rows[sub_group.unit]
         for key in elementwise_keys(part.segment, state):
-            self._row(sub_group.unit, key, state[key].dtype)
-            if key not in lease.rows:
-                lease.rows[key] = state[key].new_zeros(sub_group.stop - sub_group.start)
-            place = part.of(lease.rows[key])
+            rows.place(part.segment, key, state[key].dtype)
+            name = rows.name(part.segment, key)
+            if name not in lease.rows:
+                lease.rows[name] = state[key].new_zeros(sub_group.stop - sub_group.start)
+            place = part.of(lease.rows[name])
             if place.data_ptr() != state[key].data_ptr():
                 place.copy_(state[key])
 
@@ -278,14 +268,8 @@ class StepBySubGroups:
             keys = {*elementwise_keys(segment, state), *before[segment].keys}
             rows = self._rows[segment.unit]
             segment.param.grad = None
-            segment.param.data = _whole(segment, rows[_WEIGHTS])
-            state.update((key, _whole(segment, rows[key])) for key in sorted(keys))
-
-
-def _whole(segment: Segment, row: Tensor) -> Tensor:
-    """A segment's part of a row of its unit."""
-    low = segment.unit.interval[0]
-    return row[segment.start - low : segment.stop - low]
+            segment.param.data = rows.weights(segment)
+            state.update((key, rows.place(segment, key)) for key in sorted(keys))
 
 
 def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:
