@@ -65,6 +65,7 @@ class Row:
     loss: float
     parameters: int
     largest_unit: int
+    root: int
 
 
 def show(runs: Sequence[Run], title: str) -> None:
@@ -103,6 +104,7 @@ def _row(runs: Sequence[Run], floors: Sequence[float]) -> Row:
         loss=statistics.mean(rank["steps"][-1]["loss"] for rank in runs[0].ranks),
         parameters=runs[0].ranks[0]["parameters"],
         largest_unit=runs[0].ranks[0]["largest_unit"],
+        root=runs[0].ranks[0]["root"],
     )
 
 
@@ -157,6 +159,7 @@ def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | Non
         states=2,
         world=2,
         largest=passes.largest_unit,
+        root=passes.root,
         gpu=False,
     )
     return rows[system].peak_bytes / (activations + formula.total + formula.in_flight)

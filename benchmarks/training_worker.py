@@ -87,7 +87,8 @@ def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes": sent_bytes(interface) - sent_before,
         "peak_bytes": resident_bytes("VmHWM:") - baseline,
         "parameters": parameters,
-        "largest_unit": max(*blocks, parameters - sum(blocks)),
+        "largest_unit": max(blocks),
+        "root": parameters - sum(blocks),
     }
 
 

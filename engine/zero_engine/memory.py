@@ -41,8 +41,10 @@ _STATES: dict[str, int] = {
 _OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
 """Option -> the further values that it takes when it is on."""
 
-_IN_FLIGHT = 4
-"""Units being gathered (two) and reduced (two) at the same time, at most."""
+_GATHERED = 2
+"""Units whose weights are there: the one that computes and the next one."""
+_REDUCED = 3
+"""Gradients of units: being filled, being sent, and what arrives in its place."""
 _PUTS = 2
 """Writes of stepped weights that may be under way, see `tiers.nvme`."""
 
@@ -63,7 +65,7 @@ class Estimate:
     """In the host's memory: what rests there, and buffers of what rests on the disk."""
     disk: int = 0
     in_flight: int = 0
-    """On the device, at most and for moments: units being gathered and reduced."""
+    """On the device, at most: units being gathered and reduced, the root among them."""
 
     @property
     def total(self) -> int:
@@ -85,6 +87,7 @@ def estimate(
     world: int,
     zero: ZeroOptimization | None = None,
     largest: int | None = None,
+    root: int = 0,
     gpu: bool = True,
 ) -> Estimate:
     """The state of training `parameters` parameters.
@@ -97,6 +100,8 @@ def estimate(
         world: Ranks.
         zero: What is offloaded; None: nothing.
         largest: Parameters of the largest unit; None: of all.
+        root: Parameters outside of these units, such as embeddings and the head: their weights are
+            there, and their gradients are collected, as long as a pass takes.
         gpu: Whether the device's memory is not the host's.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
@@ -120,8 +125,16 @@ def estimate(
         gradients=_FP32_BYTES * stepped,
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
-        in_flight=_IN_FLIGHT * size * unit,
+        in_flight=size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
     )
+
+
+def _in_flight(unit: int, root: int, *, shards_parameters: bool) -> int:
+    """Elements. The root is reduced last, when the buffers of the units are still held."""
+    reduced = _REDUCED * unit + (_REDUCED - 1) * root
+    if not shards_parameters:
+        return reduced
+    return max((_GATHERED + _REDUCED) * unit + 2 * root, reduced + root)
 
 
 _Placed = list[tuple[str, float]]
