@@ -92,7 +92,7 @@ class Muon(LooksAtWhole):
     def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """The momentum, or Adam's direction."""
         state = self.state[param]
-        (_direct_momentum if group[_FLAG] else _direct_adam)(param, gradient, state, group)
+        (direct_momentum if group[_FLAG] else _direct_adam)(param, gradient, state, group)
 
     def look(self, directions: Sequence[Directed]) -> None:
         """Orthogonalize the directions of matrices."""
@@ -106,12 +106,13 @@ class Muon(LooksAtWhole):
 
     def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
         """Decay, then move."""
-        param.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        decay_and_move(param, direction, group)
 
 
-def _direct_momentum(
+def direct_momentum(
     param: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
 ) -> None:
+    """Take a gradient into the momentum and put the direction in its place."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(param)
     momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
@@ -119,6 +120,12 @@ def _direct_momentum(
         gradient.lerp_(momentum, group["momentum"])
     else:
         gradient.copy_(momentum)
+
+
+def decay_and_move(param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+    """Decay weights, independent of their direction, and move them along it."""
+    rate = float(group["lr"])
+    param.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
 
 
 def _direct_adam(

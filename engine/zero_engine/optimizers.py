@@ -23,6 +23,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.lamb import Lamb
 from zero_engine.lion import Lion
 from zero_engine.muon import Muon, mark
+from zero_engine.torch_muon import TORCH_MUON
 from zero_engine.whole import LooksAtWhole
 
 _log = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
 
 def _remedy(cls: type) -> str:
     """What to use in the place of an optimizer that cannot work on shards; empty if it can."""
-    return "" if issubclass(cls, LooksAtWhole) else _NOT_ELEMENTWISE.get(cls.__name__, "")
+    knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
+    return "" if knows_how else _NOT_ELEMENTWISE.get(cls.__name__, "")
 
 
 def _check(cls: type) -> None:

@@ -32,6 +32,7 @@ from zero_engine.sharded_whole import ShardedWhole
 from zero_engine.stages import Stage
 from zero_engine.tiers.steps import StepAtOnce, Steps
 from zero_engine.tiers.sub_groups import Pace, StepBySubGroups
+from zero_engine.torch_muon import stepped
 from zero_engine.whole import LooksAtWhole
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
@@ -83,9 +84,10 @@ class ZeroOptimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
-        self.steps = self._make_steps(pace)
-        if isinstance(optimizer, LooksAtWhole):
-            optimizer.whole = ShardedWhole(units, self.segments, collectives, self.steps)
+        on_shards = stepped(optimizer)
+        self.steps = self._make_steps(on_shards, pace)
+        if isinstance(on_shards, LooksAtWhole):
+            on_shards.whole = ShardedWhole(units, self.segments, collectives, self.steps)
         self._tell_scale(overflow=False)
 
     @property
@@ -148,13 +150,13 @@ class ZeroOptimizer:
         param = nn.Parameter(unit.master[part])
         return Segment(unit, group, start, stop, param, gradients[part])
 
-    def _make_steps(self, pace: Pace | None) -> Steps:
+    def _make_steps(self, optimizer: torch.optim.Optimizer, pace: Pace | None) -> Steps:
         tiers = {unit: unit.tiers.state for unit in self.units if unit.tiers.offloaded}
         if not tiers:
-            return StepAtOnce(self.optimizer, self.segments)
+            return StepAtOnce(optimizer, self.segments)
         assert pace is not None
         totals = dict(zip(self.units, self.totals, strict=True))
-        return StepBySubGroups(self.optimizer, self.segments, totals, tiers, pace)
+        return StepBySubGroups(optimizer, self.segments, totals, tiers, pace)
 
     def segments_by_group(self) -> Iterator[tuple[dict[str, Any], list[Segment]]]:
         """Each param group with its segments on this rank."""

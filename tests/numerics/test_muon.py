@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_engine
-from tests.support.models import make_model
-from tests.support.training import config, make_engine, train
+from tests.support.models import Tokens, make_model
+from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_engine.muon import Muon
 from zero_engine.newton_schulz import QUINTIC, orthogonalized
@@ -123,6 +123,74 @@ def test_either_method_brings_all_singular_values_near_1(
     values = torch.linalg.svdvals(factor)
     assert 0.6 < values.min() <= values.max() < 1.3
     torch.testing.assert_close(factor, five_steps(matrix), rtol=1e-3, atol=1e-4)
+
+
+# ---- torch's own ----
+
+
+def make_torchs(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    options: dict[str, Any] = {"weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
+    return torch.optim.Muon(matrices, lr=torch.tensor(0.02), momentum=0.9, **options)
+
+
+def train_torchs(path: str) -> tuple[list[str], list[float]]:
+    """The hashes of stages and tiers, and the rates that a scheduler of the script has set."""
+    hashes, rates = [], []
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": path}
+    for stage, offload in [*((s, {}) for s in STAGES), (2, cpu), (3, nvme)]:
+        settings = config(stage) | {"zero_optimization": {"stage": stage, "sub_group_size": 4096}}
+        if offload:
+            settings["zero_optimization"]["offload_optimizer"] = offload
+        del settings["optimizer"]
+        model = make_model()
+        optimizer = make_torchs(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        engine, own, *_ = zero_engine.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=settings,
+            training_data=Tokens(DATASET_SIZE),
+            lr_scheduler=schedule,
+        )
+        assert own is optimizer
+        train(engine, 3)
+        hashes.append(engine.weight_hash())
+        rates.append(float(engine.get_lr()[0]))
+    return hashes, rates
+
+
+def test_an_object_of_torchs_muon_gives_one_result_at_every_stage_world_and_tier(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    hashes, rates = one_result(worlds, train_torchs, str(tmp_path), sizes=(1, 2, 3))
+    assert len(set(hashes)) == 1
+    assert rates == [pytest.approx(0.02 / 8)] * 6
+
+
+def steps_of_torchs(steps: int) -> dict[str, Tensor]:
+    settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
+    model = net()
+    settings |= {"zero_optimization": {"stage": 3}}
+    engine, *_ = zero_engine.initialize(model=model, optimizer=make_torchs(model), config=settings)
+    for step in range(steps):
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    return engine.module_state_dict()
+
+
+def test_on_shards_torchs_muon_is_torchs_muon(worlds: WorldPool) -> None:
+    torch.set_num_threads(1)
+    model = net()
+    optimizer = make_torchs(model)
+    for step, tolerance in enumerate((1e-7, 1e-3)):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        # From the second step on, roundings to bf16 tell gradients apart that differ in a bit.
+        for rank in worlds.run(2, steps_of_torchs, step + 1):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(rank[name], value, rtol=0, atol=tolerance)
 
 
 # ---- what is a matrix ----
