@@ -5,7 +5,7 @@ a key carries the revision of its creation and of its last change. A transaction
 writes, atomically. A key written with a lease vanishes when the lease is not kept alive. A
 watch delivers every change after a given revision, in order, exactly once.
 
-Two implementations pass one contract suite (`tests/contract/test_kv.py`): `etcd.EtcdStore` for
+Two implementations pass one contract suite (`tests/contract/kv`): `etcd.EtcdStore` for
 jobs, `kv_memory.MemoryStore` for tests and simulation.
 
 Source of the model: the etcd v3 API (https://etcd.io/docs/v3.5/learning/api/).

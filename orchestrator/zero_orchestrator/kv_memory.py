@@ -2,7 +2,7 @@
 
 `client()` gives further clients of the same database, as several nodes have of one etcd.
 
-Must always hold: a caller cannot tell it from etcd (`tests/contract/test_kv.py` runs against
+Must always hold: a caller cannot tell it from etcd (`tests/contract/kv` runs against
 both), with two freedoms: changes are delivered before the call that caused them returns (by
 the calling thread, unless another thread is delivering), and a lease ends when the store is
 next used after its time, or `expire` is called. Who calls it: tests and the simulator.

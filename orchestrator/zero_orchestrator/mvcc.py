@@ -4,7 +4,7 @@ No locks, no threads, no clock: times are handed in. Cheap to clone, so a model 
 branch over its states.
 
 Must always hold: whatever a caller can observe here it can observe on etcd, down to revisions
-and the order of changes (`tests/contract/test_kv.py` runs against both). Who calls it:
+and the order of changes (`tests/contract/kv` runs against both). Who calls it:
 `kv_memory`, and the model checker.
 
 Source of the model: https://etcd.io/docs/v3.5/learning/data_model/

@@ -1,4 +1,4 @@
-"""The lease keeper's decisions, on a manual clock; its life with real servers: test_etcd.py."""
+"""The lease keeper's decisions, on a manual clock; its life with real servers: contract/etcd."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""A store that is to live through the faults of its etcd."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tests.support.etcd_server import EtcdServer
+from tests.support.watching import SOON_S
+from zero_orchestrator import retry
+from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.kv import KeyValueStore
+
+TIMEOUT_S = 2.0
+
+ROOT = "/zero/faults/"
+
+
+def connect(endpoints: str, **options: object) -> contextlib.closing[EtcdStore]:
+    return contextlib.closing(EtcdStore(endpoints, timeout_s=TIMEOUT_S, **options))  # type: ignore[arg-type]
+
+
+def put(store: KeyValueStore, key: str, value: str) -> int:
+    return retry.within(SOON_S)(store.put, key, value)
+
+
+def member_at(members: list[EtcdServer], endpoint: str) -> EtcdServer:
+    return next(member for member in members if member.endpoint == endpoint)

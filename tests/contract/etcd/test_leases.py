@@ -1,0 +1,72 @@
+"""What becomes of a lease when etcd is in trouble."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.contract.etcd.client import ROOT, connect, member_at
+from tests.support.etcd_server import EtcdServer, cluster
+from tests.support.waiting import wait_for
+from tests.support.watching import SOON_S
+from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.lease import LeaseKeeper, LeaseState
+
+pytestmark = pytest.mark.etcd
+
+
+def leads(member: EtcdServer) -> bool:
+    status = member.call("maintenance/status")
+    return bool(status["leader"] == status["header"]["member_id"])  # type: ignore[index]
+
+
+def test_a_lease_outlives_a_restart_of_the_server_and_the_node_knows_of_the_silence(
+    own: EtcdServer,
+) -> None:
+    told: list[str] = []
+    with connect(own.endpoint) as store:
+        keeper = LeaseKeeper(
+            store,
+            3,
+            on_lost=lambda reason: told.append("lost"),
+            on_silent=lambda reason: told.append("silent"),
+            on_heard=lambda reason: told.append("heard"),
+        )
+        store.put(f"{ROOT}node", "here", lease=keeper.lease)
+        own.kill()
+        wait_for(lambda: keeper.state is LeaseState.SILENT, SOON_S, "the keeper is silent")
+        own.start()
+        wait_for(lambda: keeper.state is LeaseState.HELD, SOON_S, "the lease is held again")
+        assert told == ["silent", "heard"]
+        assert store.get(f"{ROOT}node") is not None
+        keeper.close()
+        assert store.get(f"{ROOT}node") is None
+        assert told == ["silent", "heard"]
+
+
+def test_the_loss_of_a_lease_is_told_once_with_the_reason(own: EtcdServer) -> None:
+    reasons: list[str] = []
+    with connect(own.endpoint) as store:
+        keeper = LeaseKeeper(store, 3, on_lost=reasons.append)
+        store.revoke(keeper.lease)
+        wait_for(lambda: reasons, SOON_S, "the loss")
+        assert reasons == [f"lease {keeper.lease:x} has ended"]
+        assert keeper.state is LeaseState.LOST
+        keeper.close()
+
+
+def test_a_stopped_member_does_not_cost_the_lease(tmp_path: Path) -> None:
+    """The lease must be refreshed elsewhere before its 3 s are over, patient as the store is."""
+    lost: list[str] = []
+    with cluster(tmp_path) as members:
+        # Only the end of a leader would prolong the leases.
+        two = ",".join(member.endpoint for member in members if not leads(member))
+        with contextlib.closing(EtcdStore(two, timeout_s=10.0)) as store:
+            keeper = LeaseKeeper(store, 3, on_lost=lost.append)
+            with member_at(members, store.endpoint).suspended():
+                wait_for(lambda: keeper.state is LeaseState.SILENT, SOON_S, "the silence")
+                wait_for(lambda: keeper.state is not LeaseState.SILENT, SOON_S, "its end")
+            assert (keeper.state, lost) == (LeaseState.HELD, [])
+            keeper.close()

@@ -1,0 +1,218 @@
+"""What the store promises when its server is killed, stopped, or loses what it held."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.etcd.client import ROOT, connect, member_at, put
+from tests.support.etcd_server import EtcdServer, cluster, server
+from tests.support.proxy import proxy
+from tests.support.waiting import wait_for
+from tests.support.watching import SOON_S, Seen
+from zero_orchestrator import etcd_stream, retry
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.etcd import EtcdStore
+from zero_orchestrator.kv import Put, absent
+
+pytestmark = pytest.mark.etcd
+
+# ---- servers that come back ----
+
+
+def test_a_watch_goes_on_after_its_server_was_killed_and_started_again(
+    own: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Seen()
+    with connect(own.endpoint) as store, connect(own.endpoint) as other:
+        store.watch(ROOT, seen, after=0)
+        for value in ("0", "1"):
+            put(other, f"{ROOT}a", value)
+        seen.wait_value("1")
+        own.kill()
+        own.start()
+        for value in ("2", "3"):
+            put(other, f"{ROOT}a", value)
+        assert seen.wait_value("3") == ["0", "1", "2", "3"]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_watch_sees_what_was_written_while_it_had_no_server(tmp_path: Path) -> None:
+    """Two members stay up and are written to; the watcher knows the third one alone."""
+    seen = Seen()
+    with cluster(tmp_path) as members, connect(members[0].endpoint) as watcher:
+        watcher.watch(ROOT, seen, after=0)
+        with connect(members[1].endpoint) as writer:
+            put(writer, f"{ROOT}a", "before")
+            seen.wait_value("before")
+            members[0].kill()
+            for n in range(20):
+                put(writer, f"{ROOT}a", f"during {n}")
+            members[0].start()
+            put(writer, f"{ROOT}a", "after")
+        assert seen.wait_value("after") == ["before", *(f"during {n}" for n in range(20)), "after"]
+
+
+def test_every_call_to_a_stopped_server_ends_in_time_and_works_when_it_goes_on(
+    own: EtcdServer,
+) -> None:
+    with contextlib.closing(EtcdStore(own.endpoint, timeout_s=0.4)) as store:
+        put(store, f"{ROOT}a", "1")
+        lease = store.grant(60)
+        calls: list[Callable[[], object]] = [
+            lambda: store.get(f"{ROOT}a"),
+            lambda: store.range(ROOT),
+            lambda: store.put(f"{ROOT}b", "1"),
+            lambda: store.delete(f"{ROOT}b"),
+            lambda: store.txn([absent(f"{ROOT}b")], [Put(f"{ROOT}b", "1")]),
+            lambda: store.grant(60),
+            lambda: store.keep_alive(lease),
+            lambda: store.revoke(lease),
+        ]
+        with own.suspended():
+            for call in calls:
+                started = time.monotonic()
+                with pytest.raises(StoreUnavailable, match=own.endpoint):
+                    call()
+                assert time.monotonic() - started < 0.4 + 0.6
+        for call in calls:
+            retry.within(SOON_S)(call)
+
+
+def test_a_watch_on_a_stopped_server_goes_on_when_the_server_does(own: EtcdServer) -> None:
+    seen = Seen()
+    with connect(own.endpoint) as store, connect(own.endpoint) as other:
+        store.watch(ROOT, seen, after=0)
+        put(other, f"{ROOT}a", "before")
+        seen.wait_value("before")
+        with own.suspended(), pytest.raises(StoreUnavailable):
+            store.get(f"{ROOT}a")  # the store notices, and the watch with it
+        put(other, f"{ROOT}a", "after")
+        assert seen.wait_value("after") == ["before", "after"]
+
+
+def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_stream, "QUIET_S", 600.0)  # it would not find out by itself
+    seen = Seen()
+    with cluster(tmp_path) as members:
+        everybody = ",".join(member.endpoint for member in members)
+        with connect(everybody) as store:
+            store.watch(ROOT, seen, after=0)
+            put(store, f"{ROOT}a", "before")
+            seen.wait_value("before")
+            with member_at(members, store.endpoint).suspended():
+                put(store, f"{ROOT}a", "after")
+                assert seen.wait_value("after") == ["before", "after"]
+
+
+def test_a_watch_finds_by_itself_that_its_server_is_silent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody calls this store; its member is stopped for good, the others carry on."""
+    seen = Seen()
+    with cluster(tmp_path) as members:
+        everybody = ",".join(member.endpoint for member in members)
+        with connect(everybody) as watcher:
+            watcher.watch(ROOT, seen, after=0)
+            silent = member_at(members, watcher.endpoint)
+            with connect(next(m.endpoint for m in members if m is not silent)) as writer:
+                put(writer, f"{ROOT}a", "before")
+                seen.wait_value("before")
+                silent.suspend()
+                put(writer, f"{ROOT}a", "after")
+                assert seen.wait_value("after") == ["before", "after"]
+        assert watcher.endpoint != silent.endpoint
+    assert "Traceback" not in caplog.text
+
+
+def test_a_watch_whose_history_is_compacted_says_from_where_it_goes_on(own: EtcdServer) -> None:
+    seen = Seen()
+    with connect(own.endpoint) as store:
+        old = store.put(f"{ROOT}a", "1")
+        for n in range(5):
+            last = store.put(f"{ROOT}a", f"missed {n}")
+        own.call("kv/compaction", revision=last)
+        store.watch(ROOT, seen, after=old, on_compacted=seen.compacted.append)
+        wait_for(lambda: seen.compacted, SOON_S, "the news of the compaction")
+        assert seen.compacted == [last]
+        store.put(f"{ROOT}a", "new")
+        assert seen.wait_value("new") == ["new"]
+
+
+def test_a_hundred_watches_need_one_thread_and_outlive_their_server(own: EtcdServer) -> None:
+    """A compacted one among them begins anew by itself."""
+    each, behind = [Seen() for _ in range(100)], Seen()
+    with connect(own.endpoint) as store:
+        old = store.put(f"{ROOT}behind", "missed")
+        own.call("kv/compaction", revision=store.put(f"{ROOT}behind", "old"))
+        now = store.range(ROOT).revision
+        before = threading.active_count()
+        for n, seen in enumerate(each):
+            store.watch(f"{ROOT}{n:03}", seen, after=now)
+        store.watch(f"{ROOT}behind", behind, after=old - 1, on_compacted=behind.compacted.append)
+        wait_for(lambda: behind.compacted, SOON_S, "the news of the compaction")
+        assert threading.active_count() - before <= 3  # ours, and two of gRPC's
+        store.put(f"{ROOT}007", "1")
+        assert each[7].wait_value("1") == ["1"]
+        own.kill()
+        own.start()
+        for n in range(100):
+            put(store, f"{ROOT}{n:03}", "2")
+        put(store, f"{ROOT}behind", "new")
+        assert behind.wait_value("new") == ["new"]
+        wait_for(lambda: all("2" in seen.values for seen in each), SOON_S, "all have been told")
+    assert [seen.values for seen in each] == [["1", "2"] if n == 7 else ["2"] for n in range(100)]
+    assert behind.compacted == [now]
+
+
+def test_a_watch_says_so_when_the_servers_data_was_replaced(tmp_path: Path) -> None:
+    seen = Seen()
+    with server(tmp_path) as etcd, connect(etcd.endpoint) as store:
+        for n in range(10):
+            store.put(f"{ROOT}a", str(n))
+        store.watch(ROOT, seen, after=0, on_compacted=seen.compacted.append)
+        seen.wait_value("9")
+        etcd.kill()
+        etcd.member.data.rename(tmp_path / "lost")
+        etcd.start()
+        wait_for(lambda: seen.compacted, SOON_S, "the news of the loss")
+        assert seen.compacted == [1]
+        put(store, f"{ROOT}a", "new")
+        assert seen.wait_value("new")[10:] == ["new"]
+
+
+# ---- answers that are lost ----
+
+
+def test_a_write_whose_answer_was_lost_is_reported_and_never_made_twice(etcd: EtcdServer) -> None:
+    reported: list[StoreUnavailable] = []
+    key = f"{ROOT}once"
+
+    def write() -> None:
+        try:
+            store.put(key, "1")
+        except StoreUnavailable as error:
+            reported.append(error)
+
+    with contextlib.ExitStack() as stack:
+        direct = stack.enter_context(connect(etcd.endpoint))
+        network = stack.enter_context(proxy(etcd.endpoint))
+        store = EtcdStore(network.endpoint, timeout_s=SOON_S)
+        stack.callback(store.close)
+        assert store.get(key) is None
+        network.lose_answers()
+        writer = threading.Thread(target=write)
+        writer.start()
+        written = wait_for(lambda: direct.get(key), SOON_S, "the write")
+        network.drop()
+        writer.join(SOON_S)
+        assert len(reported) == 1
+        assert store.get(key) == written  # read again, as the caller will
