@@ -210,6 +210,7 @@ def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, .
             shared.collectives,
             shared.device,
             resting,
+            master=DTYPES[shared.config.master],
             quantized=zero.zero_quantized_weights,
             node=node,
         )
@@ -241,6 +242,11 @@ def _make_stepper(
     if optimizer is None or not trained:
         return None, None
     config, stage = shared.config, shared.stage
+    if config.master != "fp32" and dist.get_rank() == 0:
+        _log.info(
+            "master weights rest in %s, the optimizer's state in %s; gradients are summed in fp32",
+            *(config.master, config.moments),
+        )
     zero = ZeroOptimizer(
         optimizer,
         trained,
@@ -248,7 +254,8 @@ def _make_stepper(
         shared.collectives,
         config.gradient_clipping,
         LossScaling.of(config.fp16),
-        pace_of(config.zero_optimization),
+        pace_of(config.zero_optimization, narrow=config.master != "fp32"),
+        DTYPES[config.moments],
     )
     reducer = GradReducer(
         trained,

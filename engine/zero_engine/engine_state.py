@@ -210,7 +210,14 @@ class EngineState:
         optimizer = self.zero.optimizer
         before = dict(optimizer.state)
         optimizer.state.clear()
-        dtypes = {(t.fqn, t.kind): info.dtype for t, info in manifest.tensors.items()}
+        # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
+        narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
+        dtypes = {
+            (t.fqn, t.kind): torch.float32
+            if narrow and info.dtype == torch.bfloat16
+            else info.dtype
+            for t, info in manifest.tensors.items()
+        }
         kinds = sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER})
         for names, (_, segments) in zip(
             self._names_by_group(), self.zero.segments_by_group(), strict=True

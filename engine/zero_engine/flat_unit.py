@@ -7,8 +7,8 @@ Owns the layout and the buffers. Must always hold:
 - Parameters are views of the buffer, installed through `.data`: refilling the buffer does not
   touch the versions that autograd checks. A buffer is freed by resizing its storage, never by
   dropping it, so that views saved by autograd come alive again with it.
-- Where a copy can be an alias it is: in fp32 training at stages 0-2 the master weights are the
-  buffer itself.
+- Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
+  computes in are the buffer itself.
 - The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
   rank's interval in the compute dtype, which `accept` keeps up to date.
 
@@ -117,8 +117,9 @@ class FlatUnit:
         label: The name, with the first and the last parameter.
         full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
             between uses at stage 3.
-        shard: [padded / world], this rank's interval in the highest precision there is: fp32
-            for trained units, the compute dtype for others. A view wherever it can be one.
+        shard: [padded / world], this rank's interval in the highest precision there is: for
+            trained units that of master weights, the compute dtype for others. A view wherever it
+            can be one.
         master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
         local: [padded / world], what the full parameters are gathered from: `shard` where it is
             near, else its copy in the compute dtype.
@@ -135,6 +136,7 @@ class FlatUnit:
         device: torch.device,
         tiers: UnitTiers | None = None,
         *,
+        master: torch.dtype = torch.float32,
         quantized: bool = False,
         node: Collectives | None = None,
     ) -> None:
@@ -159,14 +161,13 @@ class FlatUnit:
         self._node = node if stage.shards_parameters else None
         self.secondary: Tensor | None = None
         self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
-        self._build(spec, device)
+        self._build(spec, device, master if spec.trained else spec.dtype)
         self._install_views()
         self.gathered = True
         if stage.shards_parameters:
             self.release()
 
-    def _build(self, spec: UnitSpec, device: torch.device) -> None:
-        highest = torch.float32 if spec.trained else spec.dtype
+    def _build(self, spec: UnitSpec, device: torch.device, highest: torch.dtype) -> None:
         source = torch.zeros(self.padded, dtype=highest, device=device)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             source[slot.start : slot.stop].copy_(param.data.flatten())

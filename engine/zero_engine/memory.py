@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_engine.config.offload import CPU, NONE, NVME
+from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
 
 _FP32_BYTES = 4
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _STATES: dict[str, int] = {
     "adadelta": 2,
@@ -65,7 +65,8 @@ class Estimate:
     """In the host's memory: what rests there, and buffers of what rests on the disk."""
     disk: int = 0
     in_flight: int = 0
-    """On the device, at most: units being gathered and reduced, the root among them."""
+    """On the device, at most: units being gathered and reduced, the root among them; or, in a step,
+    fp32 copies of what rests in 16 bits."""
 
     @property
     def total(self) -> int:
@@ -83,6 +84,7 @@ def estimate(
     *,
     stage: int,
     compute: str,
+    resting: tuple[str, str] = ("fp32", "fp32"),
     states: int,
     world: int,
     zero: ZeroOptimization | None = None,
@@ -96,7 +98,8 @@ def estimate(
         parameters: Trained parameters of the whole model.
         stage: ZeRO stage.
         compute: "fp32", "bf16" or "fp16".
-        states: fp32 values that the optimizer keeps per parameter.
+        resting: What master weights and the optimizer's state rest in.
+        states: Values that the optimizer keeps per parameter.
         world: Ranks.
         zero: What is offloaded; None: nothing.
         largest: Parameters of the largest unit; None: of all.
@@ -107,13 +110,15 @@ def estimate(
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for what is where.
     """
-    policy, size = STAGES[stage], _COMPUTE_BYTES[compute]
+    policy, size = STAGES[stage], _BYTES[compute]
     shard = -(-parameters // world)
     stepped = shard if policy.shards_optimizer else parameters
     unit = largest or parameters
-    plan = _Resting(zero or ZeroOptimization(stage=stage), compute, stepped, gpu=gpu)
+    zero = zero or ZeroOptimization(stage=stage)
+    plan = _Resting(zero, compute, stepped, *resting, gpu=gpu)
     places = plan.master() + plan.moments(states) + plan.weights()
-    buffers = plan.buffers(states, -(-unit // world))
+    part = -(-unit // world)
+    buffers = plan.buffers(states, part) + plan.at(CPU, plan.widened(states, part))
     node = plan.zero.zero_hpz_partition_size
     secondary = size * -(-parameters // node) if 1 < node < world and world % node == 0 else 0
     return Estimate(
@@ -125,7 +130,10 @@ def estimate(
         gradients=_FP32_BYTES * stepped,
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
-        in_flight=size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
+        in_flight=max(
+            size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
+            plan.at(NONE, plan.widened(states, part)),
+        ),
     )
 
 
@@ -148,6 +156,8 @@ class _Resting:
     zero: ZeroOptimization
     compute: str
     stepped: int
+    master_in: str = "fp32"
+    moments_in: str = "fp32"
     gpu: bool = True
 
     @staticmethod
@@ -155,22 +165,33 @@ class _Resting:
         return round(sum(bytes_ for place, bytes_ in places if place == device))
 
     def master(self) -> _Placed:
-        """fp32 weights, but where they are the buffer that the model computes with."""
+        """Master weights, but where they are the buffer that the model computes with."""
         home, away = self._parts()
-        shared = self.compute == "fp32" and not STAGES[self.zero.stage].shards_parameters
+        size, alike = _BYTES[self.master_in], self.compute == self.master_in
+        shared = alike and not STAGES[self.zero.stage].shards_parameters
         aliased_away = shared and not self.gpu
         return [
-            (NONE, 0 if shared else _FP32_BYTES * home),
-            (self._device, 0 if aliased_away else _FP32_BYTES * away),
+            (NONE, 0 if shared else size * home),
+            (self._device, 0 if aliased_away else size * away),
         ]
 
     def moments(self, states: int) -> _Placed:
         home, away = self._parts()
-        return [(NONE, _FP32_BYTES * states * home), (self._device, _FP32_BYTES * states * away)]
+        size = _BYTES[self.moments_in] * states
+        return [(NONE, size * home), (self._device, size * away)]
+
+    def widened(self, states: int, unit_shard: int) -> _Placed:
+        """fp32 copies, for its step, of a sub-group that rests in 16 bits."""
+        if self.master_in == "fp32":
+            return []
+        count = min(self.zero.sub_group_size, unit_shard, MOST_WIDENED)
+        rows = 1 + (states if self.moments_in != "fp32" else 0)
+        on_host = self._device != NONE and self.gpu
+        return [(CPU if on_host else NONE, float(_FP32_BYTES * rows * count))]
 
     def weights(self) -> _Placed:
         """Of the part whose master weights are far: the copy that modules are gathered from."""
-        size, alike = _COMPUTE_BYTES[self.compute], self.compute == "fp32"
+        size, alike = _BYTES[self.compute], self.compute == self.master_in
         return [
             (device, 0 if alike and device == self._device else size * count)
             for device, count in self._gathered()
@@ -189,11 +210,14 @@ class _Resting:
     def buffers(self, states: int, unit_shard: int) -> int:
         """Host memory for what is on its way from and to the disk."""
         optimizer, param = self.zero.offload_optimizer, self.zero.offload_param
-        size, total = _COMPUTE_BYTES[self.compute], 0
+        size, total = _BYTES[self.compute], 0
         sub_group = min(self.zero.sub_group_size, unit_shard)
+        if self.master_in != "fp32":
+            sub_group = min(sub_group, MOST_WIDENED)
         if optimizer.device == NVME:
             count = 1 + optimizer.pipeline_read + optimizer.pipeline_write
-            total += count * _FP32_BYTES * (1 + states) * sub_group
+            row = _BYTES[self.master_in] + _BYTES[self.moments_in] * states
+            total += count * row * sub_group
         if self.at(NVME, self._gathered()):
             total += max(param.buffer_count, 1) * size * unit_shard + _PUTS * size * sub_group
         return total
@@ -237,6 +261,7 @@ def estimate_for(
         parameters,
         stage=config.zero_optimization.stage,
         compute=config.compute,
+        resting=(config.master, config.moments),
         states=2 if states is None else states,
         world=world,
         zero=config.zero_optimization,

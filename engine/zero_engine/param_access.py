@@ -100,7 +100,7 @@ class OwnedParam:
     # ---- weights ----
 
     def weights(self) -> Tensor:
-        """The whole parameter in its shape, fp32 if it is trained; a copy."""
+        """The whole parameter in its shape, in the precision of master weights; a copy."""
         with self.core.guard():
             return self._cut(self.unit.gather_highest())
 

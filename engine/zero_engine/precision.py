@@ -1,8 +1,8 @@
 """What forward computes in: the dtype of the model, its inputs, and torch's autocast.
 
 Owns the names of dtypes in the config, what the model is made of, and the call of the module under
-them. Must always hold: master weights, moments and gradient sums are fp32 whatever is chosen here.
-Called by `assembly` and `engine`.
+them. Must always hold: gradient sums are fp32 whatever is chosen here, as is the arithmetic of a
+step; master weights and moments are as well, or rest in 16 bits. Called by `assembly` and `engine`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_engine.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""`Config.compute` -> the dtype of parameters and floating-point buffers."""
+"""`Config.compute`, `master` or `moments` -> the dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)

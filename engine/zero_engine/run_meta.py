@@ -26,6 +26,8 @@ _SAME_RESULT = (
     "dataset_size",
     "seed",
     "dtype",
+    "master",
+    "moments",
     "optimizer",
     "torch",
     "threads",
@@ -47,6 +49,8 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "world": run.world,
         "stage": core.stage.number,
         "dtype": str(core.dtype),
+        "master": config.master,
+        "moments": config.moments,
         "optimizer": type(core.zero.optimizer).__name__ if core.zero is not None else None,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
@@ -67,8 +71,8 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
 
 def _warn_of_differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for key in _SAME_RESULT:
-        # None: nobody knows, as after an import.
-        if saved[key] not in (None, ours[key]):
+        # None: nobody knows, as after an import; missing: it was not written yet.
+        if saved.get(key) not in (None, ours[key]):
             _log.warning(
                 "%s is %s, the checkpoint was made with %s: from here on the results are "
                 "not those of the uninterrupted run",

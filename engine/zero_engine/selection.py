@@ -84,8 +84,9 @@ def select(
         state: All tensors and pieces of this rank.
         manifest: What there is.
         strict: See `LoadOptions`.
-        weights_only: Neither fill optimizer state nor mind what there is of it; and take weights
-            of another dtype, converted.
+        weights_only: Neither fill optimizer state nor mind what there is of it; and take all
+            weights of another dtype, converted. Otherwise what the optimizer steps is converted:
+            it may rest in fp32 or in 16 bits.
         frozen: The parameters that may have been left out, see `without_frozen`.
     """
     if weights_only:
@@ -101,8 +102,9 @@ def select(
         *_remark("in the checkpoint alone, so they are not loaded", spare if not strict else ()),
     )
     chosen = replace(chosen, spare=frozenset(spare))
-    selection = _converted(chosen, manifest) if weights_only else Selection(chosen)
-    return replace(selection, remarks=remarks)
+    stepped = {t for t in chosen.tensors if t.kind != BUFFER and t.fqn not in frozen}
+    selection = _converted(chosen, manifest, set(chosen.tensors) if weights_only else stepped)
+    return replace(selection, remarks=(*remarks, *_rounding(selection)))
 
 
 def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[str]) -> bool:
@@ -112,11 +114,11 @@ def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[st
     return not strict and tensor.kind in _MODULE
 
 
-def _converted(state: State, manifest: Manifest) -> Selection:
-    """The same with a stage for each piece that the checkpoint has in another dtype."""
-    stored = {t: manifest.tensors.get(stored_id(t, manifest)) for t in state.tensors}
+def _converted(state: State, manifest: Manifest, which: Set[TensorId]) -> Selection:
+    """The same with a stage for each piece of these that the checkpoint has in another dtype."""
+    stored = {t: manifest.tensors.get(stored_id(t, manifest)) for t in which}
     tensors = {
-        t: replace(info, dtype=(stored[t] or info).dtype) for t, info in state.tensors.items()
+        t: replace(info, dtype=(stored.get(t) or info).dtype) for t, info in state.tensors.items()
     }
     pieces = [_staged(piece, tensors[piece.id].dtype) for piece in state.pieces]
     staged = [
@@ -125,6 +127,20 @@ def _converted(state: State, manifest: Manifest) -> Selection:
         if new is not own
     ]
     return Selection(replace(state, tensors=tensors, pieces=tuple(pieces)), tuple(staged))
+
+
+def _rounding(selection: Selection) -> list[str]:
+    """Says so if what is loaded does not fit into the dtype that it is to rest in."""
+    pairs = {(filled.dtype, target.dtype) for target, filled in selection.staged}
+    return [
+        f"weights or optimizer state in {_short(there)} are rounded to {_short(here)}"
+        for there, here in sorted(pairs, key=str)
+        if torch.promote_types(there, here) != here
+    ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _staged(piece: Piece, dtype: torch.dtype) -> Piece:

@@ -66,6 +66,7 @@ class ZeroOptimizer:
         clip: float,
         scaling: LossScaling | None = None,
         pace: Pace | None = None,
+        moments: torch.dtype = torch.float32,
     ) -> None:
         self.optimizer = optimizer
         self.units = tuple(units)
@@ -85,7 +86,7 @@ class ZeroOptimizer:
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
         self.segments = self._attach()
         on_shards = stepped(optimizer)
-        self.steps = self._make_steps(on_shards, pace)
+        self.steps = self._make_steps(on_shards, pace, moments)
         if isinstance(on_shards, LooksAtWhole):
             on_shards.whole = ShardedWhole(units, self.segments, collectives, self.steps)
         self._tell_scale(overflow=False)
@@ -147,16 +148,21 @@ class ZeroOptimizer:
         run = unit.layout.runs()[group]
         start, stop = overlap(*run, low, low + unit.master.numel())
         part = slice(start - low, stop - low) if stop > start else slice(0, 0)
-        param = nn.Parameter(unit.master[part])
+        weights = unit.master[part]
+        # An empty one is stepped as it is: in the dtype of its gradient.
+        param = nn.Parameter(weights if weights.numel() else weights.float())
         return Segment(unit, group, start, stop, param, gradients[part])
 
-    def _make_steps(self, optimizer: torch.optim.Optimizer, pace: Pace | None) -> Steps:
-        tiers = {unit: unit.tiers.state for unit in self.units if unit.tiers.offloaded}
+    def _make_steps(
+        self, optimizer: torch.optim.Optimizer, pace: Pace | None, moments: torch.dtype
+    ) -> Steps:
+        narrow = self.units[0].shard.dtype != torch.float32
+        tiers = {u: u.tiers.state for u in self.units if narrow or u.tiers.offloaded}
         if not tiers:
             return StepAtOnce(optimizer, self.segments)
         assert pace is not None
         totals = dict(zip(self.units, self.totals, strict=True))
-        return StepBySubGroups(optimizer, self.segments, totals, tiers, pace)
+        return StepBySubGroups(optimizer, self.segments, totals, tiers, pace, moments)
 
     def segments_by_group(self) -> Iterator[tuple[dict[str, Any], list[Segment]]]:
         """Each param group with its segments on this rank."""

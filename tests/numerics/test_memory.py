@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero_engine
 from tests.support.world import WorldPool
 from zero_engine.config.offload import OffloadOptimizer
-from zero_engine.config.schema import ZeroOptimization
+from zero_engine.config.schema import Bf16, Config, ZeroOptimization
 from zero_engine.grad_reducer import BufferPool
 from zero_engine.memory import estimate
 from zero_engine.tiers.nvme import Nvme
@@ -20,6 +20,16 @@ from zero_engine.tiers.nvme import Nvme
 WIDTH, LAYERS = 512, 3
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
 STATES = {"Adam": 2, "Lion": 1, "SGD": 0, "Muon": 1}
+PRECISIONS: dict[str, dict[str, bool]] = {
+    "fp32": {},
+    "bf16": {"enabled": True},
+    "bf16 masters": {"enabled": True, "bf16_master_weights_and_grads": True},
+    "all bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    },
+}
 
 
 class Stack(nn.Module):
@@ -39,10 +49,10 @@ def allocated(stage: int, compute: str, optimizer: str) -> dict[str, int]:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-        "bf16": {"enabled": compute == "bf16"},
+        "bf16": PRECISIONS[compute],
     }
     engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
-    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
+    dtype = torch.float32 if compute == "fp32" else torch.bfloat16
     engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)))
     engine.step()
     core = engine._core
@@ -69,14 +79,29 @@ def storage(tensors: list[Tensor], seen: set[int]) -> int:
 
 @pytest.mark.parametrize(
     ("stage", "compute", "world"),
-    [*((stage, "bf16", 2) for stage in range(4)), (0, "fp32", 2), (2, "fp32", 1), (3, "fp32", 2)],
+    [
+        *((stage, "bf16", 2) for stage in range(4)),
+        (0, "fp32", 2),
+        (2, "fp32", 1),
+        (3, "fp32", 2),
+        (2, "bf16 masters", 1),
+        (3, "bf16 masters", 2),
+        (1, "all bf16", 2),
+        (3, "all bf16", 2),
+    ],
 )
 def test_the_estimate_is_what_is_allocated_up_to_padding(
     worlds: WorldPool, stage: int, compute: str, world: int
 ) -> None:
-    optimizer = list(STATES)[stage]
+    optimizer = list(STATES)[stage] if compute in ("fp32", "bf16") else "Adam"
+    config = Config(bf16=Bf16(**PRECISIONS[compute]), zero_optimization=ZeroOptimization(stage=1))
     expected = estimate(
-        PARAMETERS, stage=stage, compute=compute, states=STATES[optimizer], world=world
+        PARAMETERS,
+        stage=stage,
+        compute=config.compute,
+        resting=(config.master, config.moments),
+        states=STATES[optimizer],
+        world=world,
     )
     for rank in worlds.run(world, allocated, stage, compute, optimizer):
         for purpose, size in rank.items():

@@ -16,7 +16,8 @@ from tests.numerics.test_offload import offloading
 from zero_engine.config import load_config
 from zero_engine.memory import Estimate, estimate
 
-CASES = [
+MASTERS, NARROW = "16-bit master weights", "everything in 16 bits"
+CASES: list[tuple[int, str, bool | str]] = [
     (0, "none", True),
     (1, "none", True),
     (2, "none", False),
@@ -28,13 +29,19 @@ CASES = [
     (3, "nvme+nvme", True),
     (3, "nvme+nvme", False),
     (3, "cpu+nvme", True),
+    (2, "none", NARROW),
+    (3, "none", NARROW),
+    (3, "nvme+nvme", NARROW),
+    (3, "cpu", MASTERS),
 ]
 _STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 """Every tensor is mapped by itself, so that freed memory is given back at once."""
 
 
-def settings_of(stage: int, where: str, bf16: bool, path: str) -> dict[str, Any]:
-    settings = offloading(stage, where, path, bf16=bf16)
+def settings_of(stage: int, where: str, bf16: bool | str, path: str) -> dict[str, Any]:
+    settings = offloading(stage, where, path, bf16=bool(bf16))
+    settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, NARROW)
+    settings["bf16"]["bf16_optimizer_states"] = bf16 == NARROW
     settings["zero_optimization"]["sub_group_size"] = 10**9
     return settings | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
 
@@ -66,6 +73,7 @@ def estimated(settings: dict[str, Any]) -> Estimate:
         PARAMETERS,
         stage=config.zero_optimization.stage,
         compute=config.compute,
+        resting=(config.master, config.moments),
         states=2,
         world=1,
         zero=config.zero_optimization,

@@ -123,6 +123,11 @@ def _warnings(config: Config) -> Iterator[str]:
         yield "gradients are not clipped"
     if config.fp16.enabled and config.fp16.loss_scale:
         yield f"the loss scale is fixed at {config.fp16.loss_scale:g}: it will not adapt"
+    if config.master != "fp32":
+        yield (
+            f"{config.master}_master_weights_and_grads: master weights rest in {config.master}; "
+            "gradients are summed in fp32 all the same"
+        )
     if config.zero_optimization.stage == 0 and config.compute != "fp32":
         yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
 

@@ -108,8 +108,6 @@ def _asks(key: str, default: Any) -> Callable[[Any], bool]:
 MISSING: dict[str, Callable[[Any], bool]] = {
     "amp": _enabled,
     "autotuning": _enabled,
-    "bf16.bf16_master_weights_and_grads": bool,
-    "bf16.bf16_optimizer_states": bool,
     "checkpoint.use_node_local_storage": bool,
     "compile": _asks("deepcompile", False),
     "compression_training": bool,
@@ -118,7 +116,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "data_types.buffer_dtype": bool,
     "data_types.param_dtype": bool,
     "eigenvalue": _enabled,
-    "fp16.fp16_master_weights_and_grads": bool,
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
     "hybrid_engine": _enabled,
     "progressive_layer_drop": _enabled,

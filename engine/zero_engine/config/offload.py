@@ -12,6 +12,8 @@ from zero_engine.errors import ConfigError
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)
+MOST_WIDENED = 1 << 24
+"""Elements of state resting in 16 bits that are stepped, in fp32, at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

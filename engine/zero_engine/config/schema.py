@@ -40,9 +40,13 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16:
-    """Compute in bfloat16; master weights, moments and gradient sums stay fp32."""
+    """Compute in bfloat16; gradient sums stay fp32, as do master weights and moments by default."""
 
     enabled: bool = False
+    bf16_master_weights_and_grads: bool = False
+    """Master weights in bfloat16; gradients are summed in fp32 all the same."""
+    bf16_optimizer_states: bool = False
+    """The optimizer's state in bfloat16, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class Fp16:
     consecutive_hysteresis: bool = False
     """Every step without overflow restores the hysteresis, not only a doubling."""
     min_loss_scale: float = 1.0
+    fp16_master_weights_and_grads: bool = False
+    """Master weights in float16; gradients are summed in fp32 all the same."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
@@ -229,11 +235,26 @@ class Config:
         if self.reduction != "ordered":
             raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
         self._check_precision()
+        self._check_narrow()
 
     @property
     def compute(self) -> str:
         """What the model computes in: "fp32", "bf16" or "fp16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def master(self) -> str:
+        """What master weights rest in: "fp32", or what the model computes in."""
+        narrow = {
+            "bf16": self.bf16.bf16_master_weights_and_grads,
+            "fp16": self.fp16.fp16_master_weights_and_grads,
+        }
+        return self.compute if narrow.get(self.compute, False) else "fp32"
+
+    @property
+    def moments(self) -> str:
+        """What the optimizer's state rests in: "fp32" or "bf16"."""
+        return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
 
     def _check_precision(self) -> None:
         sections = ("fp16", "bf16", "torch_autocast")
@@ -245,6 +266,18 @@ class Config:
             raise ConfigError(
                 f"communication_data_type: {wire!r} would round the gradients; they travel in "
                 f"{self.compute} here: remove it"
+            )
+
+    def _check_narrow(self) -> None:
+        if self.moments != "fp32" and self.master == "fp32":
+            raise ConfigError(
+                "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to "
+                "true as well"
+            )
+        if self.master != "fp32" and not STAGES[self.zero_optimization.stage].shards_optimizer:
+            raise ConfigError(
+                f"{self.master}.{self.master}_master_weights_and_grads: not at stage 0; set "
+                "zero_optimization.stage to 1, which costs nothing"
             )
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import torch
 
-from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer, OffloadParam
+from zero_engine.config.offload import (
+    CPU,
+    MOST_WIDENED,
+    NONE,
+    NVME,
+    OffloadOptimizer,
+    OffloadParam,
+)
 from zero_engine.config.schema import ZeroOptimization
 from zero_engine.flat_unit import UnitTiers, plan_layout
 from zero_engine.partition import UnitSpec
@@ -58,11 +65,12 @@ def unit_sizes(specs: Sequence[UnitSpec], world: int) -> list[UnitSize]:
     ]
 
 
-def pace_of(config: ZeroOptimization) -> Pace:
-    """How sub-groups follow each other."""
+def pace_of(config: ZeroOptimization, *, narrow: bool = False) -> Pace:
+    """How sub-groups follow each other; `narrow`: their state rests in 16 bits."""
     optimizer = config.offload_optimizer
+    size = config.sub_group_size
     return Pace(
-        sub_group_size=config.sub_group_size,
+        sub_group_size=min(size, MOST_WIDENED) if narrow else size,
         reads_ahead=optimizer.pipeline_read,
         writes_behind=optimizer.pipeline_write,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_engine.flat_unit import BLOCK, FlatUnit, round_up
 from zero_engine.segments import Segment
+from zero_engine.tiers.narrow import Moments
 from zero_engine.tiers.places import Tier
 
 GRAIN = 4 * BLOCK
@@ -32,7 +33,12 @@ class Rows:
     """Tensors over stretches of one shard, by name."""
 
     def __init__(
-        self, unit: FlatUnit, tier: Tier, segments: Sequence[Segment], groups: Sequence[Options]
+        self,
+        unit: FlatUnit,
+        tier: Tier,
+        segments: Sequence[Segment],
+        groups: Sequence[Options],
+        moments: Moments,
     ) -> None:
         """There are the weights; others are made when they are asked for.
 
@@ -41,7 +47,9 @@ class Rows:
             tier: Where rows rest.
             segments: Those of this unit.
             groups: The options of every param group.
+            moments: What the other rows rest in.
         """
+        self._moments = moments
         self._tier = tier
         self._low = unit.interval[0]
         self._kinds = {s: groups[s.group] for s in segments}
@@ -67,8 +75,9 @@ class Rows:
         return f"{key}.{kinds.index(self._kinds[segment])}"
 
     def place(self, segment: Segment, key: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A segment's part of the row of a key, which is made in a dtype if need be."""
+        """A segment's part of the row of a key, which is made for state of a dtype if need be."""
         name = self.name(segment, key)
+        dtype = None if dtype is None else self._moments.resting(dtype)
         if dtype is not None and (name not in self._rows or self._rows[name][1].dtype != dtype):
             start, stop = self._stretch(self._kinds[segment])
             self._rows[name] = start, self._tier.zeros(stop - start, dtype)
@@ -92,10 +101,13 @@ class Rows:
 
 
 def rows_of(
-    tiers: Mapping[FlatUnit, Tier], segments: Sequence[Segment], groups: Sequence[Options]
+    tiers: Mapping[FlatUnit, Tier],
+    segments: Sequence[Segment],
+    groups: Sequence[Options],
+    moments: Moments,
 ) -> dict[FlatUnit, Rows]:
     """The rows of each unit whose state rests in a tier."""
     return {
-        unit: Rows(unit, tier, [s for s in segments if s.unit is unit], groups)
+        unit: Rows(unit, tier, [s for s in segments if s.unit is unit], groups, moments)
         for unit, tier in tiers.items()
     }

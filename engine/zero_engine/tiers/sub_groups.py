@@ -9,6 +9,8 @@ they rest. Must always hold:
   scalars (the step count) are in every sub-group those of before the pass. So what is elementwise
   gives the same bits as in one call: a step, or the passes of one that looks at whole parameters.
 - Between steps `optimizer.state` shows whole tensors: parts of the rows.
+- Rows may rest in 16 bits. The optimizer then sees fp32 copies of a sub-group, which are rounded
+  when it has been stepped: the result does not depend on how its kernels round.
 - In memory are the sub-groups under way, never the state of a whole unit that is larger.
 
 Called by `zero_optimizer`. Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
@@ -31,6 +33,7 @@ from torch import Tensor
 from zero_engine.errors import TierError
 from zero_engine.flat_unit import FlatUnit, overlap
 from zero_engine.segments import Segment, elementwise_keys
+from zero_engine.tiers.narrow import Moments, brought, widened
 from zero_engine.tiers.places import Lease, Tier, wait
 from zero_engine.tiers.rows import GRAIN, WEIGHTS, rows_of
 from zero_engine.tiers.steps import StepAtOnce, only, step
@@ -101,6 +104,7 @@ class StepBySubGroups:
         totals: Mapping[FlatUnit, Tensor],
         tiers: Mapping[FlatUnit, Tier],
         pace: Pace,
+        moments: torch.dtype = torch.float32,
     ) -> None:
         """Cut the shards into sub-groups.
 
@@ -110,17 +114,20 @@ class StepBySubGroups:
             totals: For each unit the gradient of its shard.
             tiers: Where the state of a unit rests; units that are not here are on the device.
             pace: The size of sub-groups, and how many are in memory.
+            moments: What the optimizer's fp32 state rests in.
         """
+        self._moments = Moments(moments)
         self._optimizer = optimizer
         self._pace = pace
         self._tiers = dict(tiers)
         streamed = [s for s in segments if s.unit in tiers and s.stop > s.start]
         options = [frozenset(group) for group in optimizer.param_groups]
-        self._rows = rows_of(tiers, streamed, options)
+        self._rows = rows_of(tiers, streamed, options, self._moments)
         others = [s for s in segments if s not in streamed]
         self._segments = streamed
         self._failure = ""
         self._others = StepAtOnce(optimizer, others) if others else None
+        self._empty = [segment for segment in others if segment.stop == segment.start]
         sub_groups = [
             SubGroup(unit, tier, totals[unit], start, stop, _parts(unit, streamed, start, stop))
             for unit, tier in tiers.items()
@@ -136,6 +143,7 @@ class StepBySubGroups:
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Parts of rows, to be filled."""
+        dtypes = {key: self._moments.resting(dtype) for key, dtype in dtypes.items()}
         if segment not in self._segments:
             return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes, before)
         rows = self._rows[segment.unit]
@@ -171,8 +179,7 @@ class StepBySubGroups:
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
         """What is on the device at once, then each sub-group while it is in memory."""
-        if self._others is not None:
-            yield from self._others.parts(weights_only=weights_only)
+        yield from self._parts_of_others(weights_only=weights_only)
         for segment in self._segments:
             self._adopt(segment)
         before = {segment: self._before(segment) for segment in self._segments}
@@ -189,6 +196,20 @@ class StepBySubGroups:
         resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
         for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()
+
+    def _parts_of_others(self, *, weights_only: bool) -> Iterator[None]:
+        """Those on the device; where state rests in 16 bits, they are empty and only count."""
+        if self._others is None:
+            return
+        for segment in self._empty:
+            self._convert(segment, self._moments.as_stepped)
+        yield from self._others.parts(weights_only=weights_only)
+        for segment in self._empty:
+            self._convert(segment, lambda state: state.to(self._moments.resting(state.dtype)))
+
+    def _convert(self, segment: Segment, how: Callable[[Tensor], Tensor]) -> None:
+        state = self._optimizer.state.get(segment.param, {})
+        state.update((key, how(state[key])) for key in elementwise_keys(segment, state))
 
     def _before(self, segment: Segment) -> Before:
         state = self._optimizer.state.get(segment.param, {})
@@ -235,9 +256,10 @@ class StepBySubGroups:
         name = self._rows[sub_group.unit].name
         for part in sub_group.parts:
             param = part.segment.param
-            param.data = part.of(lease.rows[WEIGHTS])
+            param.data = widened(part.of(lease.rows[WEIGHTS]))
             param.grad = part.of(lease.rows[_GRADIENT])
-            rows = {k: part.of(lease.rows[name(part.segment, k)]) for k in keys[part.segment]}
+            resting = {k: part.of(lease.rows[name(part.segment, k)]) for k in keys[part.segment]}
+            rows = {key: self._moments.as_stepped(row) for key, row in resting.items()}
             self._optimizer.state[param] = copy.deepcopy(before[part.segment].scalars) | rows
 
     def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:
@@ -250,16 +272,18 @@ class StepBySubGroups:
             total.copy_(direction, non_blocking=True)
 
     def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
-        """Bring what the optimizer has made anew (all of it, in the first step) into the lease."""
-        state, rows = self._optimizer.state[part.segment.param], self._rows[sub_group.unit]
+        """Bring what the optimizer has made anew, or seen widened, into the lease."""
+        param, rows = part.segment.param, self._rows[sub_group.unit]
+        param.grad = None
+        param.data = brought(param.data, part.of(lease.rows[WEIGHTS]))
+        state = self._optimizer.state[param]
         for key in elementwise_keys(part.segment, state):
-            rows.place(part.segment, key, state[key].dtype)
+            row = rows.place(part.segment, key, state[key].dtype)
             name = rows.name(part.segment, key)
             if name not in lease.rows:
-                lease.rows[name] = state[key].new_zeros(sub_group.stop - sub_group.start)
-            place = part.of(lease.rows[name])
-            if place.data_ptr() != state[key].data_ptr():
-                place.copy_(state[key])
+                size = sub_group.stop - sub_group.start
+                lease.rows[name] = state[key].new_zeros(size, dtype=row.dtype)
+            state[key] = brought(state[key], part.of(lease.rows[name]))
 
     def _show_whole(self, before: Mapping[Segment, Before]) -> None:
         """Let parameters and state be the parts of the rows again."""
