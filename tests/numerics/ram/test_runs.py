@@ -1,0 +1,114 @@
+"""Checkpoints in memory, made by engines: of which run the one is that is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.numerics.ram.nodes import (
+    checkpoints,
+    drop,
+    finish,
+    in_memory,
+    on_a_node,
+    run_alone,
+    settle,
+)
+from tests.support.saving import heard
+from tests.support.training import make_engine, train
+from tests.support.world import WorldPool
+
+
+def load_other(root: str, how: str) -> tuple[int, int]:
+    """The step that a load in part, or by a tag, finds; then the one that a whole load finds."""
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        more: dict[str, Any] = {
+            "tag": {"tag": "global_step2"},
+            "module": {"load_module_only": True},
+        }[how]
+        path, _ = engine.load_checkpoint(checkpoints(root), **more)
+        first = int(Path(str(path)).name[5:14])
+        engine.load_checkpoint(checkpoints(root))
+        whole = engine.global_steps
+        drop(engine)
+        return first, whole
+
+
+@pytest.mark.parametrize(("how", "then"), [("module", 4), ("tag", 2)])
+def test_weights_alone_or_a_tag_come_from_disk_and_a_tag_begins_a_new_line(
+    worlds: WorldPool, root: str, how: str, then: int
+) -> None:
+    worlds.run(2, save_at_2_keep_4, root)
+    assert worlds.run(2, load_other, root, how) == [(2, then)] * 2
+
+
+def save_at_2_keep_4(root: str) -> None:
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        train(engine, 2)
+        engine.save_checkpoint(checkpoints(root))
+        for step in (3, 4):
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+
+
+def test_the_best_so_far_is_another_directory_and_is_loaded_from_disk(
+    worlds: WorldPool, root: str
+) -> None:
+    """Who has trained and loads again goes back to it; then a failure goes on from there."""
+    assert worlds.run(2, go_back_to_the_best, root) == [(2, 3)] * 2
+    assert worlds.run(2, finish, root, 1) == [(3, *worlds.run(1, run_alone))] * 2
+
+
+def go_back_to_the_best(root: str) -> tuple[int, int]:
+    best = f"{root}/best"
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root))
+        train(engine, 2)
+        engine.save_checkpoint(best)
+        for step in (3, 4, 5):
+            train(engine, step)
+            settle(engine)
+        engine.load_checkpoint(best)
+        went_back_to = engine.global_steps
+        train(engine, 3)
+        settle(engine)
+        drop(engine)
+        return went_back_to, engine.global_steps
+
+
+def test_a_script_with_state_of_its_own_says_where_it_is_or_gets_none(
+    worlds: WorldPool, root: str
+) -> None:
+    lines, _ = worlds.run(2, train_with_state, root, False)
+    assert [line for line in lines if "engine.keep_client_state() tells more" in line]
+    assert worlds.run(2, loaded_state, root) == [(2, {"best": 2})] * 2
+    worlds.run(2, train_with_state, root, True)
+    assert worlds.run(2, loaded_state, root) == [(4, {"best": 4})] * 2
+
+
+def train_with_state(root: str, tells: bool) -> list[str]:
+    with on_a_node(root), heard() as lines:
+        engine = make_engine(in_memory(1))
+        if tells:
+            engine.keep_client_state(lambda: {"best": engine.global_steps})
+        train(engine, 2)
+        engine.save_checkpoint(checkpoints(root), client_state={"best": 2})
+        for step in (3, 4):
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+    return lines
+
+
+def loaded_state(root: str) -> tuple[int, dict[str, Any]]:
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        _, client = engine.load_checkpoint(checkpoints(root))
+        drop(engine)
+        return engine.global_steps, client

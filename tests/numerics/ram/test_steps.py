@@ -1,0 +1,107 @@
+"""Checkpoints in memory, made by engines: which steps are kept, and gone on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.numerics.ram.nodes import (
+    STEPS,
+    checkpoints,
+    drop,
+    finish,
+    in_memory,
+    on_a_node,
+    run_alone,
+    settle,
+)
+from tests.numerics.test_offload import offloading
+from tests.support.saving import heard
+from tests.support.training import make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.checkpoint import find
+from zero_orchestrator.contract import CommitRequest
+
+
+def keep_steps(root: str, stage: int, last: int, ram: dict[str, Any]) -> tuple[list[int], int]:
+    """Train from what there is; the steps that were committed, and the one that was loaded."""
+    with on_a_node(root) as agent:
+        engine = make_engine(in_memory(stage, **ram))
+        engine.load_checkpoint(checkpoints(root))
+        loaded = engine.global_steps
+        for step in range(loaded + 1, last + 1):
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+        return [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_ram], loaded
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "other_stage", "other_world"), [(0, 2, 3, 1), (3, 3, 1, 2)]
+)
+def test_a_run_goes_on_from_memory_at_another_world_size_and_stage(
+    worlds: WorldPool, root: str, stage: int, world: int, other_stage: int, other_world: int
+) -> None:
+    undisturbed = worlds.run(1, run_alone)
+    kept, *_ = worlds.run(world, keep_steps, root, stage, 3, {})
+    assert kept == ([1, 2, 3], 0)
+    assert find(checkpoints(root)).candidates == ()
+    assert worlds.run(other_world, finish, root, other_stage) == [(3, *undisturbed)] * other_world
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "cpu"), (2, "nvme"), (3, "nvme+cpu"), (3, "nvme+nvme")]
+)
+def test_state_that_rests_on_a_disk_is_kept_in_memory_and_comes_back_to_it(
+    worlds: WorldPool, root: str, stage: int, where: str
+) -> None:
+    undisturbed = worlds.run(1, run_alone)
+    assert worlds.run(2, keep_offloaded, root, stage, where, 3)[0] == (0, [1, 2, 3], "")
+    assert find(checkpoints(root)).candidates == ()
+    ends = worlds.run(3, keep_offloaded, root, stage, where, STEPS)
+    assert ends == [(3, kept, *undisturbed) for kept in ([4, 5], [], [])]
+
+
+def keep_offloaded(root: str, stage: int, where: str, last: int) -> tuple[int, list[int], str]:
+    """Go on to a step; where from, what was committed, and the weights, if it is the last."""
+    with on_a_node(root) as agent:
+        engine = make_engine(offloading(stage, where, root, checkpoint={"ram": {}}))
+        engine.load_checkpoint(checkpoints(root))
+        loaded = engine.global_steps
+        for step in range(loaded + 1, last + 1):
+            train(engine, step)
+            settle(engine)
+        digest = engine.weight_hash() if last == STEPS else ""
+        drop(engine)
+        told = [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_ram]
+        return loaded, told, digest
+
+
+def test_every_so_many_steps_counted_from_where_the_run_goes_on(
+    worlds: WorldPool, root: str
+) -> None:
+    every = {"every_steps": 2}
+    assert worlds.run(2, keep_steps, root, 1, 5, every)[0] == ([2, 4], 0)
+    assert worlds.run(2, keep_steps, root, 1, 7, every)[0] == ([6], 4)
+
+
+def test_a_refused_commit_leaves_the_one_before_and_is_said_once(
+    worlds: WorldPool, root: str
+) -> None:
+    worlds.run(2, keep_steps, root, 1, 2, {})
+    (lines, _) = worlds.run(2, train_refused, root)
+    (why,) = [line for line in lines if "no checkpoint in memory" in line]
+    assert why.endswith("may not be published: round 4 is forming")
+    assert worlds.run(2, keep_steps, root, 1, 3, {})[0] == ([3], 2)
+
+
+def train_refused(root: str) -> list[str]:
+    with on_a_node(root, grants=False), heard() as lines:
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root))
+        for step in (3, 4, 5):
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+    return lines
