@@ -159,7 +159,8 @@ def _make_core(
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)
     check_dtypes(model, groups, dtype)
-    prepare_buffers(model, dtype, shared.device, shared.collectives)
+    buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
+    prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
     leaves = config.zero_optimization.leaf_module
     mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
     tied = aliases(model)
@@ -211,7 +212,8 @@ def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, .
             shared.device,
             resting,
             master=DTYPES[shared.config.master],
-            quantized=zero.zero_quantized_weights,
+            quantized=zero.zero_quantized_weights
+            or (zero.zero_quantized_nontrainable_weights and not spec.trained),
             node=node,
         )
         for spec, resting in zip(specs, tiers, strict=True)

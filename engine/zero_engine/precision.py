@@ -77,12 +77,15 @@ def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype
 
 
 def prepare_buffers(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, collectives: Collectives
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device, collectives: Collectives
 ) -> None:
-    """Make every rank's buffers those of rank 0, contiguous, on the device, in the dtype."""
+    """Make every rank's buffers those of rank 0, contiguous, on the device.
+
+    Floating-point ones get the dtype, or without one keep theirs.
+    """
     for name, buffer in model.named_buffers():
-        narrows = dtype != torch.float32 and buffer.is_floating_point()
-        buffer.data = buffer.data.to(device, dtype if narrows else buffer.dtype).contiguous()
+        casts = dtype is not None and buffer.is_floating_point()
+        buffer.data = buffer.data.to(device, dtype if casts else buffer.dtype).contiguous()
         collectives.broadcast(buffer, f"buffer {name}")
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         _log.warning(

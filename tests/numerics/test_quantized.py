@@ -15,7 +15,8 @@ from zero_engine.zero import GatheredParameters
 STEPS = 4
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}
-WIRES: list[dict[str, bool]] = [{}, WEIGHTS, GRADIENTS, WEIGHTS | GRADIENTS]
+FROZEN = {"zero_quantized_nontrainable_weights": True}
+WIRES: list[dict[str, bool]] = [{}, FROZEN, WEIGHTS, GRADIENTS, WEIGHTS | GRADIENTS]
 
 
 def quantizing(stage: int, wire: dict[str, bool], **more: Any) -> dict[str, Any]:
@@ -68,6 +69,26 @@ def test_a_quarter_of_the_bytes_travels(worlds: WorldPool) -> None:
     quantized = worlds.run(2, bytes_on_the_wire, WEIGHTS | GRADIENTS)[0]
     assert quantized["leaves"] == pytest.approx(plain["leaves"] / 4, rel=0.02)
     assert quantized["gather"] == pytest.approx(plain["gather"] / 4, rel=0.1)  # norms, too
+
+
+def changed_by_gathering(wire: dict[str, bool]) -> dict[str, bool]:
+    """Whether the weights that a module computes with are others than those that are stored."""
+    engine = make_engine(quantizing(3, wire))
+    stored = engine.get_fp32_state_dict()
+    params = dict(engine.module.named_parameters())
+    with GatheredParameters(list(params.values())):
+        return {name: not torch.equal(p.detach().cpu(), stored[name]) for name, p in params.items()}
+
+
+def test_only_weights_that_nothing_trains_are_quantized_if_those_are_asked_for(
+    worlds: WorldPool,
+) -> None:
+    for changed in worlds.run(2, changed_by_gathering, FROZEN):
+        assert {name for name, differs in changed.items() if differs} == {
+            "blocks.0.scale",
+            "blocks.1.scale",
+        }
+    assert worlds.run(2, changed_by_gathering, WEIGHTS)[0]["blocks.0.qkv.weight"]
 
 
 def overflow(wire: dict[str, bool]) -> tuple[int, float]:

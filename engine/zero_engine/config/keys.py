@@ -113,8 +113,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "compression_training": bool,
     "curriculum_learning": _enabled,
     "data_efficiency": _enabled,
-    "data_types.buffer_dtype": bool,
-    "data_types.param_dtype": bool,
     "eigenvalue": _enabled,
     "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
     "hybrid_engine": _enabled,
@@ -126,7 +124,6 @@ MISSING: dict[str, Callable[[Any], bool]] = {
     "zero_optimization.mics_shard_size": lambda value: value != -1,
     "zero_optimization.offload_optimizer.super_offload": bool,
     "zero_optimization.zenflow": bool,
-    "zero_optimization.zero_quantized_nontrainable_weights": bool,
     "zero_optimization.zeropp_loco_param": bool,
 }
 """Features that are not there: path of the key -> does its value ask for the feature?"""
@@ -140,6 +137,3 @@ ALIASES = {
     "zero_optimization.zero_stage": "stage",
 }
 """Path of another spelling -> the key."""
-
-KEYS_ONLY_SECTIONS = frozenset({"data_types"})
-"""Sections without a field in `schema`: their keys are all in the tables above."""

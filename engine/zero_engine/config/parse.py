@@ -172,10 +172,7 @@ def _parse(cls: type[Any], data: Mapping[str, Any], path: str) -> Any:
 def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
     """A key that is no field: without effect, missing and switched off, or an error."""
     where = _join(path, key)
-    if where in keys.KEYS_ONLY_SECTIONS:
-        for inner, setting in _as_section(value, where).items():
-            _check_other(where, inner, setting, set())
-    elif where in keys.MISSING:
+    if where in keys.MISSING:
         if value not in (AUTO, None) and keys.MISSING[where](value):
             raise ConfigError(f"{where}: not supported yet; remove it")
     elif where not in keys.WITHOUT_EFFECT:
@@ -195,7 +192,7 @@ def _join(path: str, key: str) -> str:
 
 def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
-    others = {*keys.MISSING, *keys.WITHOUT_EFFECT, *keys.KEYS_ONLY_SECTIONS}
+    others = {*keys.MISSING, *keys.WITHOUT_EFFECT}
     here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
     here = {name for name in here if "." not in name}
     return unknown_key(_join(path, key), fields | here, told=fields or here)

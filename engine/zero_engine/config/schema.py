@@ -95,6 +95,28 @@ class TorchAutocast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataTypes:
+    """What else has a dtype."""
+
+    param_dtype: str | None = None
+    """Of the parameters: what bf16.enabled and fp16.enabled come to, or nothing."""
+    buffer_dtype: str | None = None
+    """Of floating-point buffers; None: that of the parameters in bf16 and fp16 training, and in
+    fp32 training their own."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "buffer_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in _DTYPE_NAMES:
+                raise ConfigError(f'data_types.{name}: {value!r} is not "fp32", "bf16" or "fp16"')
+
+    @property
+    def buffers(self) -> str | None:
+        """The dtype of floating-point buffers by its short name, if it is given."""
+        return _DTYPE_NAMES.get(self.buffer_dtype or "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeafModule:
     """Modules whose parameters are gathered together, see `leaf_modules`."""
 
@@ -116,6 +138,8 @@ class ZeroOptimization:
     to the next; 1 keeps nothing. At stage 3."""
     zero_quantized_weights: bool = False
     """ZeRO++: weights are gathered as int8, at stage 3. Bits differ from those without."""
+    zero_quantized_nontrainable_weights: bool = False
+    """ZeRO++: only weights that nothing trains are gathered as int8, at stage 3."""
     zero_quantized_gradients: bool = False
     """ZeRO++: gradients travel as int8. Bits differ from those without."""
     sub_group_size: int = 1_000_000_000
@@ -145,11 +169,12 @@ class ZeroOptimization:
                 "zero_optimization.zero_hpz_partition_size: only stage 3 divides the weights; set "
                 "stage to 3, or remove it"
             )
-        if self.zero_quantized_weights and not STAGES[self.stage].shards_parameters:
-            raise ConfigError(
-                "zero_optimization.zero_quantized_weights: only stage 3 gathers weights for every "
-                "use; set stage to 3, or remove it"
-            )
+        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+            if getattr(self, name) and not STAGES[self.stage].shards_parameters:
+                raise ConfigError(
+                    f"zero_optimization.{name}: only stage 3 gathers weights for every use; set "
+                    "stage to 3, or remove it"
+                )
         check_stage(self.stage, self.offload_optimizer, self.offload_param)
 
 
@@ -213,6 +238,7 @@ class Config:
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
     torch_autocast: TorchAutocast = TorchAutocast()
+    data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -261,6 +287,12 @@ class Config:
         enabled = [name for name in sections if getattr(self, name).enabled]
         if len(enabled) > 1:
             raise ConfigError(f"{' and '.join(enabled)} are both enabled; keep one")
+        params = self.data_types.param_dtype
+        if params is not None and _DTYPE_NAMES[params] != self.compute:
+            raise ConfigError(
+                f"data_types.param_dtype: {params!r}, but the model computes in {self.compute}; "
+                "set bf16.enabled or fp16.enabled, or remove it"
+            )
         wire = self.communication_data_type
         if wire is not None and _DTYPE_NAMES.get(wire) not in ("fp32", self.compute):
             raise ConfigError(
@@ -294,6 +326,7 @@ SECTIONS: dict[str, type[Any]] = {
         Bf16,
         Fp16,
         TorchAutocast,
+        DataTypes,
         LeafModule,
         OffloadOptimizer,
         OffloadParam,
