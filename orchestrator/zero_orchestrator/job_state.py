@@ -1,6 +1,6 @@
 """What a job's keys mean: the records in them, and the snapshot every decision looks at.
 
-`rounds.py` decides on a `Snapshot` of them; `rendezvous.py` reads and writes them.
+`rounds.py` decides on a `Snapshot` of them, which `parse.py` makes; `rendezvous.py` writes them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
-from operator import attrgetter
+from functools import cached_property
 
 from zero_orchestrator.budget import Charge, in_force
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv import KeyValue, Range
 from zero_orchestrator.spec import JobSpec
 
 
@@ -110,10 +105,6 @@ _LONG = 8192
 
 def _packed(text: str) -> str:
     return base64.b85encode(zlib.compress(text.encode())).decode()
-
-
-def _unpacked(packed: str) -> str:
-    return zlib.decompress(base64.b85decode(packed)).decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,98 +249,3 @@ class Snapshot:
         """The wish that this very agent process leaves, or None."""
         who = (node.id, node.incarnation)
         return next((d for d in self.drains if (d.node, d.incarnation) == who), None)
-
-
-def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
-    """The snapshot in a job's keys, all of them or some, as they were at one revision."""
-    items = {item.key: item for item in found.items}
-    head, stop = items.get(keys.round), items.get(keys.stop)
-    wish = json.loads(stop.value) if stop else None
-    kinds = _by_kind(keys, found)
-    nodes, excluded = _nodes(kinds["nodes"]), _exclusions(kinds["excluded"])
-    if head is None:
-        return Snapshot(spec=spec, nodes=nodes, stop=wish, exclusions=excluded)
-    latest, reports = items.get(keys.latest), kinds["reports"]
-    record = json.loads(head.value)
-    n = record["n"]
-    members, master, yielded = (
-        items.get(keys.of_round(n, part)) for part in ("members", "master", "yield")
-    )
-    return Snapshot(
-        spec=spec,
-        n=n,
-        state=State(record["state"]),
-        cause=record["cause"],
-        fence=head.mod_revision,
-        nodes=nodes,
-        members=_members(members.value) if members else NOBODY,
-        master=master.value if master else None,
-        yielding=json.loads(yielded.value) if yielded else None,
-        yield_revision=yielded.create_revision if yielded else 0,
-        quiet=_names(reports, keys.report(n, "quiet/")),
-        done=_names(reports, keys.report(n, "done/")),
-        failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
-        charged=_charges(kinds["charged"]),
-        by=record.get("by", ""),
-        committed=json.loads(latest.value)["step"] if latest else 0,
-        committed_revision=latest.mod_revision if latest else 0,
-        stop=wish,
-        drains=_drains(kinds["cmd"], keys.drain("")),
-        exclusions=excluded,
-    )
-
-
-def _by_kind(keys: Keys, found: Range) -> Mapping[str, list[KeyValue]]:
-    """The keys by what follows the job's prefix: a large job has thousands, of few kinds."""
-    start = len(keys.prefix)
-    kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
-    for item in found.items:
-        kinds[item.key[start:].partition("/")[0]].append(item)
-    return kinds
-
-
-def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
-    start = len(prefix)
-    return frozenset(item.key[start:] for item in items if item.key.startswith(prefix))
-
-
-def _nodes(items: Sequence[KeyValue]) -> tuple[Node, ...]:
-    live = sorted(items, key=attrgetter("create_revision"))
-    return tuple(_node(item.value) for item in live)
-
-
-@lru_cache(maxsize=8192)  # of the agents of a large job only a few have changed since the last look
-def _node(value: str) -> Node:
-    return Node(**json.loads(value))
-
-
-@lru_cache(maxsize=4)
-def _members(value: str) -> Members:
-    record = json.loads(value)
-    if "zlib" in record:
-        record = json.loads(_unpacked(record["zlib"]))
-    nodes = (Node(**dict(zip(record["fields"], row, strict=True))) for row in record["nodes"])
-    return Members(tuple(nodes), record["restarts"])
-
-
-def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:
-    orders = (item for item in items if item.key.startswith(prefix))
-    return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
-
-
-def _charges(items: Sequence[KeyValue]) -> tuple[Charge, ...]:
-    charges = (Charge(**json.loads(item.value)) for item in items)
-    return tuple(sorted(charges, key=lambda charge: charge.n))
-
-
-def _exclusions(items: Sequence[KeyValue]) -> tuple[Exclusion, ...]:
-    return tuple(Exclusion(**json.loads(item.value)) for item in items)
-
-
-def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
-    """The reports under these prefixes, in the order in which they were written."""
-    reports = [item for item in items if item.key.startswith(prefixes)]
-    reports.sort(key=lambda item: item.create_revision)
-    return tuple(
-        Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports
-    )

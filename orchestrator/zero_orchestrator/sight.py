@@ -25,9 +25,10 @@ from collections.abc import Callable
 
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreReplaced
-from zero_orchestrator.job_state import Failure, Node, Snapshot, State, failures, parse
+from zero_orchestrator.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import KeyValue, KeyValueStore, Range, Read
+from zero_orchestrator.parse import failures, parse
 from zero_orchestrator.replica import Replica
 from zero_orchestrator.spec import JobSpec
 

@@ -21,9 +21,10 @@ from zero_orchestrator.budget import fruitless
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.events import progress_prefix
 from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import ENDED, Node, Snapshot, parse
+from zero_orchestrator.job_state import ENDED, Node, Snapshot
 from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import KeyValue, KeyValueStore, Range
+from zero_orchestrator.parse import parse
 from zero_orchestrator.rounds import Observed, Timing, decide
 from zero_orchestrator.spec import JobSpec
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_agent.supervise import Action, Situation, Workers, next_action
-from zero_orchestrator.job_state import Failure, Node, Snapshot, parse
+from zero_orchestrator.job_state import Failure, Node, Snapshot
 from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import Compare, Delete, Put, Range, Write, absent, unchanged
 from zero_orchestrator.kv_memory import Database
+from zero_orchestrator.parse import parse
 from zero_orchestrator.rounds import Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.spec import JobSpec
 
