@@ -14,7 +14,6 @@ Who calls it: the agent's loop. Thread-safe: `commit` may be called from another
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import secrets
@@ -31,7 +30,7 @@ from zero_orchestrator.keys import Keys
 from zero_orchestrator.kv import NO_LEASE, Delete, KeyValue, KeyValueStore, Put, absent, unchanged
 from zero_orchestrator.lease import LeaseKeeper
 from zero_orchestrator.rounds import Decision, Move, Timing, decide, runs, transaction
-from zero_orchestrator.sight import Sight, first
+from zero_orchestrator.sight import Sight, place
 from zero_orchestrator.spec import JobSpec
 
 TURN_S = 0.25
@@ -276,16 +275,7 @@ class Rendezvous:
     def _my_turn(self, decision: Decision) -> bool:
         assert decision.transition is not None
         due_s = self._ages.pending(decision.transition.move)
-        return due_s >= TURN_S * self._place()
-
-    def _place(self) -> int:
-        """This agent's place among those who may try; another order at each revision."""
-
-        def turn(node: str) -> bytes:
-            return hashlib.sha256(f"{self._snapshot.fence}/{node}".encode()).digest()
-
-        ids = sorted(first(self._snapshot), key=turn)
-        return ids.index(self._node.id) if self._node.id in ids else len(ids)
+        return due_s >= TURN_S * place(self._snapshot, self._node.id)
 
     def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
         assert decision.transition is not None

@@ -19,6 +19,7 @@ decided upon. Who calls it: `rendezvous`, on one thread.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import heapq
 import random
 from collections.abc import Callable
@@ -150,6 +151,16 @@ class Sight:
 def first(job: Snapshot) -> list[str]:
     """The agents that see everything, of a job that is seen as a whole."""
     return heapq.nsmallest(FIRST, (node.id for node in job.nodes))
+
+
+def place(job: Snapshot, node: str) -> int:
+    """A node's place among those who may move the job on; another order at each revision."""
+
+    def turn(node: str) -> bytes:
+        return hashlib.sha256(f"{job.fence}/{node}".encode()).digest()
+
+    ids = sorted(first(job), key=turn)
+    return ids.index(node) if node in ids else len(ids)
 
 
 class _Whole:
