@@ -117,10 +117,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             {"aio": {"block_sze": 1}},
             "aio.block_sze: unknown config key; did you mean 'block_size'?",
         ),
-        (
-            {"amp": {"enabled": True}},
-            "amp: not supported yet; remove it",
-        ),
+        ({"amp": {"enabled": True}}, "amp: not supported: Apex is not maintained"),
         ({"elasticity": {"enabled": True}}, "elasticity.micro_batch_sizes: give numbers of"),
         ({"bfloat16": {}, "bf16": {}}, "bf16: bf16 is given twice; keep one"),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_engine.config import keys, load_config
+from zero_engine.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 
@@ -23,14 +24,37 @@ def test_the_keys_without_effect_are_in_the_docs_with_their_reasons() -> None:
     assert drawn("without effect") == ["| key | why |", "| --- | --- |", *rows]
 
 
-def test_the_missing_features_are_in_the_docs() -> None:
-    assert drawn("missing") == [f"- `{path}`" for path in sorted(keys.MISSING)]
+def test_the_missing_features_are_in_the_docs_with_what_to_do_instead() -> None:
+    rows = [f"| `{path}` | {feature.why} |" for path, feature in sorted(keys.MISSING.items())]
+    assert drawn("missing") == ["| key | why not; instead |", "| --- | --- |", *rows]
+    assert [path for path, feature in keys.MISSING.items() if "; " not in feature.why] == []
+
+
+ASKING: dict[str, object] = {
+    "compile": {"deepcompile": True},
+    "gradient_allreduce_op": "sum",
+    "sequence_parallel_size": 2,
+    "tensor_parallel": {"autotp_size": 2},
+    "zero_optimization.mics_shard_size": 2,
+}
+
+
+@pytest.mark.parametrize("path", sorted(keys.MISSING))
+def test_who_asks_for_a_missing_feature_is_told_what_the_docs_say(path: str) -> None:
+    feature = keys.MISSING[path]
+    value = ASKING.get(path, {"enabled": True})
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: not supported: {feature.why}")):
+        load_config(nested(path, value))
+
+
+def nested(path: str, value: object) -> dict[str, object]:
+    *sections, name = path.split(".")
+    config = {name: value}
+    for section in reversed(sections):
+        config = {section: config}
+    return config
 
 
 @pytest.mark.parametrize("path", sorted(keys.WITHOUT_EFFECT))
 def test_a_key_of_the_table_is_accepted(path: str) -> None:
-    config: object = 1
-    for name in reversed(path.split(".")):
-        config = {name: config}
-    assert isinstance(config, dict)
-    load_config(config)
+    load_config(nested(path, 1))

@@ -299,7 +299,7 @@ def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
         ({"stage": 3, "zero_hpz_partition_size": 0}, "0 is less than 1"),
         ({"stage": 1, "zero_hpz_partition_size": 8}, "only stage 3 divides the weights"),
         ({"stage": 2, "zero_quantized_weights": True}, "set stage to 3, or remove it"),
-        ({"stage": 3, "offload_optimizer": {"super_offload": True}}, "not supported yet"),
+        ({"stage": 3, "offload_optimizer": {"super_offload": True}}, "sub-groups are read"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_remedy(

@@ -9,6 +9,7 @@ and docs/deepspeed.md shows them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _FIXED_ORDER = "gradients are exchanged unit by unit in one fixed order, overlapping backward"
@@ -105,28 +106,91 @@ def _asks(key: str, default: Any) -> Callable[[Any], bool]:
     return lambda section: isinstance(section, Mapping) and section.get(key, default) != default
 
 
-MISSING: dict[str, Callable[[Any], bool]] = {
-    "amp": _enabled,
-    "autotuning": _enabled,
-    "checkpoint.use_node_local_storage": bool,
-    "compile": _asks("deepcompile", False),
-    "compression_training": bool,
-    "curriculum_learning": _enabled,
-    "data_efficiency": _enabled,
-    "eigenvalue": _enabled,
-    "gradient_allreduce_op": lambda value: str(value).lower() not in ("avg", "mean"),
-    "hybrid_engine": _enabled,
-    "progressive_layer_drop": _enabled,
-    "sequence_parallel_size": lambda value: value != 1,
-    "sparse_attention": bool,
-    "tensor_parallel": _asks("autotp_size", 0),
-    "weight_quantization": _enabled,
-    "zero_optimization.mics_shard_size": lambda value: value != -1,
-    "zero_optimization.offload_optimizer.super_offload": bool,
-    "zero_optimization.zenflow": bool,
-    "zero_optimization.zeropp_loco_param": bool,
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A feature that is not there."""
+
+    asks: Callable[[Any], bool]
+    """Does the key's value ask for it?"""
+    why: str
+    """Why not; what to do instead."""
+
+
+MISSING: dict[str, Missing] = {
+    "amp": Missing(_enabled, "Apex is not maintained any more; use bf16, fp16 or torch_autocast"),
+    "autotuning": Missing(
+        _enabled,
+        "nothing tunes itself; python -m zero_engine.config FILE estimates the memory of a config",
+    ),
+    "checkpoint.use_node_local_storage": Missing(
+        bool,
+        "what a node's own disk alone has is lost with the node, and cannot be read by others when "
+        "the world changes; save to storage that all nodes share, or to s3:// or gs://, and set "
+        "checkpoint.ram for checkpoints in the nodes' memory, with copies",
+    ),
+    "compile": Missing(
+        _asks("deepcompile", False),
+        "DeepCompile rewrites the graphs of DeepSpeed's own stages; remove it",
+    ),
+    "compression_training": Missing(
+        bool, "the model is trained as it is; compress what save_16bit_model exports"
+    ),
+    "curriculum_learning": Missing(
+        _enabled,
+        "what a step trains on follows from seed and position alone; order and cut samples in the "
+        "dataset, and set elastic.shuffle to false",
+    ),
+    "data_efficiency": Missing(
+        _enabled,
+        "what a step trains on follows from seed and position alone; select and order samples in "
+        "the dataset, and set elastic.shuffle to false",
+    ),
+    "eigenvalue": Missing(_enabled, "it steers compression, of which there is none; remove it"),
+    "gradient_allreduce_op": Missing(
+        lambda value: str(value).lower() not in ("avg", "mean"),
+        'a sum over ranks grows with their number, and a result must not; keep "avg", and multiply '
+        "the loss or the learning rate with what is wanted",
+    ),
+    "hybrid_engine": Missing(
+        _enabled, "there are no kernels for inference; generate with the trained module itself"
+    ),
+    "progressive_layer_drop": Missing(
+        _enabled, "the model decides what runs; leave layers out in its forward"
+    ),
+    "sequence_parallel_size": Missing(
+        lambda value: value != 1,
+        "each rank computes whole sequences; remove it, and recompute activations",
+    ),
+    "sparse_attention": Missing(
+        bool, "DeepSpeed has removed it, too; call torch's flex_attention in the model"
+    ),
+    "tensor_parallel": Missing(
+        _asks("autotp_size", 0),
+        "there is no model parallelism; stage 3 divides what one rank cannot hold",
+    ),
+    "weight_quantization": Missing(
+        _enabled, "it is for inference; quantize what save_16bit_model exports"
+    ),
+    "zero_optimization.mics_shard_size": Missing(
+        lambda value: value != -1,
+        "weights are divided among all ranks; zero_hpz_partition_size keeps them within a node",
+    ),
+    "zero_optimization.offload_optimizer.super_offload": Missing(
+        bool,
+        "it steps before the norm of the gradients is known, and rolls back; remove it: sub-groups "
+        "are read, stepped and written at the same time",
+    ),
+    "zero_optimization.zenflow": Missing(
+        bool,
+        "it applies some gradients steps later than others; use offload_optimizer alone",
+    ),
+    "zero_optimization.zeropp_loco_param": Missing(
+        bool,
+        "the errors that it carries on are a rank's, and ranks come and go; use "
+        "zero_quantized_gradients alone",
+    ),
 }
-"""Features that are not there: path of the key -> does its value ask for the feature?"""
+"""Features that are not there: path of the key -> who asks for it, and what to do instead."""
 
 ALIASES = {
     "bfloat16": "bf16",

@@ -173,8 +173,9 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
     """A key that is no field: without effect, missing and switched off, or an error."""
     where = _join(path, key)
     if where in keys.MISSING:
-        if value not in (AUTO, None) and keys.MISSING[where](value):
-            raise ConfigError(f"{where}: not supported yet; remove it")
+        feature = keys.MISSING[where]
+        if value not in (AUTO, None) and feature.asks(value):
+            raise ConfigError(f"{where}: not supported: {feature.why}")
     elif where not in keys.WITHOUT_EFFECT:
         raise _unknown(path, key, fields)
     elif where in keys.INSIDE and isinstance(value, Mapping):

@@ -155,7 +155,7 @@ def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
         ({"every_s": "often"}, "checkpoint.every_s: 'often' is not a number or \"auto\""),
         ({"every_s": 5, "every_steps": 5}, "are both set; keep one"),
         ({"when_busy": "panic"}, '\'panic\' is not "wait" or "skip"'),
-        ({"use_node_local_storage": True}, "not supported yet"),
+        ({"use_node_local_storage": True}, "save to storage that all nodes share"),
         ({"async": 3}, "is not true or false"),
     ],
 )
