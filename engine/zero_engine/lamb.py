@@ -53,6 +53,11 @@ class Lamb(LooksAtWhole):
         self._measured: defaultdict[Tensor, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         """Chunk norms of weights and directions, part by part, from `direct` to `look`."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy: there is nothing measured between steps."""
+        super().__setstate__(state)
+        self._measured = defaultdict(list)
+
     def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Adam's direction, without bias correction."""
         state = self.state[param]

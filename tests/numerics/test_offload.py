@@ -197,15 +197,16 @@ def train_whole(name: str, path: str) -> list[str]:
 # ---- checkpoints and single parameters ----
 
 
-def save_and_go_on(root: str, path: str, saves: str, loads: str) -> tuple[str, str, str]:
+def save_and_go_on(root: str, path: str, saves: str, loads: str, name: str) -> tuple[str, str, str]:
     """Train, save in one tier in the background; load in another and train; the hashes."""
-    engine = make_engine(offloading(3, saves, path, bf16=True, checkpoint={"async": True}))
+    chosen: dict[str, Any] = {"optimizer": {"type": name, "params": {"lr": 1e-2}}, "bf16": True}
+    engine = make_engine(offloading(3, saves, path, **chosen, checkpoint={"async": True}))
     train(engine, 2)
     saved = engine.weight_hash()
     engine.save_checkpoint(root)
     train(engine, STEPS)
     assert engine.wait_for_checkpoint()
-    other = make_engine(offloading(3, loads, path, bf16=True), seed=8)
+    other = make_engine(offloading(3, loads, path, **chosen), seed=8)
     other.load_checkpoint(root)
     loaded = other.weight_hash()
     assert loaded == saved
@@ -213,15 +214,17 @@ def save_and_go_on(root: str, path: str, saves: str, loads: str) -> tuple[str, s
     return saved, engine.weight_hash(), other.weight_hash()
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 @pytest.mark.parametrize(
     ("saves", "loads"), [("none", "nvme+nvme"), ("nvme", "none"), ("nvme+nvme", "cpu")]
 )
 def test_a_checkpoint_loads_in_another_tier_and_training_goes_on_as_if_nothing_had_been(
-    worlds: WorldPool, tmp_path: Path, saves: str, loads: str
+    worlds: WorldPool, tmp_path: Path, saves: str, loads: str, optimizer: str
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    results = worlds.run(2, save_and_go_on, str(tmp_path / "root"), str(scratch), saves, loads)
+    root = str(tmp_path / "root")
+    results = worlds.run(2, save_and_go_on, root, str(scratch), saves, loads, optimizer)
     saved, uninterrupted, resumed = results[0]
     assert resumed == uninterrupted != saved
 

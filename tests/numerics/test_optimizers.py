@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ STEPS = 4
     [
         {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.95, 0.98]}},
         {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        {"type": "Muon", "params": {"lr": "auto", "nesterov": False, "ns_steps": 7}},
         {"type": "RMSprop", "params": {"lr": 1e-3, "momentum": 0.9, "centered": True}},
         {"type": "NAdam", "params": {"lr": "auto"}},
         {"type": "rprop", "params": {"lr": 1e-3}},
@@ -98,6 +100,18 @@ def test_lambs_step_is_the_papers_in_one_dimension() -> None:
     Lamb([weight], lr=0.1, eps=0.0001, bias_correction=False, betas=(0.0, 0.0)).step()
     # The direction has length 1, the weight 5: a step of 0.1 * 5 along it.
     assert weight.tolist() == pytest.approx([3.0 - 0.5 * 5000 / 5001 * 5001 / 5000, 4.0], abs=1e-3)
+
+
+def test_a_copy_of_an_optimizer_steps_as_the_original_does() -> None:
+    original = Lamb([nn.Parameter(torch.tensor([3.0, 4.0]))], lr=0.1)
+    copied = copy.deepcopy(original)
+    weights = []
+    for optimizer in (original, copied):
+        (weight,) = optimizer.param_groups[0]["params"]
+        weight.grad = torch.tensor([0.5, 0.1])
+        optimizer.step()
+        weights.append(weight.tolist())
+    assert weights[0] == weights[1] != [3.0, 4.0]
 
 
 def test_lion_steps_by_the_sign_and_decays_the_weight() -> None:
