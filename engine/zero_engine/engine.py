@@ -150,7 +150,8 @@ class Engine(Batching, Checkpointing, Accessors):
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
         self._core.moved.need(self._core, "scale()")
-        return self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
+        scaled = self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
+        return self._profile.watch_backward(scaled, self._run.cursor.step)
 
     def step(self) -> None:
         """End a micro-step; at the boundary, the step: update weights, scheduler and position.

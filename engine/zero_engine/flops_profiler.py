@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_engine.config.monitoring import FlopsProfiler
@@ -60,6 +62,18 @@ class Profile:
         for module, operations in counter.get_flop_counts().items():
             if module != _TOTAL:
                 self._modules[module] += sum(operations.values())
+
+    def watch_backward(self, loss: Tensor, steps_done: int) -> Tensor:
+        """`loss`, whose `.backward()`, called by the script, is measured in that step."""
+        if not self._is_due(steps_done):
+            return loss
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            with self.measure("backward", steps_done):
+                Tensor.backward(loss, *args, **kwargs)
+
+        vars(loss)["backward"] = backward
+        return loss
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def hash_after_three_steps(stage: int, output: str | None) -> str:
+def hash_after_three_steps(stage: int, output: str | None, plain: bool = False) -> str:
     engine, *_ = zero_engine.initialize(
         model=Stack(),
         config={
@@ -41,18 +42,23 @@ def hash_after_three_steps(stage: int, output: str | None) -> str:
         },
     )
     for step in range(3):
-        engine.backward(engine(torch.full((ROWS, WIDTH), 0.1 * (step + 1))))
+        loss = engine(torch.full((ROWS, WIDTH), 0.1 * (step + 1)))
+        if plain:
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
         engine.step()
     return engine.weight_hash()
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["the engine's backward", "the script's"])
 def test_the_second_step_is_counted_and_nothing_is_changed(
-    worlds: WorldPool, tmp_path: Path
+    worlds: WorldPool, tmp_path: Path, plain: bool
 ) -> None:
     for stage in (1, 3):
         output = tmp_path / f"stage-{stage}.txt"
-        plain = worlds.run(2, hash_after_three_steps, stage, None)
-        assert worlds.run(2, hash_after_three_steps, stage, str(output)) == plain
+        uncounted = worlds.run(2, hash_after_three_steps, stage, None)
+        assert worlds.run(2, hash_after_three_steps, stage, str(output), plain) == uncounted
         head, *modules = output.read_text().splitlines()
         assert head.startswith(f"step 2 on rank 0: forward {FORWARD / 1e9:.3f} GFLOP in ")
         assert f"backward {BACKWARD / 1e9:.3f} GFLOP in " in head
