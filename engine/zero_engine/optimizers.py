@@ -51,21 +51,21 @@ _FEW_STATES = (
     'one that keeps little state on each rank: "muon" or "lion" of the config, or AdamW with '
     "offload_optimizer"
 )
-_OURS = 'of the config, which works on shards: {{"type": "{}"}}'
+_OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
 
 # These look at whole matrices or at all parameters at once: pieces would change the result.
-_NOT_ELEMENTWISE = {
-    "Adafactor": _FEW_STATES,
-    "LAMB": _OURS.format("lamb"),
-    "LARS": _ELEMENTWISE_ONE,
-    "LBFGS": _ELEMENTWISE_ONE,
-    "Lars": _ELEMENTWISE_ONE,
-    "Lamb": _OURS.format("lamb"),
-    "Muon": _OURS.format("muon"),
-    "MuonWithAuxAdam": _OURS.format("muon"),
-    "Shampoo": _OURS.format("muon"),
-    "SparseAdam": _ELEMENTWISE_ONE,
+_INSTEAD = {
+    _FEW_STATES: "Adafactor CAME GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit",
+    _OURS.format("lamb"): "FusedLAMB FusedMixedPrecisionLamb LAMB Lamb",
+    _OURS.format("muon"): (
+        "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam SOAP Shampoo"
+    ),
+    _ELEMENTWISE_ONE: (
+        "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD FusedNovoGrad LARS LBFGS Lars "
+        "NovoGrad Prodigy SparseAdam"
+    ),
 }
+_NOT_ELEMENTWISE = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
 """Class -> what to use instead."""
 
 

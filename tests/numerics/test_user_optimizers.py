@@ -98,6 +98,25 @@ def initialize_with_foreign_parameters() -> None:
     zero_engine.initialize(model=make_model(), optimizer=stranger, config=settings)
 
 
+class FusedLAMB(torch.optim.SGD):
+    """By its name another package's, which needs whole parameters."""
+
+
+def test_an_object_that_needs_whole_parameters_is_refused_with_what_to_use_instead(
+    worlds: WorldPool,
+) -> None:
+    with pytest.raises(WorldError, match=r'FusedLAMB needs whole.*use that of the config.*"lamb"'):
+        worlds.run(1, initialize_with_a_lamb_of_others)
+
+
+def initialize_with_a_lamb_of_others() -> None:
+    settings = config()
+    del settings["optimizer"]
+    model = make_model()
+    stranger = FusedLAMB(model.parameters(), lr=0.1)
+    zero_engine.initialize(model=model, optimizer=stranger, config=settings)
+
+
 def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_rank(
     worlds: WorldPool,
 ) -> None:
