@@ -20,6 +20,7 @@ import argparse
 import multiprocessing
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Savers:
         self._writer = dcp.FileSystemWriter(root, single_file_per_rank=True, thread_count=1)
         self._group = dist.new_group()  # its threads talk while training does
         self._future: Future[object] | None = None
+        self._copy: subprocess.Popen[bytes] | None = None
         self._count = 0
 
     def begin_ours(self) -> None:
@@ -93,9 +95,18 @@ class Savers:
             process_group=self._group,
         )
 
+    def begin_disk(self) -> None:
+        self._count += 1
+        path = self.root / f"disk{self._count}-{dist.get_rank()}"
+        path.mkdir()
+        size = f"count={self.state_bytes // WORLD}"
+        ways = ["iflag=count_bytes", "oflag=direct", "conv=fsync", "bs=16M", "status=none"]
+        self._copy = subprocess.Popen(["dd", "if=/dev/zero", f"of={path / 'file'}", size, *ways])
+
     def busy(self) -> bool:
         """On any rank: all of them begin the next one together."""
         own = self._future is not None and not self._future.done()
+        own |= self._copy is not None and self._copy.poll() is None
         flags = torch.tensor([own or self.engine._persistence.saver.busy], dtype=torch.int32)
         dist.all_reduce(flags)
         return bool(flags)
@@ -104,7 +115,9 @@ class Savers:
         self.engine.wait_for_checkpoint()
         if self._future is not None:
             self._future.result()
-        self._future = None
+        if self._copy is not None:
+            assert self._copy.wait() == 0
+        self._future = self._copy = None
         dist.barrier()
 
     def clear(self) -> None:
@@ -116,6 +129,7 @@ class Savers:
 
 SYSTEMS: dict[str, Callable[[Savers], None] | None] = {
     "no save": None,
+    "disk": Savers.begin_disk,
     "ours": Savers.begin_ours,
     "DCP": Savers.begin_dcp,
 }
