@@ -34,7 +34,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from checkpoint_resume_worker import SYSTEMS, forget
+from checkpoint_resume_worker import SYSTEMS
+from counters import forget
 from rich.console import Console
 from rich.table import Table
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from counters import begin_memory, bytes_read, resident_bytes
 from torch import nn
 from training_model import GPT, Shape, batch
-from training_worker import begin_memory, resident_bytes
 
 OPTIMIZER = {"lr": 1e-4}
 
@@ -195,22 +195,6 @@ def timed() -> Iterator[list[float]]:
     yield took
     dist.barrier()
     took.append(time.perf_counter() - begin)
-
-
-def forget(root: Path) -> None:
-    """Drop the files under `root` from the page cache."""
-    os.sync()
-    for path in root.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read by system calls."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 def main() -> None:

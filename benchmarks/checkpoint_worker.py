@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_memory import node_memory
+from counters import begin_memory, bytes_read, forget, resident_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from training_worker import begin_memory, resident_bytes
 
 import zero_engine
 from zero_engine.checkpoint import Ballot, find
@@ -274,21 +274,6 @@ def timed(work: Callable[[], object]) -> Took:
     work()
     dist.barrier()
     return {"s": time.perf_counter() - started}
-
-
-def forget(root: Path) -> None:
-    """Drop the files under `root` from the page cache; they are clean, because they are synced."""
-    for path in root.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read by system calls."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 SAVES: dict[str, Callable[[Bench], Took]] = {

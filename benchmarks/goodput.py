@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ram import NODES, done, read, running, wait
+from ram import NODES, add_training, done, read, running, wait
 from recovery import below
 from rich.console import Console
 from rich.table import Table
@@ -54,13 +54,9 @@ def worker_of(directory: Path, agent: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--faults", type=int, default=4, help="in each window")
     parser.add_argument("--every-s", type=float, default=30.0, help="between two faults")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between saves to disk")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--root", type=Path, help="where checkpoints go (the temporary directory)")
+    add_training(parser, save_every=100, width=256, layers=4)
     args = parser.parse_args()
     alone: list[int] = []
     disturbed: list[int] = []

@@ -145,14 +145,20 @@ def wait(directory: Path, condition: object) -> list[Note]:
     return notes
 
 
+def add_training(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """The flags of `running`, and how often."""
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--save-every", type=int, help="steps between saves to disk")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--root", type=Path, help="where checkpoints go (the temporary directory)")
+    parser.set_defaults(**defaults)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15, help="before the kill")
-    parser.add_argument("--save-every", type=int, default=10, help="steps between saves to disk")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--root", type=Path, help="where checkpoints go (the temporary directory)")
+    add_training(parser, save_every=10, width=512, layers=8)
     args = parser.parse_args()
     found: dict[str, list[Trial]] = {system: [] for system in SYSTEMS}
     with private_server() as etcd:

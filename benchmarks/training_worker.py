@@ -11,12 +11,12 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from counters import begin_memory, resident_bytes
 from torch import nn
 from training_model import GPT, Shape, batch
 from training_systems import SYSTEMS, Setting
@@ -31,13 +31,6 @@ def sent_bytes(interface: str) -> int:
     return 0
 
 
-def resident_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def machine_busy_s() -> float:
     """Seconds of CPU that everything on this machine has used so far."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
@@ -46,13 +39,6 @@ def machine_busy_s() -> float:
 
 def count(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
-
-
-def begin_memory() -> int:
-    """Forget the peak of the imports, and return what they hold."""
-    with suppress(OSError):  # where this is not allowed, the imports' own peak stays in
-        Path("/proc/self/clear_refs").write_text("5")
-    return resident_bytes("VmRSS:")
 
 
 def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
