@@ -70,6 +70,17 @@ def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
         ({"optimizer": {"type": "Mine"}}, "optimizer Mine: its memory is not known"),
         ({"optimizer": {"type": "Muon"}}, "optimizer Muon: counted as for matrices; embeddings"),
         ({"gradient_clipping": 0}, "gradients are not clipped"),
+        (
+            {"managed_gradient_accumulation": False},
+            "a step ends where the script calls step(), so the global batch follows from",
+        ),
+        (
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                "zero_optimization": {"stage": 1},
+            },
+            "master weights rest in bf16; gradients are summed in fp32 all the same",
+        ),
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "the loss scale is fixed at 8"),
         ({"bf16": {"enabled": True}}, "stage 0 keeps all master weights and moments"),
     ],

@@ -105,20 +105,8 @@ def _batch(config: Config, world: int) -> tuple[BatchShape, bool]:
 
 
 def _warnings(config: Config) -> Iterator[str]:
-    try:
-        if _batch(config, 1)[1]:
-            yield (
-                "the batch depends on the number of ranks of the first start, and stays as it was "
-                "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
-            )
-    except ConfigError as error:
-        yield str(error)
-    if config.optimizer is None:
-        yield "no optimizer: give one to initialize(), or nothing is trained"
-    elif optimizer_states(config.optimizer) is None:
-        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
-    elif config.optimizer.type.lower() == "muon":
-        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
+    yield from _about_the_batch(config)
+    yield from _about_the_optimizer(config)
     if not config.gradient_clipping:
         yield "gradients are not clipped"
     if config.fp16.enabled and config.fp16.loss_scale:
@@ -130,6 +118,31 @@ def _warnings(config: Config) -> Iterator[str]:
         )
     if config.zero_optimization.stage == 0 and config.compute != "fp32":
         yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
+
+
+def _about_the_batch(config: Config) -> Iterator[str]:
+    try:
+        if _batch(config, 1)[1]:
+            yield (
+                "the batch depends on the number of ranks of the first start, and stays as it was "
+                "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
+            )
+    except ConfigError as error:
+        yield str(error)
+    if not config.managed_gradient_accumulation:
+        yield (
+            "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
+            "the global batch follows from the script and the number of ranks"
+        )
+
+
+def _about_the_optimizer(config: Config) -> Iterator[str]:
+    if config.optimizer is None:
+        yield "no optimizer: give one to initialize(), or nothing is trained"
+    elif optimizer_states(config.optimizer) is None:
+        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
+    elif config.optimizer.type.lower() == "muon":
+        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
 
 
 def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
