@@ -91,18 +91,38 @@ def test_what_may_surprise_is_a_warning(data: dict[str, Any], warning: str) -> N
     assert any(warning in line for line in warnings)
 
 
+def test_a_world_divides_no_batch_that_is_not_given() -> None:
+    row = next(line for line in lines({}) if line.startswith("      1 "))
+    assert row.endswith("   no batch size is given")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch": 3}', "train_batch: unknown config key; did you mean 'train_batch_size'?"),
+        (
+            '{"seed": ',
+            "config 'config.json' is not JSON: Expecting value: line 1 column 10 (char 9)",
+        ),
+        ("[1]", "config 'config.json' is a JSON list; it must be an object"),
+        ("\n", "config 'config.json' is empty; write {} for a config without keys"),
+        (None, "config 'config.json' cannot be read: No such file or directory"),
+    ],
+)
 def test_a_bad_file_is_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"train_batch": 3}')
-    assert main([str(path)]) == 2
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("config.json").write_text(text)
+    assert main(["config.json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == (
-        "python -m zero_engine.config: train_batch: unknown config key; did you mean "
-        "'train_batch_size'?\n"
-    )
+    assert captured.err == f"python -m zero_engine.config: {message}\n"
 
 
 def test_it_runs_from_the_command_line(tmp_path: Path) -> None:

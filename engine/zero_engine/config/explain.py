@@ -156,6 +156,8 @@ def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
 
 def _work(config: Config, world: int) -> str:
     """The micro-steps of a step, and the part of them in which a rank is not idle."""
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        return "no batch size is given"
     try:
         leaves = _batch(config, world)[0].leaves
     except ConfigError:

@@ -95,24 +95,27 @@ def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
 
 def read_json(source: str | Path) -> Mapping[str, Any]:
     """The JSON or HJSON object in a string, in base64 or a file; repeated keys are an error."""
-    text = str(source)
+    text, name = str(source), "the config"
     if not text.lstrip().startswith("{"):
-        text = _from_base64(text) or _from_file(source)
+        decoded = _from_base64(text)
+        text, name = (decoded, name) if decoded else (_from_file(source), f"config {text!r}")
+    if not text.strip():
+        raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
     try:
         data = json.loads(text, object_pairs_hook=_no_repeats)
     except json.JSONDecodeError as error:
-        data = _from_hjson(text, error)
+        data = _from_hjson(text, f"{name} is not JSON: {error}")
     if not isinstance(data, Mapping):
-        raise ConfigError(f"the config is a JSON {type(data).__name__}; it must be an object")
+        raise ConfigError(f"{name} is a JSON {type(data).__name__}; it must be an object")
     return data
 
 
-def _from_hjson(text: str, error: json.JSONDecodeError) -> Any:
+def _from_hjson(text: str, otherwise: str) -> Any:
     """JSON with comments and without some commas, which DeepSpeed reads too."""
     try:
         return hjson.loads(text, object_pairs_hook=_no_repeats)
     except hjson.HjsonDecodeError:
-        raise ConfigError(f"the config is not JSON: {error}") from error
+        raise ConfigError(otherwise) from None
 
 
 def _from_base64(text: str) -> str | None:
