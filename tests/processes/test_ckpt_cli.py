@@ -126,6 +126,8 @@ def test_verify_and_diff_say_by_their_exit_code_what_they_found(root, ckpt, of_j
     ("arguments", "message", "code"),
     [
         (["ls", "{tmp}/nowhere"], "nowhere: there is no such directory", 2),
+        (["ls", __file__], "this is a file; give a directory of checkpoints", 2),
+        (["show", __file__], "this is a file; give a directory of checkpoints, one checkpoint", 2),
         (["ls", "{root}/{newest}"], "is one checkpoint; give the directory above", 2),
         (["show", "{tmp}"], "there is no usable checkpoint here", 2),
         (["show", "{root}@best"], "no checkpoint is tagged 'best'; tags there are: global", 2),

@@ -82,11 +82,28 @@ def test_what_is_no_state_dict_is_named_with_the_remedy(tmp_path):
         from_torch(tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match="no key 'net'; there are: model, step"):
         from_torch(tmp_path / "m.pt", key="net")
-    (tmp_path / "m.pt").write_bytes(b"not a zip")
-    with pytest.raises(CheckpointError, match="torch cannot read it"):
-        from_torch(tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match="no such file"):
         from_torch(tmp_path / "nowhere.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"not a zip", "Unsupported operand 110"),
+        (b".", "pop from empty list"),
+        (b"", "EOFError"),
+    ],
+)
+def test_what_is_no_file_of_torch_is_asked_about_and_nobody_is_told_to_trust_it(
+    tmp_path, content, found
+):
+    path = tmp_path / "m.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as refused:
+        from_torch(path)
+    assert str(refused.value) == (
+        f"{path}: torch cannot read it: {found}; is it a file of torch.save?"
+    )
 
 
 def test_a_pickle_runs_only_for_those_who_trust_it(tmp_path):

@@ -51,9 +51,8 @@ def load_torch(
         if allow_pickle:
             return torch.load(source, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
-            mapped = isinstance(source, Path) and zipfile.is_zipfile(
-                source
-            )  # as torch >= 1.6 writes
+            # As torch >= 1.6 writes.
+            mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{what}: there is no such file") from None
@@ -64,8 +63,10 @@ def load_torch(
             f"{what}: its pickle needs the module {error.name!r}; install it, or leave out "
             "--allow-pickle"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{what}: torch cannot read it: {_first_line(error)}") from error
+    except OSError:
+        raise
+    except Exception as error:  # bytes that are no pickle fail in whatever way they happen to
+        raise CheckpointError(_unreadable(what, _first_line(error))) from error
 
 
 def _refusal(what: str, problem: str) -> str:
@@ -76,7 +77,13 @@ def _refusal(what: str, problem: str) -> str:
             f"{what}: its pickle asks for {name}, and would run code of whoever wrote it; "
             "add --allow-pickle if you trust that"
         )
-    return f"{what}: torch cannot read it: {problem.splitlines()[0]}"
+    # torch advises to run the pickle first of all, and says only then what it found.
+    found = problem.rpartition("WeightsUnpickler error:")[2].strip()
+    return _unreadable(what, found.splitlines()[0])
+
+
+def _unreadable(what: str, problem: str) -> str:
+    return f"{what}: torch cannot read it: {problem}; is it a file of torch.save?"
 
 
 def _first_line(error: Exception) -> str:
