@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="zero-ctl",
         description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
         epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
-        "node, 3 etcd out of reach. Each flag can be set as PET_<FLAG> in the environment.",
+        "node, 3 etcd out of reach. The flags of etcd can be set as PET_<FLAG> in the environment.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
