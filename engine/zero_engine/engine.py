@@ -126,8 +126,7 @@ class Engine(Batching, Checkpointing, Accessors):
                 `count` tokens.
             retain_graph: As for Tensor.backward.
             scale_wrt_gas: Weight the loss by the micro-batch's share of the global batch; False
-                if the script has done so. With managed_gradient_accumulation: false, False means
-                that the script has divided it over the micro-steps; the ranks are averaged.
+                if the script has divided it over its micro-steps: the ranks are averaged then.
             tokens: How many tokens the mean is over. Given in every micro-step, each token of the
                 global batch counts the same; otherwise each sample does.
 

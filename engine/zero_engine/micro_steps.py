@@ -25,7 +25,7 @@ from zero_engine.data import PAST_THE_EPOCH, Ticket
 from zero_engine.errors import EngineError
 from zero_engine.global_batch import StepPlan
 from zero_engine.parts import Core, Run
-from zero_engine.token_weights import NOT_GIVEN, checked, correction, nominal
+from zero_engine.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, nominal
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Weighted:
     scaled: Tensor
     """And times the loss scale: what is differentiated."""
     tokens: float
-    """How many it is over, or NOT_GIVEN."""
+    """How many it is over, or NOT_GIVEN, or BY_SCRIPT."""
 
 
 class MicroSteps:
@@ -75,7 +75,8 @@ class MicroSteps:
         Args:
             loss: A scalar; see `Engine.backward`.
             tokens: How many tokens a mean is over.
-            by_share: Weight a loss without tokens by its samples.
+            by_share: Weight a loss without tokens by its samples; otherwise the script has divided
+                it over its micro-steps.
 
         Raises:
             EngineError: It cannot be differentiated, or not now.
@@ -90,25 +91,22 @@ class MicroSteps:
                 f"backward(): the loss has shape {tuple(value.shape)} and requires_grad is "
                 f"{value.requires_grad}; give one number that depends on trained parameters"
             )
-        count = NOT_GIVEN if tokens is None else float(checked(tokens))
-        weight = self._weight(count, by_share=by_share, is_sum=isinstance(loss, tuple))
+        uncounted = NOT_GIVEN if by_share else BY_SCRIPT
+        count = uncounted if tokens is None else float(checked(tokens))
+        weight = self._weight(count, is_sum=isinstance(loss, tuple))
         # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold.
         wide = value if zero.scale == 1 else value.float()
-        share = wide if weight is None else wide * weight
+        share = wide * weight
         return Weighted(share, share if zero.scale == 1 else share * zero.scale, count)
 
-    def _weight(self, count: float, *, by_share: bool, is_sum: bool) -> float | None:
-        """What the loss is multiplied with; None for nothing."""
-        plan = self._run.plan()
-        if count != NOT_GIVEN:
-            return (1.0 if is_sum else count) / nominal(plan)
-        if by_share:
-            return plan.weight(self._run.leaf())
-        return None if self._run.managed else self._part_of_micro_step()
-
-    def _part_of_micro_step(self) -> float:
-        """What the script divides over its micro-steps, the ranks divide as well."""
-        return self._run.leaf().size / (self._run.batch.micro_batch * self._run.world)
+    def _weight(self, count: float, *, is_sum: bool) -> float:
+        """What the loss is multiplied with."""
+        run = self._run
+        if count == NOT_GIVEN:
+            return run.plan().weight(run.leaf())
+        if count == BY_SCRIPT:  # over its micro-steps; here over the ranks
+            return run.leaf().size / (run.batch.micro_batch * run.world)
+        return (1.0 if is_sum else count) / nominal(run.plan())
 
     # ---- backward ----
 

@@ -23,6 +23,8 @@ NOMINAL = 256
 
 NOT_GIVEN = -1.0
 """In the place of a count: this loss is weighted by its samples."""
+BY_SCRIPT = -2.0
+"""In the place of a count: the script has divided this loss over its micro-steps."""
 
 _LARGEST = 1 << 24  # counts travel as fp32
 
@@ -50,21 +52,26 @@ def nominal(plan: StepPlan) -> int:
 def correction(counts: Tensor, plan: StepPlan) -> float:
     """What the sums over a step are multiplied with.
 
-    A step that the script ends has as many samples as there are ranks and micro-steps for, but at
-    the end of an epoch: the mean over what there is then stands for the mean over full leaves.
+    Whoever divides over micro-steps and ranks takes all their leaves for full ones; where some are
+    short or ghosts, the mean over the samples that there are stands for that.
 
     Args:
-        counts: [world, micro-steps], the tokens of every leaf, or NOT_GIVEN.
+        counts: [world, micro-steps], the tokens of every leaf, or NOT_GIVEN, or BY_SCRIPT.
         plan: The step; what is beyond its leaves is ghosts.
 
     Raises:
-        EngineError: Some leaves have a count and some have not.
+        EngineError: Not all leaves are weighted in the same way.
     """
     leaves = counts.t().flatten()[: plan.leaves].tolist()
-    without = leaves.count(NOT_GIVEN)
+    without = sum(count < 0 for count in leaves)
     if without == len(leaves):
-        full = counts.numel() * plan.micro_batch
-        return 1.0 if plan.weighed_as is None else full / plan.samples
+        if len(set(leaves)) > 1:
+            raise EngineError(
+                "scale_wrt_gas is true in some micro-batches of this step and false in others; "
+                "give the same to every backward()"
+            )
+        full = counts.numel() * plan.micro_batch / plan.samples
+        return full if BY_SCRIPT in leaves or plan.weighed_as is not None else 1.0
     if without:
         raise EngineError(
             f"{without} of the {len(leaves)} micro-batches of this step have no number of tokens, "

@@ -77,6 +77,28 @@ def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
     assert one_result(worlds, fingerprints_of_own_steps, scaling, sizes=(1, 2, 3)) == ours
 
 
+def fingerprints_scaled_by_the_script() -> list[tuple[Any, ...]]:
+    """In steps of the engine's own."""
+    found = []
+    for stage in STAGES:
+        settings = {"train_batch_size": 2 * LEAVES, "managed_gradient_accumulation": True}
+        engine = make(size=4 * LEAVES, stage=stage, **settings)
+        while engine.global_steps < STEPS:
+            for batch in engine.training_dataloader:
+                count = engine.gradient_accumulation_steps()
+                engine.backward(engine(batch) * (1 / count), scale_wrt_gas=False)
+                engine.step()
+                if engine.global_steps == STEPS:
+                    break
+        found.append(fingerprint(engine))
+    return found
+
+
+def test_a_script_may_divide_over_the_micro_steps_of_the_engine(worlds: WorldPool) -> None:
+    ours = one_result(worlds, fingerprints_of_managed_steps, sizes=(1,))
+    assert one_result(worlds, fingerprints_scaled_by_the_script, sizes=(1, 2, 3)) == ours
+
+
 # ---- what is consumed ----
 
 
@@ -123,45 +145,46 @@ def step_by_step(engine: Engine, steps: int) -> None:
 
 # ---- what a step is at the end of an epoch ----
 
+SIZE = 21
+"""Samples in 11 leaves, of which the last is short; with 2 or 4 ranks there is a ghost as well."""
 
-def test_a_step_over_a_whole_epoch_is_the_mean_of_its_samples_at_every_world_size(
-    worlds: WorldPool,
-) -> None:
-    """23 samples in leaves of 2: one leaf is short, and with 4 ranks, two are ghosts."""
-    (alone,) = worlds.run(1, step_over_an_epoch, False)
-    managed = worlds.run(1, managed_step_over_an_epoch)[0]
-    for world in (2, 4):
-        for loss, norm in worlds.run(world, step_over_an_epoch, False):
-            assert (loss, norm) == pytest.approx(alone, rel=1e-5)
-    assert alone == pytest.approx(managed, rel=1e-5)
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_ghosts_and_short_leaves_are_no_part_of_the_mean(worlds: WorldPool, managed: bool) -> None:
+    expected = worlds.run(1, managed_step_over_an_epoch)[0]
+    for world in (1, 2, 4):
+        for found in worlds.run(world, scaled_step_over_an_epoch, managed):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def scaled_step_over_an_epoch(managed: bool) -> tuple[float, float | None]:
+    engine = make(size=SIZE, managed_gradient_accumulation=managed, train_batch_size=24)
+    for batch in engine.training_dataloader:
+        engine.backward(engine(batch) / -(-11 // engine.world_size), scale_wrt_gas=False)
+        if managed:
+            engine.step()
+    if not managed:
+        engine.step()
+    return engine.mean_loss, engine.get_global_grad_norm()
 
 
 def test_tokens_count_alike_in_a_step_of_any_size_with_the_same_bits_in_every_world(
     worlds: WorldPool,
 ) -> None:
-    one_result(worlds, step_over_an_epoch, True, sizes=(1, 2, 4))
+    one_result(worlds, step_over_an_epoch, sizes=(1, 2, 4))
 
 
-def step_over_an_epoch(by_tokens: bool) -> tuple[float, float | None]:
-    engine = make()
-    loader = engine.training_dataloader
-    for batch in loader:
-        loss = engine(batch)
-        if by_tokens:
-            engine.backward(loss, tokens=batch.numel())
-        else:
-            engine.backward(loss / engine.world_size, scale_wrt_gas=False)
-    count = engine.micro_steps
-    assert count == -(-12 // engine.world_size)
+def step_over_an_epoch() -> tuple[float, float | None]:
+    engine = make(size=SIZE)
+    for batch in engine.training_dataloader:
+        engine.backward(engine(batch), tokens=batch.numel())
+    assert engine.micro_steps == -(-11 // engine.world_size)
     engine.step()
-    factor = 1.0 if by_tokens else engine.world_size / count
-    norm = engine.get_global_grad_norm()
-    assert norm is not None
-    return engine.mean_loss * factor, norm * factor
+    return engine.mean_loss, engine.get_global_grad_norm()
 
 
 def managed_step_over_an_epoch() -> tuple[float, float | None]:
-    engine = make(managed_gradient_accumulation=True, train_batch_size=24)
+    engine = make(size=SIZE, managed_gradient_accumulation=True, train_batch_size=24)
     train(engine, 1)
     return engine.mean_loss, engine.get_global_grad_norm()
 
@@ -208,3 +231,15 @@ def misuse(kind: str) -> None:
 def test_what_does_not_go_with_it_is_named(worlds: WorldPool, kind: str, message: str) -> None:
     with pytest.raises(WorldError, match=message):
         worlds.run(1, misuse, kind)
+
+
+def scale_now_and_then() -> None:
+    engine = make()
+    for number, batch in enumerate(engine.training_dataloader):
+        engine.backward(engine(batch), scale_wrt_gas=number == 0)
+    engine.step()
+
+
+def test_all_losses_of_a_step_are_scaled_by_one_of_the_two(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match=r"scale_wrt_gas is true in some .* and false in others"):
+        worlds.run(1, scale_now_and_then)
