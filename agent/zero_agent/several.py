@@ -27,10 +27,11 @@ def run(count: int, flags: Sequence[str]) -> int:
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _FORWARDED:
         signal.signal(number, lambda got, frame: signals.put(got))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     agent = tethered([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)
     started: list[subprocess.Popen[bytes]] = []
     while len(started) < count and signals.empty():
-        started.append(subprocess.Popen(agent, start_new_session=True))
+        started.append(_start(agent))
     if not started:
         return 128 + signals.get()
     while None in [process.poll() for process in started]:
@@ -39,6 +40,15 @@ def run(count: int, flags: Sequence[str]) -> int:
             for process in started:
                 process.send_signal(got)  # does nothing once it has ended
     return verdict([process.returncode for process in started])
+
+
+def _start(agent: list[str]) -> subprocess.Popen[bytes]:
+    """Start an agent; Ctrl-C waits until it can answer, since Python would with a traceback."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(agent, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def verdict(codes: Sequence[int]) -> int:

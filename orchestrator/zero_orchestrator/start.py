@@ -1,7 +1,8 @@
 """The console scripts from their first instant: Ctrl-C ends them without a word.
 
 What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
-traceback through other people's modules. Must always hold: this module imports next to nothing;
+traceback through other people's modules; so who starts them as processes may have blocked SIGINT,
+and here it is let in. Must always hold: this module imports next to nothing;
 the programs are known to it by name alone. Who calls it: the console scripts, `python -m`.
 """
 
@@ -46,6 +47,7 @@ def _killed_by_interrupt() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield
     finally:

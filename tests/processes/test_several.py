@@ -24,7 +24,7 @@ def hook(event, args):
             print(*args[1], file=file)
         with open({started!r}) as file:
             if len(file.readlines()) == {last}:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), {number})
 
 if sys.orig_argv[1:3] == ["-m", "zero_agent.several"]:
     sys.addaudithook(hook)
@@ -34,12 +34,15 @@ if sys.orig_argv[1:3] == ["-m", "zero_agent.several"]:
 
 @pytest.mark.processes
 @pytest.mark.etcd
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("last", range(1, COUNT + 1))
 def test_a_signal_while_agents_are_started_reaches_those_and_no_other_starts(
-    tmp_path: Path, etcd, last: int
+    tmp_path: Path, etcd, last: int, number: signal.Signals
 ):
     started = tmp_path / "started"
-    (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT.format(started=str(started), last=last))
+    (tmp_path / "sitecustomize.py").write_text(
+        SIGNAL_AT.format(started=str(started), last=last, number=int(number))
+    )
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('a round has begun')\n")
     flags = ["--rdzv-endpoint", etcd.endpoint, "--rdzv-id", tmp_path.name, "--nnodes", str(COUNT)]
@@ -54,5 +57,6 @@ def test_a_signal_while_agents_are_started_reaches_those_and_no_other_starts(
     assert len(started.read_text().splitlines()) == last
     # All have ended, or their output would not have. The second code is of an agent that had come
     # far enough to leave.
-    assert done.returncode in (128 + signal.SIGTERM, AgentExit.DRAINED), done.stderr
+    assert done.returncode in (128 + number, AgentExit.DRAINED), done.stderr
     assert "a round has begun" not in done.stderr
+    assert "Traceback" not in done.stderr

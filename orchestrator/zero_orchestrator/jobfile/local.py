@@ -7,6 +7,7 @@ several. Who calls it: `run`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -43,4 +44,5 @@ def start(job: Job, agents: int) -> NoReturn:
         raise JobFileError(job.source.tell(Problem(key="script", text=text)))
     words = command(job) if agents == 1 else command(job, "zero_agent.several", str(agents))
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
     os.execve(sys.executable, words, os.environ | variables(job))
