@@ -27,7 +27,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.storage import Disk
-from zero_engine.checkpoint.writer import Image
+from zero_engine.checkpoint.writer import Image, LiveImage
 from zero_engine.config.saving import Checkpoint
 from zero_engine.distributed import group_store
 from zero_engine.elastic import AgentLink
@@ -82,10 +82,11 @@ class Saver:
         Returns:
             Whether it was copied; if not, nothing may change before `wait`.
         """
-        image = self._freeze(request.state) if copy else None
+        copied = self._freeze(request.state) if copy else None
+        image = copied or self._live(request.state)
         self._in_flight_step = request.step
         self._background.start(request.step, partial(self._save, request, image))
-        return image is not None
+        return copied is not None
 
     def wait(self) -> Outcome | None:
         """How the save in flight has ended, once it has; None if there is none to tell of."""
@@ -141,6 +142,13 @@ class Saver:
         except CheckpointError:
             pass  # the save itself will say it, to all ranks
         return None
+
+    def _live(self, state: State) -> Image | None:
+        """This rank's share where it lies; None if it cannot be stored."""
+        try:
+            return LiveImage(self.lay_out(state))
+        except CheckpointError:
+            return None  # the save itself will say it, to all ranks
 
     def lay_out(self, state: State) -> FileLayout:
         """The layout; where tensors are many it takes as long as the copy, so it is kept."""

@@ -28,8 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.dtypes import byte_view
-from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.layout import FileLayout, parts
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +153,7 @@ class _Copy:
 
 
 def _plan(layout: FileLayout, memory: Tensor) -> _Copy:
-    pieces = [byte_view(placed.piece.data) for placed in layout.placed]
-    sources = [torch.frombuffer(bytearray(layout.head), dtype=torch.uint8), *pieces]
+    sources = list(parts(layout))
     targets = memory[: layout.size_bytes].split([part.numel() for part in sources])
     return _Copy(layout, targets, sources)
 

@@ -8,18 +8,21 @@ flat state owns few long runs of the file, whatever the next world size is.
 
 Must always hold: the offsets are those that the header says and that the manifest repeats.
 
-Called by `writer`; the format is https://github.com/huggingface/safetensors.
+Called by `writer` and `arena`; the format is https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zero_engine.checkpoint.dtypes import name_of
+import torch
+from torch import Tensor
+
+from zero_engine.checkpoint.dtypes import byte_view, name_of
 from zero_engine.checkpoint.pieces import Piece, State, TensorId, TensorInfo
 from zero_engine.errors import CheckpointError
 
@@ -55,6 +58,33 @@ class FileLayout:
             "length": [p.piece.data.numel() for p in self.placed],
             "offset": [p.offset for p in self.placed],
         }
+
+
+def parts(layout: FileLayout) -> Iterator[Tensor]:
+    """The bytes of a file in order, as few uint8 vectors wherever they are: the head, the pieces.
+
+    Pieces that follow each other in memory as they do in the file are one vector: a model of many
+    small tensors is copied in long runs of its flat buffers.
+    """
+    yield torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
+    run: list[Tensor] = []
+    for placed in layout.placed:
+        piece = byte_view(placed.piece.data)
+        if run and not _follows(piece, run[-1]):
+            yield _joined(run)
+            run = []
+        run.append(piece)
+    if run:
+        yield _joined(run)
+
+
+def _follows(piece: Tensor, last: Tensor) -> bool:
+    same = piece.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and piece.data_ptr() == last.data_ptr() + last.numel()
+
+
+def _joined(run: Sequence[Tensor]) -> Tensor:
+    return run[0].as_strided((sum(piece.numel() for piece in run),), (1,))
 
 
 def numel(info: TensorInfo) -> int:

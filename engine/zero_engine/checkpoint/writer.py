@@ -22,10 +22,8 @@ from typing import Protocol
 
 import torch
 import xxhash
-from torch import Tensor
 
-from zero_engine.checkpoint.dtypes import byte_view
-from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.layout import FileLayout, parts
 from zero_engine.checkpoint.manifest import FileRecord
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
@@ -68,7 +66,7 @@ class LiveImage:
         slab_bytes = min(_SLAB_BYTES, self.layout.size_bytes)
         buffers = itertools.cycle([mmap.mmap(-1, slab_bytes), mmap.mmap(-1, slab_bytes)])
         buffer, filled = next(buffers), 0
-        for part in self._parts():
+        for part in parts(self.layout):
             done = 0
             while done < len(part):
                 count = min(len(part) - done, slab_bytes - filled)
@@ -80,12 +78,6 @@ class LiveImage:
                     buffer, filled = next(buffers), 0
         if filled:
             yield memoryview(buffer)[:filled]
-
-    def _parts(self) -> Iterator[Tensor]:
-        """The head, then each piece: uint8 vectors, wherever they are."""
-        yield torch.frombuffer(bytearray(self.layout.head), dtype=torch.uint8)
-        for placed in self.layout.placed:
-            yield byte_view(placed.piece.data)
 
 
 class BlockHasher:
