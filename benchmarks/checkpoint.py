@@ -54,6 +54,7 @@ def main() -> None:
             worlds = {args.save_world: same} | {
                 world: measure(args, workload, Path(folder), world, load_plan(args.trials))
                 for world in args.load_worlds
+                if world != args.save_world
             }
         show(console, workload, args.save_world, worlds)
     console.print(plan_line())
