@@ -138,6 +138,7 @@ def test_verify_and_diff_say_by_their_exit_code_what_they_found(root, ckpt, of_j
         (["export", "{root}", "o", "--to=hf", "--hf-config={tmp}"], "there is no config.json", 2),
         (["import", "{tmp}/no", "{tmp}/o", "--from=hf"], "no: there is no such file or dir", 2),
         (["import", "{tmp}", "{tmp}/o", "--from=dcp"], "no .metadata in it", 2),
+        (["import", __file__, "{tmp}/o", "--from=deepspeed"], "this is a file; give the dir", 2),
         (["import", "{tmp}", "{tmp}/o", "--from=hf", "--key=m"], "--key is for --from torch", 2),
         (["import", "{tmp}", "{tmp}/o", "--from=torch", "--tie=a"], "write OTHER=NAME", 2),
     ],

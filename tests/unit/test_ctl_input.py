@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from zero_orchestrator.cli import CtlExit, main
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    """What `main` sets for its process ends with the test."""
+    caplog.set_level(logging.CRITICAL, "zero_orchestrator")
 
 
 @pytest.mark.parametrize(

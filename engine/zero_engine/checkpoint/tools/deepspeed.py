@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zero_engine.checkpoint.tools.foreign import Foreign
 from zero_engine.checkpoint.tools.hyper import group_record
+from zero_engine.checkpoint.tools.locate import absence
 from zero_engine.checkpoint.tools.pickles import load_torch
 from zero_engine.errors import CheckpointError
 
@@ -85,7 +86,7 @@ def _read(parts: _Parts) -> Foreign:
 
 def _tag_directory(source: Path) -> Path:
     if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such directory")
+        raise CheckpointError(f"{source}: {absence(source)}; give the directory of a checkpoint")
     latest = source / "latest"
     if latest.is_file():
         source = source / latest.read_text(errors="replace").strip()

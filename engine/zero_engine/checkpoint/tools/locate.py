@@ -39,7 +39,7 @@ def root(name: str) -> Place:
     """
     path = place(name)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: {_absence(path)}; give a directory of checkpoints")
+        raise CheckpointError(f"{path}: {absence(path)}; give a directory of checkpoints")
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
     return path
@@ -57,13 +57,14 @@ def split(name: str) -> tuple[Place, str | None]:
         path = place(directory)
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: {_absence(path)}; give a directory of checkpoints, one checkpoint in it, or "
+            f"{path}: {absence(path)}; give a directory of checkpoints, one checkpoint in it, or "
             "DIR@TAG"
         )
     return path, tag
 
 
-def _absence(path: Place) -> str:
+def absence(path: Place) -> str:
+    """Why a path that is no directory is none."""
     return "this is a file" if path.exists() else "there is no such directory"
 
 
