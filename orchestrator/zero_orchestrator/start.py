@@ -2,8 +2,8 @@
 
 What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
 traceback through other people's modules; so who starts them as processes may have blocked SIGINT,
-and here it is let in. Must always hold: this module imports next to nothing; the programs are known to
-it by name alone. Who calls it: the console scripts, `python -m`.
+and here it is let in. Must always hold: this module imports next to nothing; the programs are
+known to it by name alone. Who calls it: the console scripts, `python -m`.
 """
 
 from __future__ import annotations
