@@ -12,6 +12,7 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -166,12 +167,11 @@ class GradReducer:
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
         self._pool = BufferPool(device)
-        for gradient in gradients:
-            self._hook(gradient)
-
-    def _hook(self, gradient: UnitGradient) -> None:
-        for position, param in enumerate(gradient.unit.params):
-            param.register_post_accumulate_grad_hook(partial(self._on_gradient, gradient, position))
+        for number, gradient in enumerate(self._order):
+            for position, param in enumerate(gradient.unit.params):
+                param.register_post_accumulate_grad_hook(
+                    partial(_tell, weakref.ref(self), number, position)
+                )
 
     def begin(self, live: int, *, first: bool) -> None:
         """Expect one backward pass.
@@ -198,13 +198,15 @@ class GradReducer:
         self._pool.free()  # the next forward needs the memory
         self._running = False
 
-    def _on_gradient(self, gradient: UnitGradient, position: int, param: Tensor) -> None:
+    def on_gradient(self, number: int, position: int, param: Tensor) -> None:
+        """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
         if not self._running:
             raise EngineError(
                 "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
                 "call engine.scale(loss).backward()"
             )
         assert param.grad is not None
+        gradient = self._order[number]
         self._ensure_buffer(gradient)
         gradient.write(position, param.grad)
         param.grad = None
@@ -313,3 +315,14 @@ def _sum(leaves: list[Tensor], total: Tensor) -> None:
         total.copy_(first)
     for number, leaf in enumerate(others, start=1):
         torch.add(first, leaf, out=total if number == len(others) else first)
+
+
+def _tell(reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor) -> None:
+    """The hook of a parameter: it must not keep the reducer and all of its buffers alive.
+
+    Python's collector does not see what a hook of autograd refers to, so an engine that its script
+    has let go of would otherwise stay, with its memory and the threads of its group.
+    """
+    alive = reducer()
+    if alive is not None:
+        alive.on_gradient(number, position, param)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import EngineError
@@ -73,6 +74,8 @@ class ParamCoordinator:
         self._pass = Pass()
         self._traces: tuple[list[int], list[int]] | None = ([], [])
         """What was needed in forward and backward; None when the order is settled."""
+        self._graph_hooks: list[RemovableHandle] = []
+        """Those that refer to the graph that refers to them: it would stay after backward."""
         if units:
             root.register_forward_pre_hook(self._before_root)
             root.register_forward_hook(self._after_root)
@@ -98,6 +101,8 @@ class ParamCoordinator:
     def end_backward(self) -> None:
         """Release everything, the root included."""
         self._in_backward = False
+        while self._graph_hooks:
+            self._graph_hooks.pop().remove()
         self._release(self._units)
         if self._units:
             self._settle_order()
@@ -166,7 +171,8 @@ class ParamCoordinator:
         untrained = [unit for unit in units if not unit.trained]
         tensors = list(_differentiable(inputs))
         if untrained and tensors:
-            register_multi_grad_hook(tensors, lambda _gradients: self._release(untrained))
+            hook = register_multi_grad_hook(tensors, lambda _gradients: self._release(untrained))
+            self._graph_hooks.append(hook)
 
     # ---- gather and release ----
 

@@ -124,6 +124,7 @@ class Saver:
     def close(self) -> None:
         """Finish what is in flight, and give the memory back."""
         self.report(self.wait())
+        self._background.close()
         self.arena.close()
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:

@@ -101,9 +101,14 @@ def test_how_far_ahead_parameters_are_gathered_changes_no_result(
     assert worlds.run(3, run, 3, LEFT_OUT, zero) == [alone] * 3
 
 
+_LAST: list[Engine] = []
+"""Kept, so that a rank does not leave before the others have been told."""
+
+
 def diverge(stage: int, how: str) -> str:
     """What a rank is told when it does what the others do not; its name ends it within 10 s."""
     engine = branching_engine(stage, BACKWARDS if how == "order" else [EVERY])
+    _LAST[:] = [engine]
     began = time.monotonic()
     try:
         if how == "call":

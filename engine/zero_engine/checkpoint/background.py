@@ -59,6 +59,10 @@ class Background:
         """The same, or None at once if it has not ended."""
         return None if self.busy else self.wait()
 
+    def close(self) -> None:
+        """End the thread, once it has let go of the last save; no other may follow."""
+        self._threads.shutdown()
+
 
 def _outcome_of(step: int, save: Callable[[], Place]) -> Outcome:
     begin = time.monotonic()

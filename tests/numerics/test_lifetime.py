@@ -1,0 +1,35 @@
+"""An engine that its script lets go of takes its memory with it: several may follow each other."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.zero import GatheredParameters
+
+
+def left_over(stage: int, asynchronous: bool, root: str) -> int:
+    """Units that are still there after their engine, of those that there were."""
+    settings = config(stage) | {"checkpoint": {"async": asynchronous}}
+    engine = make_engine(settings)
+    train(engine, 2)
+    engine.save_checkpoint(root)
+    with GatheredParameters(list(engine.module.parameters())):
+        pass
+    units = [weakref.ref(unit) for unit in engine._core.units]
+    assert units
+    engine.destroy()
+    del engine
+    gc.collect()
+    return sum(unit() is not None for unit in units)
+
+
+@pytest.mark.parametrize(("stage", "asynchronous"), [(0, False), (1, True), (2, False), (3, True)])
+def test_an_engine_that_is_let_go_of_leaves_no_memory_behind(
+    worlds: WorldPool, tmp_path, stage: int, asynchronous: bool
+) -> None:
+    assert worlds.run(2, left_over, stage, asynchronous, str(tmp_path)) == [0, 0]
