@@ -97,7 +97,9 @@ def test_srun_tasks_form_a_group_by_themselves():
         f"zero_engine.init_distributed(distributed_port={free_port()})\n"
         "mine = torch.tensor([dist.get_rank() + 1.0])\n"
         "dist.all_reduce(mine)\n"
-        "print(dist.get_rank(), dist.get_world_size(), mine.item())\n"
+        "print(dist.get_rank(), dist.get_world_size(), mine.item(), flush=True)\n"
+        # Without it torch may abort while the interpreter ends, if the other rank is gone first.
+        "dist.destroy_process_group()\n"
     )
     common = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
     tasks = [
