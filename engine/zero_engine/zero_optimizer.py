@@ -169,6 +169,15 @@ class ZeroOptimizer:
         for index, group in enumerate(self.optimizer.param_groups):
             yield group, [segment for segment in self.segments if segment.group == index]
 
+    def names_by_group(self) -> list[list[str]]:
+        """The names of what each param group trains, in unit order."""
+        names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        for unit in self.units:
+            for slot in unit.layout.slots:
+                if slot.group is not None:
+                    names[slot.group].append(slot.fqn)
+        return names
+
     def step(
         self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
     ) -> StepOutcome:
