@@ -32,6 +32,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.global_batch import Cursor, resolve_batch
 from zero_engine.grad_reducer import GradReducer
+from zero_engine.heap import keep_freed_memory
 from zero_engine.leaf_modules import mark_configured, mark_divided
 from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
@@ -120,6 +121,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
         engine = Engine(settings, core, run, scheduler, link)
+    if core.device.type == "cpu":
+        keep_freed_memory()
     return engine, chosen, run.loader, scheduler
 
 
