@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.collectives import Collectives
 from zero_engine.errors import ModelMismatch
@@ -45,6 +46,7 @@ class EngineState:
     def _optimizer(self) -> OptimizerState | None:
         return StateOfSegments(self.zero, self.collectives) if self.zero is not None else None
 
+    @uncollected()
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
     ) -> State:
@@ -67,6 +69,7 @@ class EngineState:
         state = self._state({"engine": engine, "client": dict(client)})
         return without_frozen(state, self._frozen()) if exclude_frozen else state
 
+    @uncollected()
     def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
         """The pieces to fill from a checkpoint, in a fresh optimizer state made to its measure.
 

@@ -89,6 +89,8 @@ def select(
             it may rest in fp32 or in 16 bits.
         frozen: The parameters that may have been left out, see `without_frozen`.
     """
+    if not weights_only and state.tensors == manifest.tensors:
+        return Selection(state)
     if weights_only:
         state = _only(state, [t for t in state.tensors if t.kind in _MODULE])
     missing = {t for t in state.tensors if stored_id(t, manifest) not in manifest.tensors}
@@ -118,7 +120,7 @@ def _converted(state: State, manifest: Manifest, which: Set[TensorId]) -> Select
     """The same with a stage for each piece of these that the checkpoint has in another dtype."""
     stored = {t: manifest.tensors.get(stored_id(t, manifest)) for t in which}
     tensors = {
-        t: replace(info, dtype=(stored.get(t) or info).dtype) for t, info in state.tensors.items()
+        t: info._replace(dtype=(stored.get(t) or info).dtype) for t, info in state.tensors.items()
     }
     pieces = [_staged(piece, tensors[piece.id].dtype) for piece in state.pieces]
     staged = [

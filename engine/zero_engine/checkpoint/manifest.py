@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.dtypes import name_of
 from zero_engine.checkpoint.fragments import Fragments
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
@@ -77,6 +78,8 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     digest: str = ""
     """The self hash, hex; empty until written or read."""
+    text: bytes = b""
+    """What it was read from; empty until read."""
 
     @property
     def directory(self) -> str:
@@ -94,6 +97,7 @@ def file_name(rank: int) -> str:
     return f"r{rank:05d}.safetensors"
 
 
+@uncollected()
 def encode(manifest: Manifest) -> tuple[bytes, str]:
     """The manifest's text and its digest.
 

@@ -28,6 +28,8 @@ def resolve(state: State, manifest: Manifest) -> dict[TensorId, TensorId]:
     Raises:
         ModelMismatch: Names the first missing, extra and reshaped tensors, and counts them.
     """
+    if state.tensors == manifest.tensors:
+        return {tensor: tensor for tensor in manifest.tensors}
     stored = {t: stored_id(t, manifest) for t in state.tensors}
     missing = [t for t, source in stored.items() if source not in manifest.tensors]
     used = set(stored.values())

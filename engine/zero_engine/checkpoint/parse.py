@@ -13,13 +13,14 @@ Called by `candidates` and `restore`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.dtypes import DTYPES
 from zero_engine.checkpoint.fragments import (
     COLUMNS,
@@ -44,7 +45,7 @@ from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
-"""No file and no tensor is larger; keeps every sum of two sizes inside 64 bits."""
+"""No tensor is larger, nor all files together; keeps every sum of sizes inside 64 bits."""
 _NONCE = re.compile(r"[0-9a-f]{4}")
 
 
@@ -81,6 +82,7 @@ def read_manifest(path: Place) -> Manifest:
     return manifest
 
 
+@uncollected()
 def parse(text: bytes) -> Manifest:
     """The manifest in a text.
 
@@ -95,7 +97,7 @@ def parse(text: bytes) -> Manifest:
     digest, _ = envelope
     try:
         record = json.loads(text, object_pairs_hook=_once)
-        return _manifest(_Fields(record, "manifest"), digest)
+        return replace(_manifest(_Fields(record, "manifest")), digest=digest, text=text)
     except ManifestError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
@@ -127,20 +129,27 @@ class _Fields:
         return value
 
     def count(self, name: str, *, at_least: int = 0) -> int:
-        return _bounded(self.take(name, int), f"{self._where}.{name}", at_least=at_least)
+        value: int = self.take(name, int)
+        if not _is_count(value, at_least):
+            raise _unbounded(value, f"{self._where}.{name}", at_least)
+        return value
 
 
-def _bounded(value: object, where: str, *, at_least: int = 0) -> int:
-    if type(value) is not int or not at_least <= value <= MAX_BYTES:
-        raise ManifestError(f"{where} is {value!r}; expected {at_least} .. 2**60")
-    return value
+def _is_count(value: object, at_least: int = 0) -> bool:
+    return type(value) is int and at_least <= value <= MAX_BYTES
 
 
-def _manifest(fields: _Fields, digest: str) -> Manifest:
+def _unbounded(value: object, where: str, at_least: int = 0) -> ManifestError:
+    return ManifestError(f"{where} is {value!r}; expected {at_least} .. 2**60")
+
+
+def _manifest(fields: _Fields) -> Manifest:
     _check_version(fields)
     tensors = _tensors(fields.take("tensors", list))
     block_bytes = fields.count("block_bytes", at_least=PAGE_BYTES)
     files = _files(fields.take("files", list), block_bytes)
+    if (total := sum(file.size_bytes for file in files)) > MAX_BYTES:
+        raise _unbounded(total, "the size of all files")
     world = fields.count("world", at_least=1)
     if len(files) != world:
         raise ManifestError(f"names {len(files)} files for {world} ranks")
@@ -159,7 +168,6 @@ def _manifest(fields: _Fields, digest: str) -> Manifest:
         fragments=_fragments(_Fields(fields.take("fragments", dict), "fragments"), tensors, files),
         meta=fields.take("meta", dict),
         block_bytes=block_bytes,
-        digest=digest,
     )
 
 
@@ -175,26 +183,31 @@ def _check_version(fields: _Fields) -> None:
 def _tensors(table: list[Any]) -> dict[TensorId, TensorInfo]:
     tensors: dict[TensorId, TensorInfo] = {}
     for position, row in enumerate(table):
-        tensor, info = _tensor(row, f"tensors[{position}]")
+        tensor, info = _tensor(row, position)
         if tensor in tensors:
             raise ManifestError(f"tensors[{position}]: {tensor.kind}/{tensor.fqn} is there twice")
         tensors[tensor] = info
     return tensors
 
 
-def _tensor(row: Any, where: str) -> tuple[TensorId, TensorInfo]:
+def _tensor(row: Any, position: int) -> tuple[TensorId, TensorInfo]:
     match row:
-        case [str(kind), str(fqn), str(dtype), list(shape)] if kind and "/" not in kind:
+        case [str(kind), str(fqn), str(name), list(dims)] if kind and "/" not in kind:
             pass
         case _:
-            raise ManifestError(f"{where} is not [kind, fqn, dtype, shape]")
-    if dtype not in DTYPES:
-        raise ManifestError(f"{where}: unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    dims = tuple(_bounded(dim, f"{where}.shape") for dim in shape)
-    # Zero dimensions must not hide the product of the others: reshape would overflow on it.
-    volume = math.prod(dim or 1 for dim in dims) * DTYPES[dtype].itemsize
-    _bounded(volume, f"{where}: size in bytes")
-    return TensorId(kind, fqn), TensorInfo(dims, DTYPES[dtype])
+            raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        known = ", ".join(DTYPES)
+        raise ManifestError(f"tensors[{position}]: unknown dtype {name!r}; known are {known}")
+    volume = dtype.itemsize
+    for dim in dims:
+        if not _is_count(dim):
+            raise _unbounded(dim, f"tensors[{position}].shape")
+        volume *= dim or 1  # a zero must not hide what the others come to: reshape overflows on it
+        if volume > MAX_BYTES:
+            raise _unbounded(volume, f"tensors[{position}]: size in bytes")
+    return TensorId(kind, fqn), TensorInfo(tuple(dims), dtype)
 
 
 def _aliases(aliases: dict[str, Any], tensors: Mapping[TensorId, TensorInfo]) -> dict[str, str]:

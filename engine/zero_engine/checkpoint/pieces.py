@@ -4,7 +4,8 @@ The atom of a checkpoint is a run of elements of one tensor, counted in the row-
 *unpadded* tensor: `(kind, fqn)[start : start + len]`. A rank owns some pieces; the owned pieces
 of all ranks cover every tensor exactly once, at any ZeRO stage and world size. The same list of
 pieces serves to save (read from) and to load (filled in place), so a change of world size or
-stage is nothing but interval intersection.
+stage is nothing but interval intersection. A model may have tens of thousands of tensors, so what
+there is for each of them is a named tuple: cheap to make, to hash and to compare.
 
 Source of the idea: DeepSpeed's universal checkpoint atoms (arXiv 2406.18820), without the
 conversion; torchsnapshot's plan of plain requests.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
@@ -25,24 +26,21 @@ BUFFER = "buffer"
 # Any other kind is a per-element optimizer key under its own name: "exp_avg", "momentum_buffer".
 
 
-@dataclass(frozen=True, slots=True)
-class TensorId:
+class TensorId(NamedTuple):
     """Which tensor: its kind and its fully qualified name in the user's module."""
 
     kind: str
     fqn: str
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Shape and dtype of a whole, unsharded tensor."""
 
     shape: tuple[int, ...]
     dtype: dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, start + data.numel()) of one flattened tensor, owned by this rank.
 
     `data` is one-dimensional, contiguous, and of the tensor's dtype: a view of live state.

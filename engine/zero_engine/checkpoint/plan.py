@@ -4,7 +4,8 @@ A change of world size, or of ZeRO stage, is nothing but this intersection of in
 unit of reading is a block, because the block is the unit of verification: touched blocks that
 follow each other are read together, with one scattered read that puts the wanted bytes straight
 into the target tensors and the others (at the edges of a run) into scratch memory. So the number
-of reads does not depend on how short the blocks are.
+of reads does not depend on how short the blocks are. What follows each other both in the file and
+in memory is one part, so neither does it depend on how small the tensors are.
 
 Must always hold: every wanted element comes from exactly one part of one read; the parts of a
 read are in ascending order and do not overlap.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,19 +28,24 @@ READ_BYTES = 4 << 20
 """Of one read: a disk needs no longer ones to be at its fastest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """Elements [start, start + length) of the `tensor`-th tensor of the manifest."""
 
     tensor: int
     start: int
     length: int
     itemsize: int
+    memory: int
+    """Which allocation the target lies in: targets that adjoin in it are filled as one."""
+    address: int
+    """Of the target's first byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes [at, at + length) of the `want`-th target lie at `offset` in the file."""
+class Part(NamedTuple):
+    """Bytes [at, at + length) of the `want`-th target lie at `offset` in the file.
+
+    They may reach beyond the end of that target, into those that follow it in memory.
+    """
 
     offset: int
     length: int
@@ -74,41 +81,65 @@ def plan(
         block_bytes: Of the manifest.
         most_bytes: Of one read; but one block at least.
     """
-    first = np.searchsorted(fragments.tensor, np.arange(n_tensors + 1))
+    table = np.array(wants, dtype=np.int64).reshape(len(wants), len(Want._fields)).T
     files: dict[int, list[Part]] = defaultdict(list)
-    for number, want in enumerate(wants):
-        for file, part in _parts(number, want, fragments, first):
-            files[file].append(part)
+    for file, *part in _joined(_intersect(table, fragments, n_tensors), table).T.tolist():
+        files[file].append(Part(*part))
     most_blocks = max(most_bytes // block_bytes, 1)
     return [
         read
-        for file, parts in sorted(files.items())
+        for file, parts in files.items()
         for layer in _layers(parts)
         for read in cut(file, layer, block_bytes, most_blocks)
     ]
 
 
-def _parts(
-    number: int, want: Want, fragments: Fragments, first: Ints
-) -> Iterator[tuple[int, Part]]:
-    """(file, part) for each fragment that the want meets."""
-    begin, end = int(first[want.tensor]), int(first[want.tensor + 1])
-    starts = fragments.start[begin:end]
-    stop = want.start + want.length
-    low = begin + int(np.searchsorted(starts, want.start, side="right")) - 1
-    high = begin + int(np.searchsorted(starts, stop, side="left"))
-    for row in range(low, high) if want.length else ():
-        at, size = int(fragments.start[row]), int(fragments.length[row])
-        left, right = max(want.start, at), min(stop, at + size)
-        yield (
-            int(fragments.file[row]),
-            Part(
-                offset=int(fragments.offset[row]) + (left - at) * want.itemsize,
-                length=(right - left) * want.itemsize,
-                want=number,
-                at=(left - want.start) * want.itemsize,
-            ),
-        )
+def _intersect(wants: Ints, fragments: Fragments, n_tensors: int) -> Ints:
+    """What each want has in common with each fragment.
+
+    The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
+    interval, and those fragments that it meets follow each other.
+
+    Args:
+        wants: [fields of `Want`, wants].
+        fragments: As given to `plan`.
+        n_tensors: As given to `plan`.
+
+    Returns:
+        [file and fields of `Part`, parts], by file and offset.
+    """
+    tensor, start, count, itemsize, _, _ = wants
+    end = np.cumsum(fragments.length)
+    begin = end - fragments.length
+    origin = np.append(begin, 0)[np.searchsorted(fragments.tensor, np.arange(n_tensors))]
+    low = origin[tensor] + start
+    high = low + count
+    first = np.searchsorted(end, low, side="right")
+    met = np.where(count > 0, np.searchsorted(begin, high, side="left") - first, 0)
+    want = np.repeat(np.arange(len(met)), met)
+    row = np.arange(len(want)) + np.repeat(first - (np.cumsum(met) - met), met)
+    left, right = np.maximum(low[want], begin[row]), np.minimum(high[want], end[row])
+    file, width = fragments.file[row], itemsize[want]
+    offset = fragments.offset[row] + (left - begin[row]) * width
+    parts = np.stack([file, offset, (right - left) * width, want, (left - low[want]) * width])
+    return parts[:, np.lexsort((offset, file))]
+
+
+def _joined(parts: Ints, wants: Ints) -> Ints:
+    """Parts that follow each other both in a file and in memory, as one."""
+    file, offset, length, want, at = parts
+    _, _, _, _, memory, address = wants[:, want]
+    address = address + at
+    follows = (
+        (file[1:] == file[:-1])
+        & (offset[1:] == offset[:-1] + length[:-1])
+        & (memory[1:] == memory[:-1])
+        & (address[1:] == address[:-1] + length[:-1])
+    )
+    heads = np.flatnonzero(np.append(True, ~follows)[: len(file)])
+    joined = parts[:, heads]
+    joined[2] = np.add.reduceat(length, heads) if len(heads) else length
+    return joined
 
 
 def _layers(parts: list[Part]) -> list[list[Part]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_engine.checkpoint.ballot import Record
+from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.candidates import LATEST
 from zero_engine.checkpoint.fragments import COLUMNS, Fragments, check_cover, from_lists
 from zero_engine.checkpoint.layout import FileLayout, numel
@@ -53,6 +54,7 @@ class Header:
     block_bytes: int
 
 
+@uncollected()
 def vote_for(state: State, layout: FileLayout, file: FileRecord) -> Record:
     """The vote of a rank whose file is durable."""
     return {
@@ -70,6 +72,7 @@ def fingerprint(state: State) -> str:
     return hashlib.sha256(canonical(described)).hexdigest()
 
 
+@uncollected()
 def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Manifest:
     """The manifest out of the votes of all ranks, in rank order.
 
@@ -77,7 +80,8 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
         CheckpointError: A rank did not vote, failed, or describes another model; or the
             fragments do not cover every tensor exactly once.
     """
-    good = [_checked(rank, vote, fingerprint(state)) for rank, vote in enumerate(votes)]
+    table = fingerprint(state)
+    good = [_checked(rank, vote, table) for rank, vote in enumerate(votes)]
     return Manifest(
         step=header.step,
         round=header.round,

@@ -14,13 +14,13 @@ import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.dtypes import byte_view, host_bytes
 from zero_engine.checkpoint.layout import check_piece, describe
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
@@ -64,15 +64,7 @@ def fill(
         DamagedCheckpoint: Names file, block, tensors and ranges of elements.
         OSError: This rank could not read, for a reason other than damage.
     """
-    sources = resolve(state, manifest)
-    for piece in state.pieces:
-        check_piece(piece, state.tensors)
-    index = {tensor: position for position, tensor in enumerate(manifest.tensors)}
-    wants = [
-        Want(index[sources[p.id]], p.start, p.data.numel(), p.data.element_size())
-        for p in state.pieces
-    ]
-    reads = plan(wants, manifest.fragments, len(index), manifest.block_bytes)
+    reads = _plan(state, manifest)
     reader = _Reader(directory, manifest, state.pieces, copies or _only_copy(directory))
     return sum(
         reader.read_file(manifest.files[file], list(group))
@@ -80,21 +72,29 @@ def fill(
     )
 
 
+@uncollected()
+def _plan(state: State, manifest: Manifest) -> list[Read]:
+    sources = resolve(state, manifest)
+    for piece in state.pieces:
+        check_piece(piece, state.tensors)
+    index = {tensor: position for position, tensor in enumerate(manifest.tensors)}
+    wants = [_want(piece, index[sources[piece.id]]) for piece in state.pieces]
+    return plan(wants, manifest.fragments, len(index), manifest.block_bytes)
+
+
 def _only_copy(directory: Place) -> Copies:
     return lambda name: [lambda: open_source(directory / name)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The bytes of one piece; `host` is None when they are on a device."""
-
-    data: Tensor
-    host: memoryview | None
+def _want(piece: Piece, tensor: int) -> Want:
+    data = piece.data
+    memory, address = data.untyped_storage().data_ptr(), data.data_ptr()
+    return Want(tensor, piece.start, data.numel(), data.element_size(), memory, address)
 
 
-def _target(piece: Piece) -> _Target:
-    data = byte_view(piece.data)
-    return _Target(data, host_bytes(data) if data.device.type == "cpu" else None)
+def _reads_into(target: Tensor) -> bool:
+    """Whether the kernel can; else the bytes are copied there once they are verified."""
+    return target.is_cpu
 
 
 class _Reader:
@@ -104,7 +104,7 @@ class _Reader:
         self._directory = directory
         self._copies = copies
         self._manifest = manifest
-        self._targets = [_target(piece) for piece in pieces]
+        self._pieces = pieces
         longest = max((file.size_bytes for file in manifest.files), default=0)
         read_bytes = max(READ_BYTES, manifest.block_bytes)
         self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8)
@@ -176,20 +176,21 @@ class _Reader:
         buffers, at = [], 0
         for part in parts:
             offset = part.offset - begin
-            host = self._targets[part.want].host
+            target = self._target(part)
             here = scratch[offset : offset + part.length]
-            buffers += [
-                scratch[at:offset],
-                here if host is None else host[part.at : part.at + part.length],
-            ]
+            buffers += [scratch[at:offset], host_bytes(target) if _reads_into(target) else here]
             at = offset + part.length
         return [buffer for buffer in [*buffers, scratch[at:length]] if buffer]
 
+    def _target(self, part: Part) -> Tensor:
+        """Where a part goes: uint8 [its length]."""
+        data = byte_view(self._pieces[part.want].data)
+        return data.as_strided((part.length,), (1,), data.storage_offset() + part.at)
+
     def _copy_to_device(self, part: Part, offset: int) -> None:
-        target = self._targets[part.want]
-        if target.host is None:
-            verified = self._scratch[offset : offset + part.length]
-            target.data[part.at : part.at + part.length].copy_(verified)
+        target = self._target(part)
+        if not _reads_into(target):
+            target.copy_(self._scratch[offset : offset + part.length])
 
     def _damage(self, file: FileRecord, read: Read, at: int, problem: str) -> DamagedCheckpoint:
         """What to say of the `at`-th block of a read."""

@@ -1,6 +1,6 @@
 """Loads the newest checkpoint that is whole, on all ranks or on none.
 
-    rank 0 takes the next candidate            announce: its name and digest
+    rank 0 takes the next candidate            announce: its name, digest and manifest
     each rank reads and verifies its pieces    vote: good, damaged, mismatched or failed
     rank 0 takes the worst vote                verdict: done; quarantine and try the one before;
                                                or stop
@@ -32,7 +32,7 @@ from zero_engine.checkpoint.candidates import (
     scan,
 )
 from zero_engine.checkpoint.manifest import MANIFEST, Manifest
-from zero_engine.checkpoint.parse import ManifestError, read_manifest
+from zero_engine.checkpoint.parse import ManifestError, parse, read_manifest
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram_node import age
@@ -42,6 +42,8 @@ from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 
 _log = logging.getLogger(__name__)
 
+_MOST_TOLD_BYTES = 1 << 30
+"""Of manifests, from rank 0 to all others: beyond that, each of them reads it from storage."""
 _InRam = tuple[RamCheckpoint, Manifest]
 _Entry = Candidate | Rejected | _InRam
 Wanted = Callable[[Manifest], State]
@@ -111,12 +113,12 @@ def load(
     if ram is not None:
         ram.gather(ballot)
     while True:
-        offer = ballot.announce(search.next_offer)
+        offer = ballot.announce(partial(search.next_offer, ballot.world))
         if "name" not in offer:
             _raise(offer)
             return None
         offered = _open(root, ram, offer)
-        attempt = _try(offered, str(offer["digest"]), wanted, ballot.rank)
+        attempt = _try(offered, partial(_manifest, offered, offer, search), wanted, ballot.rank)
         verdict = ballot.ask(attempt.vote, partial(search.judge, offered))
         if verdict["outcome"] == Outcome.GOOD:
             assert attempt.loaded is not None
@@ -139,16 +141,27 @@ class _OnDisk:
     copies: Copies | None = None
 
     def read_manifest(self) -> Manifest:
-        try:
-            return read_manifest(self.path / MANIFEST)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"rank {COORDINATOR} sees it, this rank does not; "
-                f"put {self.path.parent} on storage that all nodes share"
-            ) from None
+        return read_manifest(self.path / MANIFEST)
 
 
 _Offered = _OnDisk | RamCheckpoint
+
+
+def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
+    """The manifest that rank 0 has read: its own, out of the offer, or read once more."""
+    if search.manifest is not None:
+        return search.manifest
+    path = offered.path / MANIFEST
+    if isinstance(offered, _OnDisk) and not path.exists():
+        raise CheckpointError(
+            f"rank {COORDINATOR} sees it, this rank does not; "
+            f"put {offered.path.parent} on storage that all nodes share"
+        )
+    told = offer.get("manifest")
+    manifest = parse(told.encode()) if told is not None else offered.read_manifest()
+    if manifest.digest != offer["digest"]:
+        raise DamagedCheckpoint(f"{path}: differs from what rank {COORDINATOR} read")
+    return manifest
 
 
 def _open(root: Place, ram: RamSearch | None, offer: Record) -> _Offered:
@@ -169,13 +182,11 @@ class _Attempt:
     error: Exception | None = None
 
 
-def _try(offered: _Offered, digest: str, wanted: Wanted, rank: int) -> _Attempt:
+def _try(offered: _Offered, read: Callable[[], Manifest], wanted: Wanted, rank: int) -> _Attempt:
     """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
     path = offered.path
     try:
-        manifest = offered.read_manifest()
-        if manifest.digest != digest:
-            raise DamagedCheckpoint(f"{path / MANIFEST}: differs from what rank {COORDINATOR} read")
+        manifest = read()
         count = fill(path, manifest, wanted(manifest), copies=offered.copies)
         loaded = Loaded(path, manifest, count, isinstance(offered, RamCheckpoint))
         return _Attempt({"outcome": Outcome.GOOD}, loaded)
@@ -198,33 +209,37 @@ class _Search:
     damaged: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+    """Of what was offered last."""
     _entries: Iterator[_Entry] | None = None
 
-    def next_offer(self) -> Record:
+    def next_offer(self, world: int) -> Record:
         """The next checkpoint to try; without a name, there is none: with the reason, or {}."""
         try:
-            candidate = self._next_candidate()
+            found = self._next_candidate()
         except Exception as error:
             reason = f"rank {COORDINATOR} could not search {self.root}: {error}"
             return {"outcome": Outcome.FAILED, "reason": reason}
-        match candidate:
-            case None:
-                return self._conclusion()
-            case Candidate(path=path, manifest=manifest):
-                return {"name": path.name, "digest": manifest.digest}
-            case (RamCheckpoint() as kept, manifest):
-                where = {"home": kept.home, "places": kept.places}
-                return {"name": kept.name, "digest": manifest.digest, **where}
+        if found is None:
+            return self._conclusion()
+        where, manifest = found
+        self.manifest = manifest
+        offer = {**where, "digest": manifest.digest}
+        if 1 < world <= _MOST_TOLD_BYTES // len(manifest.text):
+            offer["manifest"] = manifest.text.decode()
+        return offer
 
-    def _next_candidate(self) -> Candidate | _InRam | None:
+    def _next_candidate(self) -> tuple[Record, Manifest] | None:
+        """Where it is, as `_open` is told, and its manifest."""
         self._entries = self._entries or _newest_first(self.root, self.ram)
         for entry in self._entries:
             if isinstance(entry, tuple):
-                return entry
+                kept, manifest = entry
+                return {"name": kept.name, "home": kept.home, "places": kept.places}, manifest
             if isinstance(entry, Rejected):
                 self._note(entry)
             elif self.tag in (None, entry.manifest.tag):
-                return entry
+                return {"name": entry.path.name}, entry.manifest
             else:
                 self.tags.append(entry.manifest.tag)
         return None

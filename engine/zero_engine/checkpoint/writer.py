@@ -91,16 +91,22 @@ class BlockHasher:
 
     def update(self, data: memoryview) -> None:
         """Take in the next bytes of the stream."""
-        while data:
-            part = data[: self._block_bytes - self._filled]
-            data = data[len(part) :]
-            if len(part) == self._block_bytes:
-                self._digests.append(xxhash.xxh3_64_intdigest(part))
-                continue
-            self._hash.update(part)
-            self._filled += len(part)
-            if self._filled == self._block_bytes:
-                self._close_block()
+        size, digest = self._block_bytes, xxhash.xxh3_64_intdigest
+        begin = 0
+        if self._filled:
+            begin = min(size - self._filled, len(data))
+            self._begin_block(data[:begin])
+        stop = begin + (len(data) - begin) // size * size
+        self._digests += [digest(data[at : at + size]) for at in range(begin, stop, size)]
+        if stop < len(data):
+            self._begin_block(data[stop:])
+
+    def _begin_block(self, part: memoryview) -> None:
+        """Take in a part of a block, which may be what is left of it."""
+        self._hash.update(part)
+        self._filled += len(part)
+        if self._filled == self._block_bytes:
+            self._close_block()
 
     def digests(self) -> tuple[int, ...]:
         """One digest per block; call it once, at the end of the stream."""

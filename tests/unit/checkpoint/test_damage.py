@@ -20,7 +20,7 @@ from tests.unit.checkpoint.support import (
 )
 from zero_engine.checkpoint import find, load
 from zero_engine.checkpoint.candidates import Why
-from zero_engine.checkpoint.storage import DISK
+from zero_engine.checkpoint.storage import Disk
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
@@ -147,9 +147,13 @@ def test_a_flipped_bit_of_a_moment_is_named_by_parameter_and_range(root):
     assert f"exp_avg/{ids[rows.tensor[row]].fqn}[{rows.start[row]}:" in reason
 
 
+class LongBlocks(Disk):
+    block_bytes = 32 << 10
+
+
 def test_a_flipped_header_is_found_too_where_it_shares_a_block_with_data(tmp_path):
-    saved(tmp_path, OLD, 2, step=1, disk=DISK)
-    saved(tmp_path, NEW, 2, step=2, disk=DISK)
+    saved(tmp_path, OLD, 2, step=1, disk=LongBlocks())
+    saved(tmp_path, NEW, 2, step=2, disk=LongBlocks())
     flip(newest(tmp_path).path / "r00001.safetensors", 20)
     target = blank(OLD)
     assert {r.manifest.step for r in load_all(tmp_path, target, 3)} == {1}
