@@ -39,7 +39,13 @@ from zero_engine.loaders import training_loader
 from zero_engine.loss_scaler import LossScaling
 from zero_engine.lr_schedules import make_schedule
 from zero_engine.node_group import node_exchanges
-from zero_engine.optimizers import Parameters, make_optimizer, trained_groups
+from zero_engine.optimizers import (
+    Parameters,
+    check_whole,
+    make_optimizer,
+    needs_whole,
+    trained_groups,
+)
 from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.partition import UnitSpec, aliases, partition
@@ -247,6 +253,9 @@ def _make_stepper(
     if optimizer is None or not trained:
         return None, None
     config, stage = shared.config, shared.stage
+    whole = needs_whole(optimizer)
+    if whole:
+        check_whole(optimizer, config)
     if config.master != "fp32" and dist.get_rank() == 0:
         _log.info(
             "master weights rest in %s, the optimizer's state in %s; gradients are summed in fp32",
@@ -261,6 +270,7 @@ def _make_stepper(
         LossScaling.of(config.fp16),
         pace_of(config.zero_optimization, narrow=config.master != "fp32"),
         DTYPES[config.moments],
+        whole=whole,
     )
     reducer = GradReducer(
         trained,

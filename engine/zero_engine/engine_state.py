@@ -24,6 +24,8 @@ from zero_engine.collectives import Collectives
 from zero_engine.errors import ModelMismatch
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.optimizer_state import OptimizerState, StateOfSegments, cut, plain
+from zero_engine.owner_state import WHOLE, StateOfOwners
+from zero_engine.owner_steps import StepByOwners
 from zero_engine.selection import LoadOptions, Selection, select, without_frozen
 from zero_engine.weights import persistent_buffers
 from zero_engine.zero_optimizer import ZeroOptimizer
@@ -44,7 +46,12 @@ class EngineState:
 
     @property
     def _optimizer(self) -> OptimizerState | None:
-        return StateOfSegments(self.zero, self.collectives) if self.zero is not None else None
+        if self.zero is None:
+            return None
+        steps = self.zero.steps
+        if isinstance(steps, StepByOwners):
+            return StateOfOwners(self.zero, steps, self.collectives)
+        return StateOfSegments(self.zero, steps, self.collectives)
 
     @uncollected()
     def capture(
@@ -57,8 +64,8 @@ class EngineState:
             client: The script's own JSON.
             exclude_frozen: Leave out the parameters that are not trained.
         """
-        if self._optimizer is not None:
-            self._optimizer.agree()
+        if self._optimizer is not None and self._optimizer.agree():
+            self.forget()
         engine = {
             **run,
             "groups": self._groups(),
@@ -79,7 +86,9 @@ class EngineState:
         weights_only = self.zero is None or not options.wants_optimizer
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
+            self._check_form(manifest)
             self._optimizer.make(manifest)
+            self.forget()
         return select(
             self._state({}),
             manifest,
@@ -187,6 +196,22 @@ class EngineState:
                 f"checkpoint {manifest.tag}: the parameters are in other param groups or "
                 f"trained where they are now frozen (for example {name}); give the optimizer the "
                 "groups that it had, or load with load_optimizer_states=False"
+            )
+
+    def _check_form(self, manifest: Manifest) -> None:
+        """The state of whole parameters and that of segments are not to be mixed."""
+        assert self.zero is not None
+        there_whole = any(group.get(WHOLE) for group in manifest.meta["engine"]["groups"])
+        has_state = any(tensor.kind not in (PARAM, BUFFER) for tensor in manifest.tensors)
+        whole = isinstance(self.zero.steps, StepByOwners)
+        if has_state and there_whole != whole:
+            there = manifest.meta["engine"].get("optimizer") or "another"
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: optimizer {there} was stepped on "
+                f"{'shards' if whole else 'whole parameters'}, "
+                f"{type(self.zero.optimizer).__name__} is stepped on "
+                f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
+                "saved with, or load with load_optimizer_states=False"
             )
 
     def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -22,6 +22,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _STATES: dict[str, int] = {
     "adadelta": 2,
+    "adafactor": 0,  # next to none: rows and columns of matrices
     "adagrad": 1,
     "adam": 2,
     "adamax": 2,
@@ -40,6 +41,11 @@ _STATES: dict[str, int] = {
 
 _OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
 """Option -> the further values that it takes when it is on."""
+
+_STEPPED_WHOLE = frozenset({"adafactor"})
+"""Optimizers that are given whole parameters, see `owner_steps`."""
+_WHOLES = 2
+"""Of each parameter that a rank owns, for a step: its weights and its gradient, in fp32."""
 
 _GATHERED = 2
 """Units whose weights are there: the one that computes and the next one."""
@@ -66,7 +72,7 @@ class Estimate:
     disk: int = 0
     in_flight: int = 0
     """On the device, at most: units being gathered and reduced, the root among them; or, in a step,
-    fp32 copies of what rests in 16 bits."""
+    fp32 copies of what rests in 16 bits, or whole parameters with their gradients."""
 
     @property
     def total(self) -> int:
@@ -79,7 +85,7 @@ class Estimate:
         return self.total + self.host
 
 
-def estimate(
+def estimate(  # noqa: PLR0913 - a fact each
     parameters: int,
     *,
     stage: int,
@@ -91,6 +97,7 @@ def estimate(
     largest: int | None = None,
     root: int = 0,
     gpu: bool = True,
+    whole: bool = False,
 ) -> Estimate:
     """The state of training `parameters` parameters.
 
@@ -106,6 +113,7 @@ def estimate(
         root: Parameters outside of these units, such as embeddings and the head: their weights are
             there, and their gradients are collected, as long as a pass takes.
         gpu: Whether the device's memory is not the host's.
+        whole: Whether the optimizer is given whole parameters.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for what is where.
@@ -133,6 +141,7 @@ def estimate(
         in_flight=max(
             size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
             plan.at(NONE, plan.widened(states, part)),
+            _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
     )
 
@@ -252,6 +261,11 @@ def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
     )
 
 
+def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
+    """Whether an optimizer of the config is given whole parameters."""
+    return optimizer is not None and optimizer.type.lower() in _STEPPED_WHOLE
+
+
 def estimate_for(
     config: Config, parameters: int, world: int, largest: int | None = None
 ) -> Estimate:
@@ -266,4 +280,5 @@ def estimate_for(
         world=world,
         zero=config.zero_optimization,
         largest=largest,
+        whole=is_stepped_whole(config.optimizer),
     )

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -114,10 +114,7 @@ def tensors_of(core: Core, kind: Kind) -> Iterator[Tensor]:
     here = [unit for unit in core.units if not unit.tiers.offloaded]
     match kind:
         case Kind.optim_states if core.zero is not None:
-            for segment in core.zero.segments:
-                if segment.unit in here:
-                    state: dict[str, Any] = core.zero.optimizer.state.get(segment.param, {})
-                    yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim())
+            yield from core.zero.remembered(here)
         case Kind.hp_params:
             yield from (t for unit in here if unit.trained for t in (unit.shard, unit.master))
         case Kind.lp_params:

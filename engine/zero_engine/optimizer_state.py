@@ -21,6 +21,7 @@ from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import CheckpointError
 from zero_engine.flat_unit import FlatUnit, overlap
 from zero_engine.segments import Segment, elementwise_keys
+from zero_engine.tiers.steps import Steps
 from zero_engine.zero_optimizer import ZeroOptimizer
 
 _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
@@ -29,8 +30,8 @@ _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, 
 class OptimizerState(Protocol):
     """What an optimizer remembers of its parameters."""
 
-    def agree(self) -> None:
-        """Learn what the other ranks have. Collective."""
+    def agree(self) -> bool:
+        """Learn what the other ranks have; whether `tensors` is another table now. Collective."""
 
     def live(self) -> Iterator[Tensor]:
         """All that the pieces are views of, in one order."""
@@ -62,12 +63,14 @@ class OptimizerState(Protocol):
 class StateOfSegments:
     """One value per element, divided like the weights, and numbers for whole param groups."""
 
-    def __init__(self, zero: ZeroOptimizer, collectives: Collectives) -> None:
+    def __init__(self, zero: ZeroOptimizer, steps: Steps, collectives: Collectives) -> None:
         self._zero = zero
+        self._steps = steps
         self._collectives = collectives
 
-    def agree(self) -> None:
-        """Every rank knows by itself what all have."""
+    def agree(self) -> bool:
+        """Every rank knows by itself what all have: what it has."""
+        return False
 
     def live(self) -> Iterator[Tensor]:
         """The keys of each segment."""
@@ -121,7 +124,7 @@ class StateOfSegments:
         ):
             present = {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
             for segment in segments if present else ():
-                optimizer.state[segment.param] = self._zero.steps.make_state(
+                optimizer.state[segment.param] = self._steps.make_state(
                     segment, present, before.get(segment.param, {})
                 )
 

@@ -1,9 +1,10 @@
 """Which torch optimizer steps the shards: made from the config, or the user's own.
 
-Owns the names of the config, and the check that an optimizer is elementwise: only then may it
-be given pieces of parameters (those of `whole` know how to ask for the rest). The optimizer is made
-on the user's parameters, so that groups, defaults and schedulers come out as in plain torch;
-`zero_optimizer` then puts the shards in their place.
+Owns the names of the config, and what an optimizer may be given: pieces of parameters if it is
+elementwise or one of `whole`, which know how to ask for the rest; whole parameters, on the rank
+that owns each, if it looks at them one by one. The optimizer is made on the user's parameters, so
+that groups, defaults and schedulers come out as in plain torch; `zero_optimizer` then puts what the
+rank steps in their place.
 
 Called by `assembly`.
 """
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_engine.config import OptimizerConfig
+from zero_engine.config import Config, OptimizerConfig
 from zero_engine.config.nearest import check_params
+from zero_engine.config.offload import NONE
 from zero_engine.errors import ConfigError
 from zero_engine.lamb import Lamb
 from zero_engine.lion import Lion
@@ -46,27 +48,33 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
-_ELEMENTWISE_ONE = "an elementwise one, such as AdamW"
-_FEW_STATES = (
-    'one that keeps little state on each rank: "muon" or "lion" of the config, or AdamW with '
-    "offload_optimizer"
+_ONE_BY_ONE = (
+    "Adafactor CAME LARS Lars NovoGrad NvNovoGrad SOAP Shampoo SingleDeviceMuon "
+    "SingleDeviceMuonWithAuxAdam"
 )
-_OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
+_WHOLE = frozenset(_ONE_BY_ONE.split())
+"""Classes that look at whole parameters, one by one."""
+NEEDS_WHOLE = "needs_whole_parameters"
+"""The attribute by which an optimizer or its class says so itself."""
+_SAY_SO = f", or, if yours looks at one parameter at a time, set its attribute {NEEDS_WHOLE} = True"
 
-# These look at whole matrices or at all parameters at once: pieces would change the result.
-_INSTEAD = {
-    _FEW_STATES: "Adafactor CAME GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit",
-    _OURS.format("lamb"): "FusedLAMB FusedMixedPrecisionLamb LAMB Lamb",
-    _OURS.format("muon"): (
-        "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam SOAP Shampoo"
+_AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"
+_OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
+_REFUSED = {
+    _AT_ONCE: "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy",
+    ("calls the model again within a step, and sees all parameters as one vector", _AT_ONCE[1]): (
+        "LBFGS"
     ),
-    _ELEMENTWISE_ONE: (
-        "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD FusedNovoGrad LARS LBFGS Lars "
-        "NovoGrad Prodigy SparseAdam"
-    ),
+    ("takes sparse gradients, and those here are dense", "Adam or AdamW"): "SparseAdam",
+    (_AT_ONCE[0], _OURS.format("lamb")): "FusedLAMB FusedMixedPrecisionLamb LAMB Lamb",
+    ("divides parameters among the ranks by itself", _OURS.format("muon")): "Muon MuonWithAuxAdam",
+    (
+        "keeps what no checkpoint can hold",
+        '"adafactor", "muon" or "lion" of the config, which keep little state on each rank',
+    ): "GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit FusedNovoGrad",
 }
-_NOT_ELEMENTWISE = {name: remedy for remedy, names in _INSTEAD.items() for name in names.split()}
-"""Class -> what to use instead."""
+_WHY_NOT = {name: why for why, names in _REFUSED.items() for name in names.split()}
+"""Class -> why it cannot be used, and what to use instead."""
 
 
 def make_optimizer(
@@ -94,7 +102,7 @@ def make_optimizer(
         optimizer = _from_config(config, parameters)
     else:
         return None
-    _check(type(optimizer))
+    _check(type(optimizer), getattr(optimizer, NEEDS_WHOLE, None))
     return optimizer
 
 
@@ -102,7 +110,7 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
     name = config.type.lower()
     cls = BY_NAME.get(name)
     if cls is None:
-        known = ", ".join(sorted(name for name, cls in BY_NAME.items() if not _remedy(cls)))
+        known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
     _check(cls)
     params = {key: value for key, value in config.params.items() if value != "auto"}
@@ -128,18 +136,44 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
     return torch.optim.AdamW if decoupled else torch.optim.Adam, {"weight_decay": 0.0, **params}
 
 
-def _remedy(cls: type) -> str:
-    """What to use in the place of an optimizer that cannot work on shards; empty if it can."""
-    knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
-    return "" if knows_how else _NOT_ELEMENTWISE.get(cls.__name__, "")
+def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is to be given whole parameters, on the ranks that own them."""
+    return bool(getattr(optimizer, NEEDS_WHOLE, type(optimizer).__name__ in _WHOLE))
 
 
-def _check(cls: type) -> None:
-    if remedy := _remedy(cls):
+def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Refuse what cannot be had beside an optimizer that is given whole parameters.
+
+    Raises:
+        ConfigError: Its state is to rest elsewhere, or in 16 bits.
+    """
+    wanted = {
+        "zero_optimization.offload_optimizer": config.zero_optimization.offload_optimizer.device
+        != NONE,
+        "bf16.bf16_optimizer_states": config.moments != "fp32",
+    }
+    for key in (key for key, is_wanted in wanted.items() if is_wanted):
+        name = type(optimizer).__name__
         raise ConfigError(
-            f"optimizer {cls.__name__} needs whole parameters and cannot work on shards; use "
-            f"{remedy}"
+            f"{key}: {name} is given whole parameters, and what it keeps of them stays in fp32 on "
+            "the device of the rank that owns them; remove the key, or use an optimizer that "
+            "steps shards: AdamW, Lion, Lamb or Muon of the config"
         )
+
+
+def _why_not(cls: type) -> tuple[str, str] | None:
+    """Why an optimizer cannot be used, and what can; None if it can."""
+    knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
+    return None if knows_how else _WHY_NOT.get(cls.__name__)
+
+
+def _check(cls: type, says: Any = None) -> None:
+    """Refuse what is known not to work, unless it says itself what it needs."""
+    why_not = _why_not(cls)
+    if why_not is None or says is not None:
+        return
+    others = "" if cls.__module__.startswith("torch.") else _SAY_SO
+    raise ConfigError(f"optimizer {cls.__name__} {why_not[0]}; use {why_not[1]}{others}")
 
 
 def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:

@@ -25,6 +25,8 @@ from zero_engine.collectives import wait
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.moved_states import WEIGHTS
+from zero_engine.owner_state import fetch
+from zero_engine.owner_steps import StepByOwners
 from zero_engine.parts import Core
 from zero_engine.segments import Segment, elementwise_keys
 
@@ -70,7 +72,9 @@ def owner_of(param: nn.Parameter) -> OwnedParam | None:
     if core is None:
         return None
     unit = core.units[number]
-    return OwnedParam(core, unit, unit.layout.slots[place])
+    steps = core.zero.steps if core.zero is not None and unit.trained else None
+    kind = SteppedWhole if isinstance(steps, StepByOwners) else OwnedParam
+    return kind(core, unit, unit.layout.slots[place])
 
 
 def owned(param: nn.Parameter) -> OwnedParam:
@@ -258,6 +262,59 @@ class OwnedParam:
                 f"{tuple(value.shape)}"
             )
         return value.detach().flatten()
+
+
+class SteppedWhole(OwnedParam):
+    """One that is stepped whole: its optimizer state is with the rank that owns it.
+
+    Of the state that rank's share is everything, flat, and the others' nothing.
+    """
+
+    __slots__ = ()
+
+    def state(self, key: str) -> Any:
+        """The optimizer's `key` for this parameter, in its own shape."""
+        with self.core.guard():
+            own, core = self._owned_state(), self.core
+            return fetch(own, key, self.slot.fqn, core.collectives, core.device)
+
+    def set_state(self, key: str, value: Tensor) -> None:
+        """Replace it, with the same value on every rank. Collective."""
+        current = self.state(key)
+        if not isinstance(current, Tensor):
+            raise EngineError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+        if current.shape != value.shape:
+            raise EngineError(
+                f"{key} of {self.slot.fqn} has shape {tuple(current.shape)}, the value has "
+                f"{tuple(value.shape)}"
+            )
+        own = self._owned_state()
+        if own is not None:
+            own[key].copy_(value)
+
+    def state_share(self, key: str) -> Any:
+        """All of it on the rank that owns the parameter, else an empty tensor."""
+        own = self._owned_state()
+        if own is None:
+            return torch.empty(0)
+        value = own.get(key)
+        return value.flatten().clone() if isinstance(value, Tensor) else value
+
+    def set_state_share(self, key: str, value: Tensor) -> None:
+        """Write all of it on the rank that owns the parameter. Not collective."""
+        own = self._owned_state()
+        place = torch.empty(0) if own is None else own.get(key)
+        if not isinstance(place, Tensor):
+            raise EngineError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+        _write(place.view(-1), value, f"{key} of {self.slot.fqn}")
+
+    def _owned_state(self) -> dict[str, Any] | None:
+        """None on ranks that do not own the parameter."""
+        assert self.core.zero is not None
+        steps = self.core.zero.steps
+        assert isinstance(steps, StepByOwners)
+        own = [each for each in steps.owned if each.slot is self.slot]
+        return steps.state_of(own[0]) if own else None
 
 
 def _write(place: Tensor, value: Tensor, what: str) -> None:

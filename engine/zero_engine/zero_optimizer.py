@@ -4,19 +4,20 @@ Owns the gradient totals, the segments that the torch optimizer steps, and the d
 Must always hold:
 
 - The user's optimizer object stays the same; only the `params` of its groups are replaced, by
-  *segments*: for each unit and group, the part of the run that this rank steps.
+  *segments*: for each unit and group, the part of the run that this rank steps. Or, for one that
+  must see whole parameters, by those that this rank owns (`owner_steps`).
 - One all-gather a step carries block norms and each rank's notes, so that every rank decides
   from the same numbers: the global norm, whether it is finite, who asks to leave.
 - The norm is summed over blocks in an order that does not depend on the world size.
 - A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
 
-Called by `engine`; `engine_state` reads and writes the per-segment state.
+Called by `engine`; `optimizer_state` and `owner_state` read and write what it remembers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.linalg import vector_norm
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.loss_scaler import LossScaling
+from zero_engine.owner_steps import StepByOwners
 from zero_engine.segments import Segment
 from zero_engine.sharded_whole import ShardedWhole
 from zero_engine.stages import Stage
@@ -67,7 +69,22 @@ class ZeroOptimizer:
         scaling: LossScaling | None = None,
         pace: Pace | None = None,
         moments: torch.dtype = torch.float32,
+        *,
+        whole: bool = False,
     ) -> None:
+        """Take over an optimizer.
+
+        Args:
+            optimizer: Made on the parameters of the units.
+            units: All that are trained.
+            stage: What is divided.
+            collectives: The ranks that share the units.
+            clip: The largest norm of all gradients; 0: any.
+            scaling: Of the loss.
+            pace: Of a step on what rests elsewhere, or in 16 bits.
+            moments: What the optimizer's state rests in.
+            whole: The optimizer is to see whole parameters.
+        """
         self.optimizer = optimizer
         self.units = tuple(units)
         self._stage = stage
@@ -84,11 +101,12 @@ class ZeroOptimizer:
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         self._block_order = _block_order(units, sizes, collectives.world).to(device)
-        self.segments = self._attach()
-        on_shards = stepped(optimizer)
-        self.steps = self._make_steps(on_shards, pace, moments)
-        if isinstance(on_shards, LooksAtWhole):
-            on_shards.whole = ShardedWhole(units, self.segments, collectives, self.steps)
+        self.segments: tuple[Segment, ...] = () if whole else self._attach()
+        self.steps: Steps | StepByOwners
+        if whole:
+            self.steps = StepByOwners(optimizer, units, self._gradients, collectives)
+        else:
+            self.steps = self._step_segments(pace, moments)
         self._tell_scale(overflow=False)
 
     @property
@@ -153,6 +171,13 @@ class ZeroOptimizer:
         param = nn.Parameter(weights if weights.numel() else weights.float())
         return Segment(unit, group, start, stop, param, gradients[part])
 
+    def _step_segments(self, pace: Pace | None, moments: torch.dtype) -> Steps:
+        on_shards = stepped(self.optimizer)
+        steps = self._make_steps(on_shards, pace, moments)
+        if isinstance(on_shards, LooksAtWhole):
+            on_shards.whole = ShardedWhole(self.units, self.segments, self._collectives, steps)
+        return steps
+
     def _make_steps(
         self, optimizer: torch.optim.Optimizer, pace: Pace | None, moments: torch.dtype
     ) -> Steps:
@@ -168,6 +193,15 @@ class ZeroOptimizer:
         """Each param group with its segments on this rank."""
         for index, group in enumerate(self.optimizer.param_groups):
             yield group, [segment for segment in self.segments if segment.group == index]
+
+    def remembered(self, units: Container[FlatUnit]) -> Iterator[Tensor]:
+        """The tensors of the optimizer's state that belong to some units."""
+        if isinstance(self.steps, StepByOwners):
+            yield from self.steps.remembered(units)
+        for segment in self.segments:
+            if segment.unit in units:
+                state: dict[str, Any] = self.optimizer.state.get(segment.param, {})
+                yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim())
 
     def names_by_group(self) -> list[list[str]]:
         """The names of what each param group trains, in unit order."""

@@ -14,9 +14,10 @@ import pytest
 from tests.numerics.peak_memory import PARAMETERS, WIDTH
 from tests.numerics.test_offload import offloading
 from zero_engine.config import load_config
-from zero_engine.memory import Estimate, estimate
+from zero_engine.memory import Estimate, estimate, is_stepped_whole, optimizer_states
 
 MASTERS, NARROW = "16-bit master weights", "everything in 16 bits"
+ADAFACTOR = "Adafactor, in bf16"
 CASES: list[tuple[int, str, bool | str]] = [
     (0, "none", True),
     (1, "none", True),
@@ -33,6 +34,8 @@ CASES: list[tuple[int, str, bool | str]] = [
     (3, "none", NARROW),
     (3, "nvme+nvme", NARROW),
     (3, "cpu", MASTERS),
+    (1, "none", ADAFACTOR),
+    (3, "none", ADAFACTOR),
 ]
 _STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 """Every tensor is mapped by itself, so that freed memory is given back at once."""
@@ -43,6 +46,7 @@ def settings_of(stage: int, where: str, bf16: bool | str, path: str) -> dict[str
     settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, NARROW)
     settings["bf16"]["bf16_optimizer_states"] = bf16 == NARROW
     settings["zero_optimization"]["sub_group_size"] = 10**9
+    settings["optimizer"]["type"] = "Adafactor" if bf16 == ADAFACTOR else "AdamW"
     return settings | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
 
 
@@ -74,11 +78,12 @@ def estimated(settings: dict[str, Any]) -> Estimate:
         stage=config.zero_optimization.stage,
         compute=config.compute,
         resting=(config.master, config.moments),
-        states=2,
+        states=optimizer_states(config.optimizer) or 0,
         world=1,
         zero=config.zero_optimization,
         largest=WIDTH * (WIDTH + 1),
         gpu=False,
+        whole=is_stepped_whole(config.optimizer),
     )
 
 

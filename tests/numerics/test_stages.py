@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.models import Tokens, make_model, param_groups
-from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
+from tests.support.plain import plain_torch
+from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.global_batch import BatchShape, mix, plan_epoch, sample_ids
 from zero_engine.neighbourhood import SWITCH
 
 STAGES = (0, 1, 2, 3)
@@ -111,7 +110,7 @@ def test_it_is_what_plain_torch_computes_from_the_same_leaves(worlds: WorldPool,
     optimizer = {"type": name, "params": OPTIMIZERS[name]}
     settings = config(stage=2, gradient_clipping=0, optimizer=optimizer)
     ours = worlds.run(3, train_once, settings, STEPS)[0]
-    theirs = plain_torch(STEPS, name, clip=None)
+    theirs = plain_torch(STEPS, name, OPTIMIZERS[name])
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if not np.array_equal(ours[key], theirs[key])] == []
 
@@ -119,37 +118,9 @@ def test_it_is_what_plain_torch_computes_from_the_same_leaves(worlds: WorldPool,
 def test_clipping_follows_torch_up_to_the_rounding_of_the_norm(worlds: WorldPool) -> None:
     optimizer = {"type": "SGD", "params": OPTIMIZERS["SGD"]}
     ours = worlds.run(2, train_once, config(stage=3, optimizer=optimizer), STEPS)[0]
-    theirs = plain_torch(STEPS, "SGD", clip=0.5)
+    theirs = plain_torch(STEPS, "SGD", OPTIMIZERS["SGD"], clip=0.5)
     for key, value in ours.items():
         np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-7)
-
-
-def plain_torch(steps: int, optimizer_name: str, clip: float | None) -> dict[str, Any]:
-    """The training loop that the engine stands for, on one process, with nothing of ours but the
-    order of the samples and the seeds of dropout."""
-    torch.set_num_threads(1)
-    model = make_model()
-    make_optimizer = getattr(torch.optim, optimizer_name)
-    optimizer = make_optimizer(param_groups(model), **OPTIMIZERS[optimizer_name])
-    trained = [p for p in model.parameters() if p.requires_grad]
-    data, batch = Tokens(DATASET_SIZE), BatchShape(leaves=5, micro_batch=2)
-    position = 0
-    for step in range(steps):
-        plan = next(plan_epoch(position, batch, DATASET_SIZE))
-        optimizer.zero_grad()
-        for index in range(plan.leaves):
-            leaf = plan.leaf(index, 0, 1)
-            ids = sample_ids(plan, leaf, DATASET_SIZE, DATASET_SIZE, 42)
-            tokens = torch.stack([data[i] for i in ids])
-            torch.manual_seed(mix(42, step, index))
-            (model(tokens) * (len(ids) / plan.samples)).backward()
-        for param in trained:  # flat shards cannot tell "no gradient" from a gradient of zero
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(trained, clip)
-        optimizer.step()
-        position += plan.samples
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("unwilling", [(), (2,), (0, 1, 2)], ids=["memory", "both", "sockets"])

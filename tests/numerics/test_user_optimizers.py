@@ -99,13 +99,14 @@ def initialize_with_foreign_parameters() -> None:
 
 
 class FusedLAMB(torch.optim.SGD):
-    """By its name another package's, which needs whole parameters."""
+    """By its name another package's, which takes one norm of all parameters."""
 
 
-def test_an_object_that_needs_whole_parameters_is_refused_with_what_to_use_instead(
+def test_an_object_that_looks_at_all_parameters_is_refused_with_what_to_use_instead(
     worlds: WorldPool,
 ) -> None:
-    with pytest.raises(WorldError, match=r'FusedLAMB needs whole.*use that of the config.*"lamb"'):
+    refused = r'FusedLAMB looks at all.*use that of the config.*"lamb".*needs_whole_parameters = T'
+    with pytest.raises(WorldError, match=refused):
         worlds.run(1, initialize_with_a_lamb_of_others)
 
 

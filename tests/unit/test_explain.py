@@ -68,6 +68,7 @@ def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
         ({}, "the config gives no batch size"),
         ({"train_batch_size": 8}, "the batch depends on the number of ranks of the first start"),
         ({"optimizer": {"type": "Mine"}}, "optimizer Mine: its memory is not known"),
+        ({"optimizer": {"type": "Adafactor"}}, "each parameter is stepped whole, by the rank that"),
         ({"optimizer": {"type": "Muon"}}, "optimizer Muon: counted as for matrices; embeddings"),
         ({"gradient_clipping": 0}, "gradients are not clipped"),
         (

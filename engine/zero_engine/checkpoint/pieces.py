@@ -23,7 +23,8 @@ PARAM = "param"
 """The highest-precision copy of a parameter."""
 BUFFER = "buffer"
 """A module buffer, owned whole by rank 0."""
-# Any other kind is a per-element optimizer key under its own name: "exp_avg", "momentum_buffer".
+# Any other kind is an optimizer key under its own name: "exp_avg", with one value per element, or,
+# of an optimizer that is stepped whole, "row_var" or "factors.0", in a shape of its own.
 
 
 class TensorId(NamedTuple):

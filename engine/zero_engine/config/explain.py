@@ -14,7 +14,7 @@ from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
 from zero_engine.global_batch import BatchShape, resolve_batch
-from zero_engine.memory import estimate_for, optimizer_states
+from zero_engine.memory import estimate_for, is_stepped_whole, optimizer_states
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
@@ -143,6 +143,11 @@ def _about_the_optimizer(config: Config) -> Iterator[str]:
         yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
     elif config.optimizer.type.lower() == "muon":
         yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
+    elif is_stepped_whole(config.optimizer):
+        yield (
+            f"optimizer {config.optimizer.type}: each parameter is stepped whole, by the rank that "
+            "owns it; its memory is counted as for matrices, vectors take a value per element"
+        )
 
 
 def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:

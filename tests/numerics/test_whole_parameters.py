@@ -1,0 +1,316 @@
+"""Optimizers that look at whole parameters and know nothing of shards: each steps on its owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.plain import plain_torch
+from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.world import WorldError, WorldPool, one_result
+from zero_engine.engine import Engine
+from zero_engine.errors import EngineError
+from zero_engine.utils import (
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_optimizer_state,
+    safe_set_local_optimizer_state,
+)
+
+STEPS, SAVED_AT = 4, 2
+STAGES = (0, 1, 2, 3)
+ADAFACTOR = {"type": "Adafactor", "params": {"lr": 0.01, "weight_decay": 0.1}}
+MATRIX, VECTOR = "blocks.1.up.weight", "blocks.0.norm1.bias"
+
+
+class Kronecker(torch.optim.Optimizer):
+    """A script's own: factors of matrices in a list, the last of them transposed in memory, a
+    number of Python's, and steps counted in the groups."""
+
+    needs_whole_parameters = True
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.step_one(param, param.grad, group)
+
+    def step_one(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, matrix = self.state[param], gradient.flatten(1) if gradient.dim() > 1 else None
+        state["seen"] = state.get("seen", 0) + 1
+        if matrix is not None:
+            own = [(matrix @ matrix.mT).diagonal(), matrix.square().mean(0, keepdim=True).mT]
+            old = state.get("factors", [torch.zeros_like(each) for each in own])
+            state["factors"] = [0.5 * a + b for a, b in zip(old, own, strict=True)]
+            gradient = gradient / (1e-3 + state["factors"][0].sum() + state["factors"][1].sum())
+        rate = group["lr"] / (group["steps"] + state["seen"])
+        param.add_(gradient / (1e-3 + gradient.norm()) * param.norm(), alpha=-rate)
+
+
+def with_object(stage: int, *, seed: int = 7, **more: Any) -> Engine:
+    settings = config(stage, gradient_clipping=0, **more)
+    del settings["optimizer"]
+    model = make_model(seed)
+    made = Kronecker(param_groups(model))
+    engine, own, *_ = zero_engine.initialize(
+        model=model, optimizer=made, config=settings, training_data=Tokens(DATASET_SIZE)
+    )
+    assert own is made
+    return engine
+
+
+def weights_of_all_stages() -> list[dict[str, Any]]:
+    found = []
+    for stage in STAGES:
+        engine = with_object(stage)
+        train(engine, STEPS)
+        assert [group["steps"] for group in engine.optimizer.param_groups] == [STEPS, STEPS]
+        found.append({key: value.numpy() for key, value in engine.module_state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_optimizer_of_the_script_that_needs_whole_parameters_gives_plain_torchs_bits(
+    worlds: WorldPool, world: int
+) -> None:
+    plain = plain_torch(STEPS, Kronecker, {})
+    for rank in worlds.run(world, weights_of_all_stages):
+        for state in rank:
+            assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
+
+
+# ---- checkpoints ----
+
+
+def train_to(steps: int, how: str, stage: int, load: str | None, save: str | None) -> str:
+    seed, more = 9 if load else 7, {"checkpoint": {"async": True}}
+    if how == "own":
+        engine = with_object(stage, seed=seed, **more)
+    else:
+        settings = config(stage, bf16=True, gradient_clipping=0, optimizer=ADAFACTOR, **more)
+        engine = make_engine(settings, seed=seed)
+    if load:
+        engine.load_checkpoint(load)
+    if save:
+        train(engine, SAVED_AT)
+        engine.save_checkpoint(save)  # in the background of the steps that follow
+    train(engine, steps)
+    assert engine.wait_for_checkpoint()
+    return engine.weight_hash()
+
+
+@pytest.mark.parametrize("how", ["adafactor", "own"])
+@pytest.mark.parametrize(
+    ("saves", "loads"), [((1, 0), (3, 3)), ((3, 3), (2, 1)), ((2, 2), (1, 0)), ((3, 0), (2, 3))]
+)
+def test_a_checkpoint_goes_on_at_another_world_and_stage_as_if_nothing_had_been(
+    worlds: WorldPool, tmp_path: Path, how: str, saves: tuple[int, int], loads: tuple[int, int]
+) -> None:
+    root = str(tmp_path)
+    whole = worlds.run(saves[0], train_to, STEPS, how, saves[1], None, root)
+    resumed = worlds.run(loads[0], train_to, STEPS, how, loads[1], root, None)
+    assert len({*whole, *resumed}) == 1
+
+
+def save_twice(stage: int, first: str, second: str) -> None:
+    """The second save from what another engine has loaded from the first one."""
+    engine = make_engine(config(stage, optimizer=ADAFACTOR))
+    train(engine, SAVED_AT)
+    engine.save_checkpoint(first)
+    other = make_engine(config(stage, optimizer=ADAFACTOR), seed=9)
+    other.load_checkpoint(first)
+    other.save_checkpoint(second)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_loaded_is_what_was_saved(worlds: WorldPool, tmp_path: Path, stage: int) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    worlds.run(3, save_twice, stage, str(first), str(second))
+    files = [sorted(root.glob("*/*.safetensors")) for root in (first, second)]
+    assert len(files[0]) == len(files[1]) == 3
+    assert [a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True)] == [True] * 3
+
+
+def load_as(optimizer: dict[str, Any], root: str, whole: bool) -> int:
+    engine = make_engine(config(1, optimizer=optimizer))
+    engine.load_checkpoint(root, load_optimizer_states=whole)
+    train(engine, SAVED_AT + 1)
+    return engine.global_steps
+
+
+def save_as(optimizer: dict[str, Any], root: str) -> None:
+    engine = make_engine(config(1, optimizer=optimizer))
+    train(engine, SAVED_AT)
+    engine.save_checkpoint(root)
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("Adafactor", "SGD"), ("AdamW", "Adafactor")])
+def test_the_state_of_another_kind_of_optimizer_is_refused_and_the_weights_can_be_had(
+    worlds: WorldPool, tmp_path: Path, saves: str, loads: str
+) -> None:
+    root, optimizer = str(tmp_path), {"type": loads, "params": {"lr": 0.01}}
+    worlds.run(2, save_as, {"type": saves}, root)
+    with pytest.raises(WorldError, match=f"optimizer {saves} was stepped on .*; give the optimi"):
+        worlds.run(2, load_as, optimizer, root, True)
+    assert worlds.run(2, load_as, optimizer, root, False) == [SAVED_AT + 1] * 2
+
+
+class Objects(Kronecker):
+    """Keeps what no checkpoint can hold."""
+
+    def step_one(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        self.state[param]["projector"] = object()
+
+
+def save_objects(root: str) -> list[str]:
+    model = nn.Linear(3, 2)
+    settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = zero_engine.initialize(
+        model=model, optimizer=Objects(model.parameters()), config=settings
+    )
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    with pytest.raises(EngineError) as caught:
+        engine.save_checkpoint(root)
+    return [str(caught.value)]
+
+
+def test_state_that_no_checkpoint_can_hold_is_named_on_every_rank(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    # The third rank owns nothing, and says the same.
+    (told,) = one_result(worlds, save_objects, str(tmp_path), sizes=(3,))
+    assert told.startswith("optimizer state projector of weight is a object, which no checkpoint")
+
+
+# ---- single parameters, states moved away ----
+
+
+def look(stage: int) -> list[Any]:
+    engine = make_engine(config(stage, optimizer=ADAFACTOR))
+    named = dict(engine.module.named_parameters())
+    matrix, vector = named[MATRIX], named[VECTOR]
+    before = [safe_get_full_optimizer_state(matrix, "row_var")]
+    train(engine, 1)
+    keys = ("row_var", "col_var", "step", "variance")
+    found = [[safe_get_full_optimizer_state(p, key) for key in keys] for p in (matrix, vector)]
+    seen = [[None if each is None else each.tolist() for each in some] for some in found]
+    shapes = [[None if each is None else tuple(each.shape) for each in some] for some in found]
+    safe_set_full_optimizer_state(matrix, found[0][0] * 4, "row_var")
+    share = safe_get_local_optimizer_state(matrix, "col_var")
+    safe_set_local_optimizer_state(matrix, share * 2, "col_var")
+    train(engine, 2)
+    return [before, shapes, seen, engine.weight_hash()]
+
+
+def test_single_states_are_seen_and_changed_in_their_own_shapes_on_every_rank(
+    worlds: WorldPool,
+) -> None:
+    results = [one_result(worlds, look, stage, sizes=(1, 3)) for stage in (0, 3)]
+    assert results[0] == results[1]
+    before, shapes, _, changed = results[0]
+    assert before == [None]
+    assert shapes == [[(144, 1), (1, 36), (), None], [None, None, (), (36,)]]
+    assert changed not in worlds.run(1, trained_hash, 2)
+
+
+def trained_hash(steps: int) -> str:
+    engine = make_engine(config(3, optimizer=ADAFACTOR))
+    train(engine, steps)
+    return engine.weight_hash()
+
+
+def set_what_is_not_there() -> list[str]:
+    engine = make_engine(config(3, optimizer=ADAFACTOR))
+    param = dict(engine.module.named_parameters())[MATRIX]
+    train(engine, 1)
+    told = []
+    for key, shape in (("exp_avg", (144, 36)), ("row_var", (144,))):
+        with pytest.raises(EngineError) as caught:
+            safe_set_full_optimizer_state(param, torch.zeros(shape), key)
+        told.append(str(caught.value))
+    return told
+
+
+def test_setting_a_state_that_is_not_there_or_has_another_shape_is_an_error_on_every_rank(
+    worlds: WorldPool,
+) -> None:
+    absent, reshaped = one_result(worlds, set_what_is_not_there, sizes=(2,))
+    assert absent == f"{MATRIX} has no optimizer state 'exp_avg' to set"
+    assert reshaped == f"row_var of {MATRIX} has shape (144, 1), the value has (144,)"
+
+
+def lend_the_device(stage: int) -> str:
+    engine = make_engine(config(stage, optimizer=ADAFACTOR))
+    train(engine, 1)
+    engine.offload_states()
+    engine.reload_states()
+    train(engine, 3)
+    return engine.weight_hash()
+
+
+def test_states_can_be_moved_away_for_a_while(worlds: WorldPool) -> None:
+    lent = {digest for stage in (1, 3) for digest in worlds.run(2, lend_the_device, stage)}
+    assert lent == set(worlds.run(1, trained_hash, 3))
+
+
+# ---- where state can rest ----
+
+
+def narrow(stages: list[int]) -> list[str]:
+    hashes = []
+    for stage in stages:
+        settings = config(stage, optimizer=ADAFACTOR)
+        settings["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True}
+        engine = make_engine(settings)
+        train(engine, 3)
+        hashes.append(engine.weight_hash())
+    return hashes
+
+
+def test_weights_may_rest_in_16_bits(worlds: WorldPool) -> None:
+    hashes = one_result(worlds, narrow, [1, 2, 3], sizes=(1, 2, 3))
+    assert len(set(hashes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        (
+            "zero_optimization.offload_optimizer",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        ),
+        (
+            "bf16.bf16_optimizer_states",
+            {
+                "bf16": {
+                    "enabled": True,
+                    "bf16_master_weights_and_grads": True,
+                    "bf16_optimizer_states": True,
+                }
+            },
+        ),
+    ],
+)
+def test_state_that_cannot_rest_elsewhere_is_refused_with_the_remedy(
+    worlds: WorldPool, key: str, more: dict[str, Any]
+) -> None:
+    settings = config(2, optimizer=ADAFACTOR) | more
+    with pytest.raises(WorldError, match=f"{key}: Adafactor is given whole.*; remove the key, or"):
+        worlds.run(1, make, settings)
+
+
+def make(settings: dict[str, Any]) -> None:
+    make_engine(settings)
