@@ -5,8 +5,8 @@ training waits, `arena.FrozenImage` a copy while training goes on.
 
 Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
 they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
-no second copy of the state: it is copied in slabs, one of which is written while the next one is
-gathered.
+no second copy of the state: it is copied in slabs. One slab is written while the next one is
+gathered and hashed.
 
 Called by `commit` on every rank.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class Image(Protocol):
     def slabs(self) -> Iterator[memoryview]:
         """All bytes, in order, in parts of a size that suits the disk.
 
-        A part stays as it is until the next one is asked for.
+        A part stays as it is until the next but one is asked for.
         """
 
 
@@ -53,18 +53,9 @@ class LiveImage:
     layout: FileLayout
 
     def slabs(self) -> Iterator[memoryview]:
-        """Slabs that begin on a page; the next one is gathered while one is written."""
-        gathered = self._gathered()
-        with ThreadPoolExecutor(1, "zero-gather") as thread:
-            coming = thread.submit(next, gathered, None)
-            while (slab := coming.result()) is not None:
-                coming = thread.submit(next, gathered, None)
-                yield slab
-
-    def _gathered(self) -> Iterator[memoryview]:
-        """In two buffers in turn."""
+        """Slabs that begin on a page, gathered in two buffers in turn."""
         slab_bytes = min(_SLAB_BYTES, self.layout.size_bytes)
-        buffers = itertools.cycle([mmap.mmap(-1, slab_bytes), mmap.mmap(-1, slab_bytes)])
+        buffers = itertools.cycle([_buffer(slab_bytes), _buffer(slab_bytes)])
         buffer, filled = next(buffers), 0
         for part in parts(self.layout):
             done = 0
@@ -78,6 +69,13 @@ class LiveImage:
                     buffer, filled = next(buffers), 0
         if filled:
             yield memoryview(buffer)[:filled]
+
+
+def _buffer(size_bytes: int) -> mmap.mmap:
+    """Zeros that begin on a page, as direct writing wants it."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # few pages to find, and for the kernel to hold on to
+    return memory
 
 
 class BlockHasher:
@@ -128,9 +126,33 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
     """
     hasher, layout = BlockHasher(block_bytes), image.layout
     with disk.create(path) as file:
-        for slab in image.slabs():
-            hasher.update(slab)
+        for slab in _ahead(_hashed(image.slabs(), hasher)):
             disk.write(file, slab)
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
+
+
+def _hashed(slabs: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
+    for slab in slabs:
+        hasher.update(slab)
+        yield slab
+
+
+def _ahead(slabs: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same; each is made by another thread while the one before is in use."""
+    with ThreadPoolExecutor(1, "zero-slabs") as thread:
+        coming = _begin(thread, slabs)
+        while (slab := coming.result()) is not None:
+            coming = _begin(thread, slabs)
+            yield slab
+
+
+def _begin(thread: ThreadPoolExecutor, slabs: Iterator[memoryview]) -> Future[memoryview | None]:
+    """The next one, begun there; or made here, where the interpreter ends and starts no threads."""
+    try:
+        return thread.submit(next, slabs, None)
+    except RuntimeError:
+        made: Future[memoryview | None] = Future()
+        made.set_result(next(slabs, None))
+        return made
