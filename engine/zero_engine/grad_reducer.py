@@ -87,8 +87,8 @@ class UnitGradient:
             buffer[start:stop].zero_()
 
     def write(self, position: int, gradient: Tensor) -> None:
-        """Put in the gradient of one parameter."""
-        self.view(position).copy_(gradient)
+        """Put in the gradient of one parameter; an embedding's may be sparse."""
+        self.view(position).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         self.missing.discard(position)
 
     def fill_missing(self) -> None:

@@ -137,6 +137,29 @@ def make_frozen_engine(model: nn.Module, stage: int) -> Engine:
     return engine
 
 
+def train_embedding(sparse: bool) -> list[str]:
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 40, sparse=sparse), nn.Linear(40, 1))
+        settings = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1}
+        optimizer = {"type": "Adam", "params": {"lr": 0.1}}
+        settings |= {"zero_optimization": {"stage": stage}, "optimizer": optimizer}
+        engine, _, loader, _ = zero_engine.initialize(
+            model=model, config=settings, training_data=[torch.tensor([i, i, 3]) for i in range(12)]
+        )
+        for batch in loader:
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        found.append(engine.weight_hash())
+    return found
+
+
+def test_a_sparse_embedding_trains_to_the_bits_of_a_dense_one(worlds: WorldPool) -> None:
+    sparse = one_result(worlds, train_embedding, True)
+    assert len({*sparse, *one_result(worlds, train_embedding, False)}) == 1
+
+
 def test_evaluation_between_steps_changes_nothing(worlds: WorldPool) -> None:
     assert one_result(worlds, train_and_evaluate, 3) == one_result(worlds, train_in_one_go, 0)
 
