@@ -211,7 +211,8 @@ class EngineState:
                 f"{'shards' if whole else 'whole parameters'}, "
                 f"{type(self.zero.optimizer).__name__} is stepped on "
                 f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
-                "saved with, or load with load_optimizer_states=False"
+                "saved with, the same in needs_whole_parameters, or load with "
+                "load_optimizer_states=False"
             )
 
     def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_engine.config import Config, OptimizerConfig
@@ -48,15 +49,15 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
-_ONE_BY_ONE = (
-    "Adafactor CAME LARS Lars NovoGrad NvNovoGrad SOAP Shampoo SingleDeviceMuon "
-    "SingleDeviceMuonWithAuxAdam"
-)
-_WHOLE = frozenset(_ONE_BY_ONE.split())
-"""Classes that look at whole parameters, one by one."""
 NEEDS_WHOLE = "needs_whole_parameters"
-"""The attribute by which an optimizer or its class says so itself."""
+"""The attribute by which an optimizer or its class says whether it does."""
 _SAY_SO = f", or, if yours looks at one parameter at a time, set its attribute {NEEDS_WHOLE} = True"
+_ELEMENTWISE = (
+    f"; if what it does to an element depends on that element alone, set {NEEDS_WHOLE} = False: "
+    "then it steps shards, which takes less memory and can be offloaded"
+)
+_KNOWN = ("torch.optim.", "zero_engine.")
+"""Where the optimizers come from of which it is known whether they are elementwise."""
 
 _AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"
 _OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
@@ -137,8 +138,22 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is to be given whole parameters, on the ranks that own them."""
-    return bool(getattr(optimizer, NEEDS_WHOLE, type(optimizer).__name__ in _WHOLE))
+    """Whether an optimizer is to be given whole parameters, on the ranks that own them.
+
+    Of one that nobody knows that is right in any case: also an elementwise one gives its bits.
+    """
+    says = getattr(optimizer, NEEDS_WHOLE, None)
+    if says is not None:
+        return bool(says)
+    if _is_known(type(optimizer)):
+        return isinstance(optimizer, torch.optim.Adafactor)
+    if dist.get_rank() == 0:
+        _log.info("%s is given whole parameters%s", type(optimizer).__name__, _ELEMENTWISE)
+    return True
+
+
+def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
+    return cls.step.__module__.startswith(_KNOWN)  # a subclass may have inherited it
 
 
 def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -147,17 +162,17 @@ def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
     Raises:
         ConfigError: Its state is to rest elsewhere, or in 16 bits.
     """
+    offloads = config.zero_optimization.offload_optimizer.device != NONE
     wanted = {
-        "zero_optimization.offload_optimizer": config.zero_optimization.offload_optimizer.device
-        != NONE,
+        "zero_optimization.offload_optimizer": offloads,
         "bf16.bf16_optimizer_states": config.moments != "fp32",
     }
     for key in (key for key, is_wanted in wanted.items() if is_wanted):
-        name = type(optimizer).__name__
+        cls = type(optimizer)
         raise ConfigError(
-            f"{key}: {name} is given whole parameters, and what it keeps of them stays in fp32 on "
-            "the device of the rank that owns them; remove the key, or use an optimizer that "
-            "steps shards: AdamW, Lion, Lamb or Muon of the config"
+            f"{key}: {cls.__name__} is given whole parameters, and what it keeps of them stays in "
+            "fp32 on the device of the rank that owns them; remove the key, or use AdamW, Lion, "
+            f"Lamb or Muon of the config{'' if _is_known(cls) else _ELEMENTWISE}"
         )
 
 

@@ -34,8 +34,6 @@ class Kronecker(torch.optim.Optimizer):
     """A script's own: factors of matrices in a list, the last of them transposed in memory, a
     number of Python's, and steps counted in the groups."""
 
-    needs_whole_parameters = True
-
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
 
@@ -82,13 +80,53 @@ def weights_of_all_stages() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_an_optimizer_of_the_script_that_needs_whole_parameters_gives_plain_torchs_bits(
-    worlds: WorldPool, world: int
-) -> None:
+def test_an_optimizer_of_the_script_gives_plain_torchs_bits(worlds: WorldPool, world: int) -> None:
     plain = plain_torch(STEPS, Kronecker, {})
     for rank in worlds.run(world, weights_of_all_stages):
         for state in rank:
             assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
+
+
+class Signs(torch.optim.Optimizer):
+    """A script's own that is elementwise, and says so."""
+
+    needs_whole_parameters = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    mean = state.setdefault("mean", torch.zeros_like(param))
+                    param.add_(mean.mul_(0.9).add_(param.grad).sign(), alpha=-group["lr"])
+
+
+def train_signs(path: str) -> dict[str, Any]:
+    settings = config(3, gradient_clipping=0)
+    del settings["optimizer"]
+    nvme = {"device": "nvme", "nvme_path": path}
+    settings["zero_optimization"] |= {"offload_optimizer": nvme, "sub_group_size": 4096}
+    model = make_model()
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=Signs(param_groups(model)),
+        config=settings,
+        training_data=Tokens(DATASET_SIZE),
+    )
+    train(engine, STEPS)
+    return {key: value.numpy() for key, value in engine.module_state_dict().items()}
+
+
+def test_one_that_says_it_is_elementwise_steps_shards_and_is_offloaded(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    plain = plain_torch(STEPS, Signs, {})
+    for state in worlds.run(2, train_signs, str(tmp_path)):
+        assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
 
 
 # ---- checkpoints ----
@@ -314,3 +352,14 @@ def test_state_that_cannot_rest_elsewhere_is_refused_with_the_remedy(
 
 def make(settings: dict[str, Any]) -> None:
     make_engine(settings)
+
+
+def make_own(settings: dict[str, Any]) -> None:
+    with_object(2, **settings)
+
+
+def test_a_class_that_nobody_knows_is_told_how_to_be_offloaded(worlds: WorldPool) -> None:
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    refused = "offload_optimizer: Kronecker is given whole.*alone, set needs_whole_parameters = F"
+    with pytest.raises(WorldError, match=refused):
+        worlds.run(1, make_own, zero)
