@@ -133,7 +133,7 @@ class Checkpointing:
 
         Args:
             load_dir: As given to `save_checkpoint`.
-            tag: Only a checkpoint of this name.
+            tag: Only a checkpoint of this name, or what the file `latest` says.
             load_module_strict: False: parameters and buffers that are only here or only there
                 are no error.
             load_optimizer_states: False: the optimizer stays as it is.

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from zero_engine.checkpoint.manifest import MANIFEST, QUARANTINE, Manifest
 from zero_engine.checkpoint.object_disk import disk_of
@@ -103,7 +104,8 @@ def scan(root: Place) -> Iterator[Candidate | Rejected]:
 
 
 def _newest_first(root: Place) -> list[Place]:
-    directories = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    entries = root.iterdir() if root.is_dir() else ()
+    directories = [path for path in entries if path.is_dir() and not _is_link(path)]
     return sorted(directories, key=_age, reverse=True)
 
 
@@ -165,6 +167,11 @@ def _quarantine_reason(path: Place) -> str:
     except OSError as error:
         text = str(error)
     return f"{path}: quarantined by an earlier load: {text}"
+
+
+def _is_link(path: Place) -> bool:
+    """A tag that leads to a checkpoint, which is there under its own name as well."""
+    return isinstance(path, Path) and path.is_symlink()
 
 
 def _rank_of(name: re.Match[str]) -> tuple[int, int]:

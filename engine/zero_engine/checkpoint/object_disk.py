@@ -71,6 +71,12 @@ class ObjectDisk(Disk):
             "honours it"
         )
 
+    def link(self, link: Place, name: str) -> None:
+        """A store has no links."""
+
+    def remove_dangling(self, directory: Place) -> None:
+        """A store has no links."""
+
     def create(self, path: Place) -> BinaryIO:
         """Begin an upload; closed before `sync`, it is given up."""
         with telling(str(path)):

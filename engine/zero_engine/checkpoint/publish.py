@@ -33,7 +33,7 @@ from zero_engine.checkpoint.manifest import (
 )
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import Disk
+from zero_engine.checkpoint.storage import REMOVED, Disk
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
     disk.publish(temporary, final)
     disk.sync_directory(directory)
     disk.sync_directory(directory.parent)
-    _write_hint(directory, disk)
+    _write_hints(directory, manifest.tag, disk)
 
 
 def _check_visible(directory: Place, manifest: Manifest) -> None:
@@ -173,16 +173,29 @@ def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
         disk.sync(file)
 
 
-def _write_hint(directory: Place, disk: Disk) -> None:
-    """Name the newest checkpoint for people and other tools; no load needs it."""
+def _write_hints(directory: Place, tag: str, disk: Disk) -> None:
+    """Name the newest checkpoint, and it by its tag, for people and other tools; no load asks."""
     hint = directory.parent / LATEST
-    temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
-        disk.remove(temporary)
-        _write_whole(temporary, directory.name.encode() + b"\n", disk)
-        disk.publish(temporary, hint, replace=True)
+        _write_latest(hint, directory.name, disk)
+        if _can_stand_beside(tag):
+            hint = hint.with_name(tag)
+            disk.link(hint, directory.name)
     except OSError as error:
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
+
+
+def _write_latest(hint: Place, name: str, disk: Disk) -> None:
+    temporary = hint.with_name(LATEST + _TEMPORARY)
+    disk.remove(temporary)
+    _write_whole(temporary, name.encode() + b"\n", disk)
+    disk.publish(temporary, hint, replace=True)
+
+
+def _can_stand_beside(tag: str) -> bool:
+    """Whether a tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it."""
+    ours = (".", LATEST, REMOVED, "step-")
+    return not tag.startswith(ours) and "/" not in tag
 
 
 def withdraw(directory: Place, disk: Disk) -> None:

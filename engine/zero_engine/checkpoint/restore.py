@@ -97,7 +97,7 @@ def load(
         ballot: The votes of this group, of any size.
         wanted: Called with each manifest that is tried; its pieces are filled in place. After
             an error they hold anything.
-        tag: Only checkpoints of this tag.
+        tag: Only checkpoints of this tag, or the one of this name, as `latest` has it.
         ram: To look into the memory of the nodes as well; on all ranks or on none.
 
     Returns:
@@ -238,7 +238,7 @@ class _Search:
                 return {"name": kept.name, "home": kept.home, "places": kept.places}, manifest
             if isinstance(entry, Rejected):
                 self._note(entry)
-            elif self.tag in (None, entry.manifest.tag):
+            elif self.tag in (None, entry.manifest.tag, entry.path.name):
                 return {"name": entry.path.name}, entry.manifest
             else:
                 self.tags.append(entry.manifest.tag)

@@ -169,4 +169,5 @@ def _delete(path: Place, disk: Disk) -> None:
         raise CheckpointError(
             f"{path}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
         )
+    disk.remove_dangling(path.parent)
     disk.sync_directory(path.parent)

@@ -73,6 +73,19 @@ class Disk:
         """
         _local(temporary).replace(_local(final))
 
+    def link(self, link: Place, name: str) -> None:
+        """Let a link lead to its neighbour `name`; FileExistsError if something else is there."""
+        path = _local(link)
+        if path.is_symlink():
+            path.unlink()
+        path.symlink_to(name)
+
+    def remove_dangling(self, directory: Place) -> None:
+        """Remove the links that lead nowhere any more."""
+        for path in _local(directory).iterdir():
+            if path.is_symlink() and not path.exists():
+                path.unlink(missing_ok=True)
+
     def retire(self, path: Place, *, committed: bool) -> Place:
         """Make a directory stop being a checkpoint, durably, before any byte of it is gone.
 

@@ -23,7 +23,7 @@ def test_only_the_newest_and_every_so_many_steps_stay(tmp_path):
         newest = saved(tmp_path, adam_state(), step=step)
         tidy(tmp_path, newest, Keep(last=2, every=3))
     assert steps(tmp_path) == [7, 6, 3]
-    assert len(list(tmp_path.iterdir())) == 3 + 1  # and the hint
+    assert len(list(tmp_path.iterdir())) == 3 + 2  # and the two hints
 
 
 @pytest.mark.parametrize(("mode", "stay"), [("min", [7, 6, 4, 2]), ("max", [7, 6, 5, 1])])

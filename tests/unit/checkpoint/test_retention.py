@@ -131,7 +131,8 @@ def test_dying_anywhere_in_a_deletion_leaves_all_of_it_or_what_a_sweep_removes(t
     if old not in [c.path for c in found.candidates]:
         for leftover in abandoned(found.rejected, now_s=2e9 + 1e9, older_than_s=0)[0]:
             sweep(leftover.path)
-        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [new.name]
+        assert [path.name for path in tmp_path.glob("step-*")] == [new.name]
+        assert [path.name for path in tmp_path.glob("removed.*")] == []
     else:
         assert at == 0
         assert not died or len(names(old)) == 3  # two files and the manifest
