@@ -79,7 +79,7 @@ class Accessors:
 
     def managed_gradient_accumulation(self) -> bool:
         """Whether the global batch decides where a step ends; otherwise `step()` ends one."""
-        return self._run.managed
+        return self._config.managed_gradient_accumulation
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights."""

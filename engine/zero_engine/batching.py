@@ -1,7 +1,8 @@
 """Which micro-steps make a step, and the loaders that feed them: the engine's part of it.
 
-Must always hold: the global batch decides where a step ends, whatever the script says; it changes
-between steps only. A base of `engine.Engine`, which sets the attributes.
+Must always hold: where the engine loads the batches, the global batch decides where a step ends,
+whatever the script says; it changes between steps only. A base of `engine.Engine`, which sets the
+attributes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Batching:
             yield
 
     def _need_managed(self, what: str) -> None:
-        if not self._run.managed:
+        if not self._config.managed_gradient_accumulation:
             raise EngineError(
                 f"{what}: with managed_gradient_accumulation: false a step ends where step() is "
                 "called; leave it out"
@@ -64,10 +65,14 @@ class Batching:
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming micro-steps end a step.
 
-        The global batch decides that here, so that the samples of a step do not depend on the
-        world; what is said is checked at the next backward.
+        With a loader of the script's own that decides, from the first call on: as many
+        micro-steps as were run make a step, and a `step()` that is to end none does nothing.
+        With the engine's, the global batch decides, so that the samples of a step do not depend
+        on the world; what is said is checked at the next backward.
         """
         self._need_managed("set_gradient_accumulation_boundary()")
+        if self._run.loader is None:
+            self._micro_steps.let_script_decide()
         self._micro_steps.declared_boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -237,12 +237,12 @@ def choose_departure(
 
     Args:
         directory_known: The script has saved to or loaded from a checkpoint directory.
-        script_has_state: It has saved or loaded a client_state that is not empty: only the
-            script can make a complete checkpoint.
+        script_has_state: It has saved or loaded a client_state that is not empty, or runs a
+            library's loop: only the script can make a complete checkpoint.
         script_asks: It calls `checkpoint_due()` and will save when told to.
     """
     if script_has_state:
-        return Departure.AWAIT_SAVE, "its client_state is known to the script alone"
+        return Departure.AWAIT_SAVE, "what it keeps of its own is known to the script alone"
     if directory_known:
         return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
     if script_asks:

@@ -163,7 +163,7 @@ class Engine(Batching, Checkpointing, Accessors):
         if not self._micro_steps.may_end_step:
             raise EngineError("step() without backward(); call engine.backward(loss) first")
         if not self._micro_steps.ends_step():
-            self._micro_steps.end()
+            self._micro_steps.end_if_awaited()
             return
         with peers_may_vanish(self._link):
             self._end_step()

@@ -3,7 +3,7 @@
 Owns what is known between the first backward of a step and its end: the weighted losses, the
 numbers of tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step
 has one backward; which of them is the last of a step is decided by the global batch, and a
-script that says otherwise is told so, unless the config leaves it to the script; the samples in the
+script that says otherwise is told so, unless that is left to the script; the samples in the
 ledger are those that were run.
 
 Called by `engine`, whose `step()` ends it.
@@ -155,6 +155,11 @@ class MicroSteps:
         if ends_itself:
             self.end()
 
+    def end_if_awaited(self) -> None:
+        """End a micro-step that is not the last of its step, if it has not ended by itself."""
+        if self.awaits_step:
+            self.end()
+
     def end(self) -> None:
         """End a micro-step that is not the last of its step."""
         self.awaits_step = False
@@ -174,14 +179,21 @@ class MicroSteps:
 
     def ends_step(self) -> bool:
         """Whether a `step()` now ends the step, not only its micro-step."""
-        return self.at_boundary or not self._run.managed
+        if self._run.managed:
+            return self.at_boundary
+        return self.declared_boundary is not False
 
     @property
     def at_boundary(self) -> bool:
         """Whether the micro-step under way is the last of its step: False if nobody knows yet."""
         if not self._run.managed:
-            return False
+            return bool(self.declared_boundary)
         return self._run.cursor.micro + 1 == self._run.plan().micro_steps(self._run.world)
+
+    def let_script_decide(self) -> None:
+        """From here on a step is what the script makes of it, whatever the batch says."""
+        self.end_if_awaited()
+        self._run.managed, self._run.declared = False, True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -58,6 +58,9 @@ class Run:
     ledger: Ledger | None = None
     managed: bool = True
     """The batch decides where a step ends; False: the script does, by calling `step()`."""
+    declared: bool = False
+    """The script does, by saying so beforehand. It is a library's loop then, which has state of
+    its own, and writes that after it has called for a checkpoint."""
 
     def plan(self) -> StepPlan:
         """The step under way, or about to begin; as far as it can go, if the script ends it."""

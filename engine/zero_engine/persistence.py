@@ -78,6 +78,7 @@ class Persistence:
         self._script_has_state = False
         self._script_asks = False
         self._departure: Departure | None = None
+        self._may_leave = False
         self._some_rank_busy = False
         self._some_ram_busy = False
         self._last_failed = False
@@ -122,7 +123,9 @@ class Persistence:
             self._tell(self.saver.wait())
         self._some_rank_busy = not waits
         self.schedule.begun(time.monotonic() - begin_s)
-        if self.leaving:
+        if self.leaving and self._run.declared:
+            self._may_leave = True  # at the next step: what its loop has to write comes now
+        elif self.leaving:
             self._leave()
         return saved
 
@@ -210,7 +213,7 @@ class Persistence:
         root, cursor, self._has_stepped = self._ram_root, self._run.cursor, True
         if self.ram is None or root is None or self.leaving:
             return
-        if self._script_has_state and self.client_source is None:
+        if self._known_to_script_alone:
             self.ram.give_up(
                 "client_state is known to the script alone; engine.keep_client_state() tells more"
             )
@@ -219,6 +222,11 @@ class Persistence:
             check_json(client, "client_state")
             state = self._capture(client, exclude_frozen=False, hashed=False)
             self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
+
+    @property
+    def _known_to_script_alone(self) -> bool:
+        """Whether the script has state that a checkpoint of the engine's own would lack."""
+        return (self._script_has_state or self._run.declared) and self.client_source is None
 
     def _client_state(self) -> Mapping[str, Any]:
         """What the script wants in a checkpoint that it does not make itself."""
@@ -295,9 +303,11 @@ class Persistence:
         """At the end of a step: leave if it is time, saving first if the script need not."""
         if not self.leaving:
             return
+        if self._may_leave:
+            self._leave()
         departure, reason = choose_departure(
             directory_known=self._directory is not None,
-            script_has_state=self._script_has_state and self.client_source is None,
+            script_has_state=self._known_to_script_alone,
             script_asks=self._script_asks,
         )
         if departure is not self._departure:  # waiting for the script may take many steps

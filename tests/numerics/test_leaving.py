@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.models import Tokens
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
@@ -158,6 +159,37 @@ def test_all_ranks_leave_at_the_same_boundary_with_a_fresh_checkpoint(
     left = [Left(round=ROUND, step=saved)]
     assert [rank[:3] for rank in ranks] == [(ExitCode.LEFT, ends_at, left)] * 3
     assert [rank[3] for rank in ranks] == [tags, [], []]  # the coordinator alone asks to commit
+
+
+def test_a_librarys_loop_leaves_one_step_after_its_own_save_with_all_its_files(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    ranks = worlds.run(3, drained_in_a_librarys_loop, str(tmp_path))
+    assert ranks == [(ExitCode.LEFT, 5, [Left(round=ROUND, step=4)])] * 3
+    assert len(list(tmp_path.glob("loop-step4-rank*"))) == 3
+
+
+def drained_in_a_librarys_loop(root: str) -> tuple[Any, ...]:
+    """Rank 0 alone is asked to leave, after step 2; each save is followed by files of the loop."""
+    asked = dist.get_rank() == 0
+    batch = Tokens(2)[0][None]
+    with under_agent(root, leave_after=2 if asked else None) as agent:
+        engine = make_engine(config(3), training_data=None)
+
+        def run() -> None:
+            for step in range(1, 9):
+                if step == 3 and asked:
+                    await_leave(engine)
+                engine.set_gradient_accumulation_boundary(True)
+                engine.backward(engine(batch))
+                engine.step()
+                if step in (1, 4, 8):
+                    engine.save_checkpoint(f"{root}/checkpoints")
+                    Path(root, f"loop-step{step}-rank{engine.global_rank}").touch()
+
+        code = exit_code_of(engine, run)
+        left = [message for message in agent.told() if isinstance(message, Left)]
+    return code, engine.global_steps, left
 
 
 def test_a_drained_run_goes_on_to_the_same_bits(worlds: WorldPool, tmp_path: Path) -> None:
