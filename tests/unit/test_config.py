@@ -60,6 +60,37 @@ def test_numbers_are_taken_as_deepspeed_takes_them(
     assert (taken, type(taken)) == (value, type(value))
 
 
+def test_never_is_an_interval_as_accelerate_writes_it() -> None:
+    assert load_config({"steps_per_print": float("inf")}).steps_per_print is None
+    assert load_config({"steps_per_print": 5e1}).steps_per_print == 50
+    for value in (0, 0.5, "often"):
+        with pytest.raises(ConfigError, match="steps_per_print"):
+            load_config({"steps_per_print": value})
+
+
+def test_a_dtype_may_have_torchs_name() -> None:
+    load_config({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}})
+    with pytest.raises(ConfigError, match="'torch\\.float16' is not supported"):
+        load_config({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}})
+
+
+def test_keys_for_readers_are_passed_over_at_every_level() -> None:
+    section = {"stage": 2, "_why": "it fits", "//": "measured", "#note": 1}
+    config = load_config({"_comment": "of a tool", "zero_optimization": section})
+    assert config == load_config({"zero_optimization": {"stage": 2}})
+
+
+def test_a_key_with_the_path_of_a_section_is_not_read_and_said_to_be_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """trl adds such keys to a config that it has read, and no DeepSpeed has ever seen them."""
+    written = {"zero_optimization.stage3_prefetch_bucket_size": 921.6}
+    assert load_config({"train_batch_size": 8} | written) == load_config({"train_batch_size": 8})
+    assert "'stage3_prefetch_bucket_size' stands in the section 'zero_optimization'" in caplog.text
+    with pytest.raises(ConfigError, match="unknown config key"):
+        load_config({"zero_optimisation.stage": 3})
+
+
 @pytest.mark.parametrize(("switch", "stage"), [(True, 1), (False, 0), ({"stage": 2}, 2)])
 def test_zero_optimization_true_is_stage_one(switch: object, stage: int) -> None:
     assert load_config({"zero_optimization": switch}).zero_optimization.stage == stage

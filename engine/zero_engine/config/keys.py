@@ -28,6 +28,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "checkpoint.parallel_write": "every rank writes its own share",
     "checkpoint.writer": "see checkpoint.async",
     "comet": "there are csv_monitor, tensorboard and wandb",
+    "cuda_visible_devices": "which devices a worker sees is decided before it starts",
     "data_types.grad_accum_dtype": "gradients are summed in fp32",
     "disable_allgather": _FIXED_ORDER,
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
@@ -76,6 +77,9 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 """Path of the key -> why it has no effect."""
 
+
+COMMENT = ("_", "//", "#")
+"""How a key begins that is there for readers only, such as "_comment"."""
 
 INSIDE: dict[str, frozenset[str]] = {
     section: frozenset(names.split())
@@ -156,6 +160,9 @@ MISSING: dict[str, Missing] = {
     ),
     "progressive_layer_drop": Missing(
         _enabled, "the model decides what runs; leave layers out in its forward"
+    ),
+    "quantize_training": Missing(
+        _enabled, "the model is trained as it is; quantize what save_16bit_model exports"
     ),
     "sequence_parallel_size": Missing(
         lambda value: value != 1,

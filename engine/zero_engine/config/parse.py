@@ -14,6 +14,7 @@ import binascii
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,13 @@ def _parse(cls: type[Any], data: Mapping[str, Any], path: str) -> Any:
 def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
     """A key that is no field: without effect, missing and switched off, or an error."""
     where = _join(path, key)
+    if key.startswith(keys.COMMENT):
+        return
+    section, _, inner = key.partition(".")
+    if inner and not path and section in fields:
+        # Some libraries add such keys to a config that they have read: DeepSpeed does not see them.
+        _log.warning("%s: not read; in a config, %r stands in the section %r", key, inner, section)
+        return
     if where in keys.MISSING:
         feature = keys.MISSING[where]
         if value not in (AUTO, None) and feature.asks(value):
@@ -220,6 +228,10 @@ def _as_int(value: Any) -> int:
     return int(number)
 
 
+def _as_interval(value: Any) -> int | None:
+    return None if value == math.inf else _as_int(value)
+
+
 def _as_bool(value: Any) -> bool:
     spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     return bool(_exactly(bool)(spelled))
@@ -248,6 +260,7 @@ def _as_ints(value: Any) -> tuple[int, ...]:
 
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
+    "Interval": ("an integer", _as_interval),
     "float": ("a number", lambda value: float(_number(value))),
     "SecondsOrAuto": ('a number or "auto"', _as_float_or_auto),
     "bool": ("true or false", _as_bool),

@@ -25,6 +25,7 @@ from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
 from zero_engine.stages import STAGES
 
+Interval = int  # of steps; infinity, as accelerate writes it, is never
 _DTYPE_NAMES = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -87,7 +88,7 @@ class TorchAutocast:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.enabled and _DTYPE_NAMES.get(self.dtype) != "bf16":
+        if self.enabled and _DTYPE_NAMES.get(self.dtype.removeprefix("torch.")) != "bf16":
             raise ConfigError(
                 f'torch_autocast.dtype: {self.dtype!r} is not supported; use "bfloat16", or '
                 "fp16.enabled for float16"
@@ -224,7 +225,7 @@ class Config:
     """Gradients travel unreduced in the compute dtype and are summed in fp32; none other."""
     seed: int = 42
     """Decides sample order and dropout; not one of DeepSpeed's keys."""
-    steps_per_print: int | None = None
+    steps_per_print: Interval | None = None
     wall_clock_breakdown: bool = False
     """Log the time of forward, backward and step."""
     dump_state: bool = False
