@@ -17,6 +17,8 @@ PACKAGES = {
     "engine/zero_engine/checkpoint",
     "engine/zero_engine/ops",
     "engine/zero_engine/runtime",
+    "engine/zero_engine/moe",
+    "engine/zero_engine/compression",
     "engine/zero_engine/utils",
     "engine/zero_engine/config",
     "engine/zero_engine/tiers",

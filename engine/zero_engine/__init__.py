@@ -1,6 +1,6 @@
 """The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
 
-from zero_engine import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from zero_engine import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
 from zero_engine.accelerator import get_accelerator
 from zero_engine.arguments import add_config_arguments
 from zero_engine.assembly import initialize
@@ -20,6 +20,9 @@ from zero_engine.errors import (
 from zero_engine.errors import ConfigError as DeepSpeedConfigError
 from zero_engine.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
+
+__version__ = "0.19.8+zero.elastic"
+"""Whose API this is: scripts and libraries compare it with the DeepSpeed that they need."""
 
 __all__ = [
     "CheckpointError",
@@ -42,6 +45,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "read_ledger",
     "runtime",

@@ -17,8 +17,17 @@ from zero_engine.parts import Core, Run
 from zero_engine.zero_optimizer import StepOutcome
 
 
+class Epochs:
+    """DeepSpeed's timer of throughput, which scripts tell of their epochs."""
+
+    def update_epoch_count(self) -> None:
+        """Nothing to do: an epoch's end is no end of a step, which is what is timed."""
+
+
 class Accessors:
     """The part of an engine that only answers."""
+
+    tput_timer = Epochs()
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -142,6 +151,14 @@ class Accessors:
     def zero_optimization(self) -> bool:
         """Whether anything is divided among the ranks."""
         return self._core.stage.shards_optimizer
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are divided: stages 2 and 3."""
+        return self._core.stage.shards_gradients
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are divided: stage 3."""
+        return self._core.stage.shards_parameters
 
     def fp16_enabled(self) -> bool:
         """Whether the model computes in float16."""

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from zero_engine.collectives import Collectives
 from zero_engine.comms_log import LOG
-from zero_engine.config import Config, SchedulerConfig, load_config
+from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine import Engine
@@ -114,7 +114,9 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     del distributed_port, dist_init_required
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
-    settings = load_config(_config_source(args, config, config_params))
+    source = _config_source(args, config, config_params)
+    keys = source if isinstance(source, Mapping) else read_json(source)
+    settings = load_config(keys)
     if settings.comms_logger.enabled:
         LOG.configure(settings.comms_logger)
     init_distributed()
@@ -126,7 +128,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
-        engine = Engine(settings, core, run, scheduler, link)
+        engine = Engine(settings, core, run, scheduler, link, keys)
     if core.device.type == "cpu":
         keep_freed_memory()
     return engine, chosen, run.loader, scheduler

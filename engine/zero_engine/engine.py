@@ -12,7 +12,7 @@ looked up in the module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -53,9 +53,17 @@ class Engine(Batching, Checkpointing, Accessors):
     """
 
     def __init__(
-        self, config: Config, core: Core, run: Run, scheduler: Any, link: AgentLink
+        self,
+        config: Config,
+        core: Core,
+        run: Run,
+        scheduler: Any,
+        link: AgentLink,
+        keys: Mapping[str, Any],
     ) -> None:
         self.module = core.module
+        self.config = keys
+        """The config as it was given; libraries look into it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
         self.lr_scheduler = scheduler
         self.training_dataloader = run.loader
@@ -152,10 +160,13 @@ class Engine(Batching, Checkpointing, Accessors):
         scaled = self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
         return self._profile.watch_backward(scaled, self._run.cursor.step)
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at the boundary, the step: update weights, scheduler and position.
 
         If this worker has been asked to leave, the process may end here with a fresh checkpoint.
+
+        Args:
+            lr_kwargs: What the `step` of a scheduler of the script's own is called with.
         """
         self._core.moved.need(self._core, "step()")
         if self._micro_steps.without_step:
@@ -166,11 +177,11 @@ class Engine(Batching, Checkpointing, Accessors):
             self._micro_steps.end_if_awaited()
             return
         with peers_may_vanish(self._link):
-            self._end_step()
+            self._end_step(lr_kwargs or {})
             self._persistence.keep_in_ram()
             self._persistence.depart_if_asked()
 
-    def _end_step(self) -> None:
+    def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         assert self._core.zero is not None
         plan, cursor = self._run.ending(), self._run.cursor
         # Everybody's notes: about leaving and saving, then those of the micro-steps.
@@ -184,7 +195,7 @@ class Engine(Batching, Checkpointing, Accessors):
         self._last = outcome
         self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
         if outcome.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**lr_kwargs)
         cursor.step, cursor.samples, cursor.micro = cursor.step + 1, plan.position + plan.samples, 0
         if not outcome.applied:
             self._report_skip(outcome)

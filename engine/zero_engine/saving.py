@@ -222,9 +222,7 @@ class Checkpointing:
         Raises:
             CheckpointError: It could not be written.
         """
-        whole = self.module_state_dict()
-        if exclude_frozen_parameters:
-            whole = without_frozen(whole, self.module)
+        whole = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         path, problem = Path(save_dir) / save_filename, ""
         if self.global_rank == 0:
             problem = write_weights(whole, path)
@@ -236,3 +234,20 @@ class Checkpointing:
         return True
 
     save_fp16_model = save_16bit_model
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` writes the whole model at stage 3: always."""
+        return True
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """What `save_16bit_model` writes, for libraries that write it by themselves.
+
+        Every rank calls it, and every rank gets it: DeepSpeed's others get None, and what a
+        library then asks of their module is a state_dict of shards.
+        """
+        whole = self.module_state_dict()
+        return without_frozen(whole, self.module) if exclude_frozen_parameters else whole
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict

@@ -1,0 +1,1 @@
+"""DeepSpeed's `deepspeed.compression`, of which scripts use the helpers alone."""

@@ -1,0 +1,21 @@
+"""DeepSpeed's `deepspeed.moe.layer`: for scripts that import it and may not use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zero_engine.errors import EngineError
+
+__all__ = ["MoE"]
+
+
+class MoE(nn.Module):
+    """A layer of experts that are divided among the ranks; there is none here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise EngineError(
+            "deepspeed.moe: there is no expert parallelism; put the experts into a ModuleList, "
+            "which every stage divides like all parameters, and route in the model's forward"
+        )

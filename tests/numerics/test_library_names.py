@@ -1,0 +1,143 @@
+"""What libraries and DeepSpeed's own examples touch of an engine, beside what tutorials show."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.support.models import make_model
+from tests.support.training import config, make_engine, run_micro_step, train
+from tests.support.world import WorldPool
+from zero_engine.checkpoint.utils import clone_tensors_for_torch_save
+from zero_engine.compression.helper import recursive_getattr, recursive_setattr
+from zero_engine.errors import EngineError
+from zero_engine.moe.layer import MoE
+from zero_engine.moe.utils import (
+    has_moe_layers,
+    is_moe_param,
+    split_params_into_different_moe_groups_for_optimizer,
+)
+from zero_engine.runtime.config import LAMB_OPTIMIZER
+from zero_engine.runtime.lr_schedules import VALID_LR_SCHEDULES
+from zero_engine.runtime.utils import set_random_seed
+from zero_engine.runtime.zero import partition_parameters
+
+
+def test_the_config_is_the_one_that_was_given(worlds: WorldPool, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 3}} // as DeepSpeed')
+    assert worlds.run(1, configs, str(path)) == [
+        [config(2), {"train_batch_size": 4, "zero_optimization": {"stage": 3}}]
+    ]
+
+
+def configs(path: str) -> list[Any]:
+    by_path, *_ = zero_engine.initialize(model=make_model(), config=path)
+    return [dict(engine.config) for engine in (make_engine(config(2)), by_path)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_rank_gets_the_whole_model_in_its_own_dtype(worlds: WorldPool, stage: int) -> None:
+    ranks = worlds.run(2, consolidated, stage)
+    assert ranks[0][0] == ranks[1][0] == {torch.bfloat16}
+    assert ranks[0][1] == ranks[1][1]
+    assert ranks[0][2:] == (True, stage == 3, True)
+
+
+def consolidated(stage: int) -> tuple[Any, ...]:
+    engine = make_engine(config(stage, bf16=True))
+    train(engine, 2)
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    return (
+        {value.dtype for value in whole.values()},
+        {name: value.double().sum().item() for name, value in whole.items()},
+        engine.zero_gather_16bit_weights_on_model_save(),
+        engine.zero_optimization_partition_weights(),
+        engine.zero_optimization_partition_gradients(),
+    )
+
+
+def test_weights_to_save_have_memory_of_their_own(worlds: WorldPool) -> None:
+    for sizes in worlds.run(1, sizes_of_clones):
+        assert sizes == [True, True, True]
+
+
+def sizes_of_clones() -> list[bool]:
+    engine = make_engine(config(2))
+    weights = engine.module.state_dict()
+    nest = clone_tensors_for_torch_save({"model": weights, "steps": [3, (weights,)]})
+    clones: dict[str, Tensor] = nest["model"]
+    return [
+        all(torch.equal(clones[name], value) for name, value in weights.items()),
+        all(v.untyped_storage().nbytes() == v.numel() * v.itemsize for v in clones.values()),
+        nest["steps"][0] == 3 and nest["steps"][1][0].keys() == weights.keys(),
+    ]
+
+
+class Counted(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule by what the steps have consumed."""
+
+    consumed = 0
+
+    def step(self, epoch: int | None = None, consumed: int = 0) -> None:
+        self.consumed += consumed
+        super().step(epoch)
+
+
+def test_a_step_hands_arguments_to_the_scripts_own_schedule(worlds: WorldPool) -> None:
+    assert worlds.run(2, step_with_arguments) == [7, 7]
+
+
+def step_with_arguments() -> int:
+    def schedule(optimizer: torch.optim.Optimizer) -> Counted:
+        return Counted(optimizer, lambda _: 1.0)
+
+    engine = make_engine(config(1, train_batch_size=4), lr_scheduler=schedule)
+    run_micro_step(engine, step=False)
+    engine.step(lr_kwargs={"consumed": 7})
+    engine.tput_timer.update_epoch_count()
+    return int(engine.lr_scheduler.consumed)
+
+
+def test_groups_without_experts_stay_as_they_are() -> None:
+    model = make_model()
+    group = {"params": list(model.parameters()), "name": "parameters"}
+    assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert split_params_into_different_moe_groups_for_optimizer((group, group)) == [group, group]
+    assert has_moe_layers(model) == (False, 0)
+    assert not any(is_moe_param(param) for param in model.parameters())
+    with pytest.raises(EngineError, match="no expert parallelism; put the experts into"):
+        MoE(hidden_size=84, expert=nn.Linear(84, 84), num_experts=2)
+
+
+def test_a_submodule_is_replaced_by_its_name() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
+    new = nn.Linear(2, 3, bias=False)
+    recursive_setattr(model, "0.0", new)
+    assert recursive_getattr(model, "0.0") is new
+    assert recursive_getattr(model, "1.weight") is model[1].weight
+    recursive_setattr(model, "1", nn.Identity())
+    assert isinstance(model[1], nn.Identity)
+
+
+def test_one_seed_decides_all_random_numbers() -> None:
+    def draw() -> tuple[float, float, float]:
+        set_random_seed(5)
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    assert draw() == draw()
+
+
+def test_names_that_runs_are_compared_with() -> None:
+    assert LAMB_OPTIMIZER == "lamb"
+    assert "WarmupCosineLR" in VALID_LR_SCHEDULES
+    assert zero_engine.runtime.lr_schedules.VALID_LR_SCHEDULES is VALID_LR_SCHEDULES
+    wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    assert wrap(torch.arange, target_device="cpu") is torch.arange
