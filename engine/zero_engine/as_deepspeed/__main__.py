@@ -1,0 +1,27 @@
+"""`python -m zero_engine.as_deepspeed SCRIPT ...`, or `-m MODULE ...`: runs it as it is."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import zero_engine.as_deepspeed  # noqa: F401 - importing it is what it is for
+
+
+def main() -> None:
+    """Become the script or module that the arguments name."""
+    match sys.argv[1:]:
+        case ["-m", module, *rest]:
+            sys.argv, sys.path[0] = [module, *rest], os.getcwd()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [script, *rest]:
+            sys.argv, sys.path[0] = [script, *rest], str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+        case _:
+            sys.exit("usage: python -m zero_engine.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS")
+
+
+if __name__ == "__main__":
+    main()

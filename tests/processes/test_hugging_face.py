@@ -1,0 +1,91 @@
+"""transformers' Trainer and accelerate, as they are, on our engine under DeepSpeed's name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.cluster import environment
+
+pytestmark = pytest.mark.processes
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "data" / "scripts"
+AGENT = ["-m", "zero_agent", "--standalone", "--nproc-per-node=2"]
+AUTO = "auto"
+
+
+def config(directory: Path, stage: int, **more: Any) -> Path:
+    """As fine-tuning tools ship them: what can be is left to the library."""
+    keys = {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": AUTO,
+            "stage3_prefetch_bucket_size": AUTO,
+            "stage3_param_persistence_threshold": AUTO,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        **more,
+    }
+    path = directory / f"stage{stage}.json"
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def run(script: str, *arguments: object) -> Any:
+    """What rank 0 printed last, a line of JSON."""
+    command = [*AGENT, "-m", "zero_engine.as_deepspeed", str(SCRIPTS / script)]
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        env=environment() | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_trainer_runs_whole_and_resumes_at_another_stage_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    told = run("trainer.py", "--deepspeed", config(tmp_path, 2), "--output_dir", whole)
+    assert told["engine"] == "Engine"
+    assert list(told["steps"]) == [str(step) for step in range(1, 7)]  # two of three micro-steps,
+    assert told["steps"]["1"][0] > told["steps"]["6"][0]  # and a short one, in each epoch
+    resumed = run(
+        *("trainer.py", "--deepspeed", config(tmp_path, 3), "--output_dir", parts),
+        *("--resume_from_checkpoint", whole / "checkpoint-3"),
+    )
+    assert resumed == told
+    ours, theirs = (load_file(where / "final" / "model.safetensors") for where in (whole, parts))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_accelerate_goes_on_from_its_saved_state_at_stage_3(tmp_path: Path) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}}
+    rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    schedule = {"type": "WarmupDecayLR", "params": dict.fromkeys(rates, AUTO)}
+    offload = {"device": "cpu", "pin_memory": True}
+    settings = config(tmp_path, 3, optimizer=optimizer, scheduler=schedule, bf16={"enabled": AUTO})
+    keys = json.loads(settings.read_text())
+    keys["zero_optimization"]["offload_optimizer"] = offload
+    settings.write_text(json.dumps(keys))
+    told = run("accelerated.py", "--config", settings, "--output_dir", tmp_path)
+    assert told["first"] == told["again"]
+    assert told["same"]
