@@ -1,7 +1,7 @@
 """One rank of one system for `training.py`; writes what it measured as JSON.
 
 Runs under any Python that has torch, and DeepSpeed for its stages: it imports nothing of ours
-but the engine, and that only for our own stages.
+but the engine, and that only for our own stages and the floor.
 """
 
 from __future__ import annotations
