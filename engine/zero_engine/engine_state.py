@@ -50,22 +50,20 @@ class EngineState:
             return None
         steps = self.zero.steps
         if isinstance(steps, StepByOwners):
-            return StateOfOwners(self.zero, steps, self.collectives)
+            return StateOfOwners(self.zero, steps)
         return StateOfSegments(self.zero, steps, self.collectives)
 
     @uncollected()
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
     ) -> State:
-        """The state to save; the pieces are views. Collective.
+        """The state to save; the pieces are views.
 
         Args:
             run: Counters, batch and environment, from the engine.
             client: The script's own JSON.
             exclude_frozen: Leave out the parameters that are not trained.
         """
-        if self._optimizer is not None and self._optimizer.agree():
-            self.forget()
         engine = {
             **run,
             "groups": self._groups(),
@@ -119,7 +117,8 @@ class EngineState:
     # ---- tensors and pieces ----
 
     def _state(self, meta: Mapping[str, Any]) -> State:
-        memory = tuple((t.data_ptr(), t.numel(), t.dtype) for t in self._live())
+        mark = self._optimizer.mark() if self._optimizer is not None else None
+        memory = (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
         if self._kept.get("memory") != memory:
             pieces = tuple(self._pieces())
             self._kept.update(memory=memory, tensors=self._tensors(), pieces=pieces)

@@ -30,8 +30,8 @@ _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, 
 class OptimizerState(Protocol):
     """What an optimizer remembers of its parameters."""
 
-    def agree(self) -> bool:
-        """Learn what the other ranks have; whether `tensors` is another table now. Collective."""
+    def mark(self) -> Any:
+        """What is another one when `tensors` is, though `live` may be the same here."""
 
     def live(self) -> Iterator[Tensor]:
         """All that the pieces are views of, in one order."""
@@ -68,9 +68,8 @@ class StateOfSegments:
         self._steps = steps
         self._collectives = collectives
 
-    def agree(self) -> bool:
-        """Every rank knows by itself what all have: what it has."""
-        return False
+    def mark(self) -> Any:
+        """Other ranks have the same keys."""
 
     def live(self) -> Iterator[Tensor]:
         """The keys of each segment."""

@@ -1,16 +1,15 @@
 """The state of an optimizer that steps whole parameters, as pieces of a checkpoint, and back.
 
-Must always hold: a tensor is stored in its own shape, by the rank that owns the parameter; all
-ranks say the same of all of them, because they tell each other before a save; a world of another
-size finds everything again, because sketches and tensors go by the parameter's name.
+Must always hold: a tensor or a number is stored in its own shape, by the rank that owns the
+parameter; all ranks say the same of all of them, as the sketches do; a world of another size finds
+everything again, because sketches and leaves go by the parameter's name.
 
 Called by `engine_state` and `param_access`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from zero_engine.checkpoint.pieces import Piece, TensorId, TensorInfo
 from zero_engine.collectives import Collectives
 from zero_engine.errors import CheckpointError
 from zero_engine.optimizer_state import device_of_number
-from zero_engine.owner_steps import Owned, StepByOwners
-from zero_engine.sketches import blank, listed, sketch
+from zero_engine.owner_steps import PROBLEM, StepByOwners
+from zero_engine.sketches import Number, blank, described, filled, leaves, sketch, stored
+from zero_engine.telling import tell
 from zero_engine.zero_optimizer import ZeroOptimizer
 
 WHOLE = "whole"
@@ -33,84 +33,73 @@ WHOLE = "whole"
 class StateOfOwners:
     """State in shapes of its own, each parameter's on one rank."""
 
-    def __init__(self, zero: ZeroOptimizer, steps: StepByOwners, collectives: Collectives) -> None:
+    def __init__(self, zero: ZeroOptimizer, steps: StepByOwners) -> None:
         self._zero = zero
         self._steps = steps
-        self._collectives = collectives
 
-    def agree(self) -> bool:
-        """Learn what the state of each parameter is like; whether there are other tensors now.
-
-        Raises:
-            CheckpointError: Of one it cannot be told; on every rank.
-        """
-        before = self.tensors()
-        told = tell(self._sketches, self._collectives, self._zero.units[0].full.device)
-        self._know(told)
-        return self.tensors() != before
-
-    def _know(self, sketches: Iterable[Mapping[str, Any]]) -> None:
-        """In one order, wherever they come from."""
-        known = {fqn: each for some in sketches for fqn, each in some.items()}
-        names = [fqn for group in self._zero.names_by_group() for fqn in group]
-        self._steps.sketches = {fqn: known[fqn] for fqn in names if fqn in known}
-
-    def _sketches(self) -> dict[str, Any]:
-        owned = [each for each in self._steps.owned if self._steps.state_of(each)]
-        return {each.slot.fqn: self._sketch(each)[0] for each in owned}
+    def mark(self) -> Any:
+        """That of the sketches, and the numbers: what is stored of them is made for each save."""
+        numbers = [leaf for _, leaf in self._own() if not isinstance(leaf, Tensor)]
+        return self._steps.marks, numbers
 
     def live(self) -> Iterator[Tensor]:
-        """All tensors of what this rank owns."""
-        for _, _, tensor in self._own():
-            yield tensor
+        """The tensors of what this rank owns."""
+        yield from (leaf for _, leaf in self._own() if isinstance(leaf, Tensor))
 
-    def _own(self) -> Iterator[tuple[str, str, Tensor]]:
+    def _own(self) -> Iterator[tuple[TensorId, Tensor | Number]]:
         for each in self._steps.owned:
-            for kind, tensor in self._sketch(each)[1].items():
-                yield each.slot.fqn, kind, tensor
-
-    def _sketch(self, owned: Owned) -> tuple[Any, dict[str, Tensor]]:
-        return sketch(self._steps.state_of(owned), owned.slot.fqn)
+            for kind, leaf in leaves(self._steps.state_of(each)):
+                yield TensorId(kind, each.slot.fqn), leaf
 
     def tensors(self) -> dict[TensorId, TensorInfo]:
-        """As the sketches name them."""
+        """As the sketches describe them."""
         return {
             TensorId(kind, fqn): TensorInfo(tuple(shape), DTYPES[dtype])
             for fqn, known in self._steps.sketches.items()
-            for kind, dtype, shape in listed(known)
+            for kind, dtype, shape in described(known)
         }
 
     def pieces(self) -> Iterator[Piece]:
-        """Whole tensors."""
-        for fqn, kind, tensor in self._own():
-            if tensor.numel():
-                yield Piece(TensorId(kind, fqn), 0, tensor.view(-1))
+        """Whole leaves."""
+        for name, leaf in self._own():
+            data = stored(leaf).view(-1)
+            if data.numel():
+                yield Piece(name, 0, data)
 
     def records(self) -> list[dict[str, Any]]:
-        """The sketches."""
+        """The sketches.
+
+        Raises:
+            CheckpointError: There is none of what somebody owns; on every rank.
+        """
         sketches = self._steps.sketches
+        for known in sketches.values():
+            if PROBLEM in known:
+                raise CheckpointError(known[PROBLEM])
         return [
             {"state": {}, WHOLE: {fqn: sketches[fqn] for fqn in names if fqn in sketches}}
             for names in self._zero.names_by_group()
         ]
 
     def make(self, manifest: Manifest) -> None:
-        """Zeros for every tensor of what this rank owns, and all the rest as it was."""
-        groups = manifest.meta["engine"]["groups"]
-        self._know(group.get(WHOLE, {}) for group in groups)
+        """Blank nests for what this rank owns."""
+        self._steps.know(g.get(WHOLE, {}) for g in manifest.meta["engine"]["groups"])
         optimizer = self._zero.optimizer
         optimizer.state.clear()
         for owned in self._steps.owned:
             known = self._steps.sketches.get(owned.slot.fqn)
             if known is not None:
                 assert owned.slot.group is not None
-                group = optimizer.param_groups[owned.slot.group]
-                optimizer.state[owned.param] = blank(
-                    known, owned.param.device, device_of_number(group, owned.param.device)
-                )
+                group, device = optimizer.param_groups[owned.slot.group], owned.param.device
+                optimizer.state[owned.param] = blank(known, device, device_of_number(group, device))
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
-        """Nothing is left to do."""
+        """Numbers become Python's again."""
+        del records
+        for owned in self._steps.owned:
+            if state := self._steps.state_of(owned):
+                known = self._steps.sketches[owned.slot.fqn]
+                self._zero.optimizer.state[owned.param] = filled(state, known)
 
 
 def fetch(
@@ -130,38 +119,24 @@ def fetch(
         device: Where to have it.
 
     Returns:
-        The same on every rank; None if there is nothing (yet).
+        The same on every rank; None if there is nothing (yet), or nothing that can be sketched.
     """
-    told = tell(
-        lambda: None if owned is None else [sketch(owned.get(key), name)[0]], collectives, device
-    )
+    own = None if owned is None else [_sketch(owned.get(key), name)]
+    told = tell(own, f"sketch of {key}", collectives, device)
     source = next(rank for rank, said in enumerate(told) if said is not None)
-    value = blank(told[source][0], device, device)
-    tensors = {} if owned is None else sketch(owned.get(key), name)[1]
-    for kind, place in sketch(value, name)[1].items():
-        if owned is not None:
-            place.copy_(tensors[kind])
-        collectives.broadcast(place, f"{key} of {name}", source)
-    return value
+    known = told[source][0]
+    nest = blank(known, device, device)
+    mine = {} if owned is None else dict(leaves(owned.get(key)))
+    for kind, place in leaves(nest):
+        assert isinstance(place, Tensor)
+        sent = stored(mine.get(kind, place)).to(device, copy=True)
+        collectives.broadcast(sent, f"{key} of {name}", source)
+        place.copy_(sent)
+    return filled(nest, known)
 
 
-def tell(own: Callable[[], Any], collectives: Collectives, device: torch.device) -> list[Any]:
-    """What every rank tells, as JSON, by rank. Collective.
-
-    Raises:
-        CheckpointError: One cannot tell it; on every rank.
-    """
+def _sketch(nest: Any, name: str) -> Any:
     try:
-        said = {"said": own()}
-    except CheckpointError as error:
-        said = {"error": str(error)}
-    text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    sizes = torch.tensor([text.numel()], device=device)
-    lengths = collectives.everybodys(sizes, "how much is told of state").flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    rows = collectives.everybodys(padded, "what is told of state").cpu()
-    told = [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
-    if errors := [each["error"] for each in told if "error" in each]:
-        raise CheckpointError(errors[0])
-    return [each["said"] for each in told]
+        return sketch(nest, name)
+    except CheckpointError:
+        return None

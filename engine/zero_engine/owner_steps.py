@@ -15,7 +15,8 @@ Made by `zero_optimizer`; `owner_state` saves and loads the state.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from zero_engine.collectives import Collectives, Pending, wait
+from zero_engine.errors import CheckpointError
 from zero_engine.flat_unit import FlatUnit, Slot, overlap
-from zero_engine.sketches import tensors_in
+from zero_engine.sketches import mark_of, sketch, tensors_in
+from zero_engine.telling import tell
 from zero_engine.tiers.narrow import widened
 from zero_engine.waves import Shared, Wave, WaveExchange, in_waves
+
+_log = logging.getLogger(__name__)
+
+PROBLEM = "problem"
+"""Of a sketch: why there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +75,8 @@ class StepByOwners:
             collectives: The ranks that share the units.
         """
         self.optimizer = optimizer
+        self._collectives = collectives
+        self._device = units[0].full.device
         self._exchange = WaveExchange(collectives)
         masters = [unit.master for unit in units]
         waves = zip(
@@ -77,8 +87,12 @@ class StepByOwners:
         self._turns = [Turn(weights, grads, self._own(weights)) for weights, grads in waves]
         self.owned = tuple(turn.owned for turn in self._turns if turn.owned is not None)
         self.sketches: dict[str, Any] = {}
-        """Name of a parameter -> what its state is like, as all ranks know; see `owner_state`."""
+        """Name of a parameter -> the sketch of its state, as all ranks know it."""
+        self.marks: list[int] | None = None
+        """By rank, of what it owns: they change when the sketches do."""
+        self._names = [slot.fqn for unit in units for slot in unit.layout.slots]
         self._attach(units)
+        self._agree()
 
     def _own(self, wave: Wave) -> Owned | None:
         shared = self._exchange.owned(wave)
@@ -141,6 +155,37 @@ class StepByOwners:
         going = [self._give_back(number, turn) for number, turn in enumerate(self._turns)]
         for pending in going:
             wait(pending)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Let every rank know the sketches of all: a save cannot ask, as it is no collective."""
+        mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
+        own_mark = torch.tensor([mark], device=self._device)
+        gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
+        marks = gathered.flatten().tolist()
+        if marks != self.marks:
+            own = {each.slot.fqn: self._sketch(each) for each in self.owned if self.state_of(each)}
+            self.know(tell(own, "sketches of optimizer state", self._collectives, self._device))
+            self.marks = marks
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say at once, not when hours are to be saved, what no checkpoint can hold."""
+        problems = [known[PROBLEM] for known in self.sketches.values() if PROBLEM in known]
+        if problems and self._collectives.rank == 0:
+            _log.warning("checkpoints will be refused: %s", problems[0])
+
+    def know(self, sketches: Iterable[Mapping[str, Any]]) -> None:
+        """Take sketches for those of all parameters, and have them compared in the next step."""
+        known = {fqn: each for some in sketches for fqn, each in some.items()}
+        self.sketches = {fqn: known[fqn] for fqn in self._names if fqn in known}
+        self.marks = None
+
+    def _sketch(self, owned: Owned) -> Any:
+        try:
+            return sketch(self.state_of(owned), owned.slot.fqn)
+        except CheckpointError as error:
+            return {PROBLEM: str(error)}  # of whoever saves; training need not end for it
 
     def _give_back(self, number: int, turn: Turn) -> Pending:
         whole = torch.empty(0)

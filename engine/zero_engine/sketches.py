@@ -1,10 +1,12 @@
-"""What an optimizer remembers of one parameter, as JSON and a few tensors.
+"""What an optimizer remembers of one parameter: a nest, its sketch, and its leaves.
 
-A *sketch* is a nest of dicts, lists, tensors and plain values as JSON, with dtype and shape in the
-place of each tensor. Must always hold: a nest made from its sketch has its tensors under the same
-names, which are the way to them: "row_var", "factors.0". Tuples come back as lists.
+A *nest* is made of dicts, lists, tensors, numbers and plain values. Its *sketch* is JSON that says
+what it is like, with dtype and shape in the place of each tensor and each number, so that steps do
+not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by the same
+name in a nest and in its sketch, the way to it: "row_var", "factors.0"; a nest made from its sketch
+has the same leaves. Tuples come back as lists.
 
-Called by `owner_state` and `owner_steps`.
+Called by `owner_steps` and `owner_state`.
 """
 
 from __future__ import annotations
@@ -18,84 +20,132 @@ from torch import Tensor
 from zero_engine.checkpoint.dtypes import DTYPES, name_of
 from zero_engine.errors import CheckpointError
 
+Path = tuple[str, ...]
+Number = bool | int | float
+_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""What a number is stored as."""
 
-def sketch(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """What a state is like, as JSON, and its tensors by name.
+
+def sketch(nest: Any, name: str, path: Path = ()) -> Any:
+    """What a nest is like, as JSON.
 
     Args:
-        state: A nest of dicts, lists, tensors and plain values.
+        nest: All of it, or what lies at `path`.
         name: Whose it is.
+        path: The way there.
 
     Raises:
         CheckpointError: Something else is in it.
     """
-    tensors: dict[str, Tensor] = {}
-
-    def look(value: Any, path: tuple[str, ...]) -> Any:
-        match value:
-            case Tensor():
-                tensors[".".join(path)] = value
-                return {"tensor": [name_of(value.dtype), list(value.shape)]}
-            case None | bool() | int() | float() | str():
-                return value
-            case list() | tuple():
-                return [look(inner, (*path, str(i))) for i, inner in enumerate(value)]
-            case dict() if all(isinstance(key, str) for key in value):
-                # In the order that a manifest has, so that a second save is the same bytes.
-                return {"dict": {key: look(value[key], (*path, key)) for key in sorted(value)}}
-        raise CheckpointError(
-            f"optimizer state {'.'.join(path)} of {name} is a {type(value).__name__}, which no "
-            "checkpoint can hold; use an optimizer that keeps tensors, numbers and lists of them"
-        )
-
-    return look(state, ()), tensors
-
-
-def tensors_in(state: Any) -> Iterator[Tensor]:
-    """The tensors of a nest, also of one that cannot be sketched."""
-    match state:
+    match nest:
         case Tensor():
-            yield state
-        case dict():
-            for inner in state.values():
-                yield from tensors_in(inner)
+            return {"tensor": [name_of(nest.dtype), list(nest.shape)]}
+        case bool() | int() | float() if abs(nest) < 1 << 63 or isinstance(nest, float):
+            return {"number": name_of(_NUMBERS[_kind(nest)])}
+        case None | str():
+            return nest
         case list() | tuple():
-            for inner in state:
-                yield from tensors_in(inner)
+            return [sketch(inner, name, (*path, str(i))) for i, inner in enumerate(nest)]
+        case dict() if all(isinstance(key, str) for key in nest):
+            # In the order that a manifest has, so that a second save is the same bytes.
+            return {"dict": {key: sketch(nest[key], name, (*path, key)) for key in sorted(nest)}}
+        case _:
+            raise CheckpointError(
+                f"optimizer state {'.'.join(path)} of {name} is a {type(nest).__name__}, which no "
+                "checkpoint can hold; use an optimizer that keeps tensors, numbers and lists of "
+                "them"
+            )
+
+
+def ends(nest: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """All that a nest is made of, by name; also of one that has no sketch."""
+    if isinstance(nest, dict) and nest:
+        for key in sorted(nest, key=str):
+            yield from ends(nest[key], (*path, str(key)))
+    elif isinstance(nest, list | tuple) and nest:
+        for number, inner in enumerate(nest):
+            yield from ends(inner, (*path, str(number)))
+    else:
+        yield ".".join(path), nest
+
+
+def leaves(nest: Any) -> Iterator[tuple[str, Tensor | Number]]:
+    """The tensors and numbers of a nest, by name."""
+    yield from (end for end in ends(nest) if isinstance(end[1], Tensor | Number))
+
+
+def mark_of(nest: Any) -> int:
+    """In this process, of two nests it is the same if they have the same sketch."""
+    return hash(tuple((name, *_form(end)) for name, end in ends(nest)))
+
+
+def _form(end: Any) -> tuple[Any, ...]:
+    if isinstance(end, Tensor):
+        return end.shape, end.dtype
+    return type(end), end if isinstance(end, str) else None
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves."""
+    yield from (leaf for _, leaf in leaves(nest) if isinstance(leaf, Tensor))
+
+
+def stored(leaf: Tensor | Number) -> Tensor:
+    """A leaf as a checkpoint has it: a number in a tensor of its own."""
+    return leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=_NUMBERS[_kind(leaf)])
+
+
+def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]]]:
+    """Name, dtype and shape of each leaf of a sketch."""
+    match known:
+        case {"tensor": [dtype, shape]}:
+            yield ".".join(path), dtype, shape
+        case {"number": dtype}:
+            yield ".".join(path), dtype, []
+        case {"dict": members}:
+            for key, inner in members.items():
+                yield from described(inner, (*path, key))
+        case list():
+            for number, inner in enumerate(known):
+                yield from described(inner, (*path, str(number)))
         case _:
             pass
 
 
-def blank(known: Any, device: torch.device, of_numbers: torch.device) -> Any:
-    """A state as it was sketched, with zeros in all tensors.
+def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
+    """A nest of which this is the sketch, with zeros in all leaves, which are all tensors yet.
 
     Args:
         known: The sketch.
         device: Where its tensors are to be.
-        of_numbers: Where those without dimensions are to be, such as step counts.
+        of_scalars: Where those without dimensions are to be, such as step counts.
     """
     match known:
         case {"tensor": [dtype, shape]}:
-            place = device if shape else of_numbers
+            place = device if shape else of_scalars
             return torch.zeros(shape, dtype=DTYPES[dtype], device=place)
+        case {"number": dtype}:
+            return torch.zeros((), dtype=DTYPES[dtype])
         case {"dict": members}:
-            return {key: blank(inner, device, of_numbers) for key, inner in members.items()}
+            return {key: blank(inner, device, of_scalars) for key, inner in members.items()}
         case list():
-            return [blank(inner, device, of_numbers) for inner in known]
+            return [blank(inner, device, of_scalars) for inner in known]
         case _:
             return known
 
 
-def listed(known: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, list[int]]]:
-    """The tensors of a sketch: name, dtype and shape, in the order of `sketch`."""
+def filled(nest: Any, known: Any) -> Any:
+    """A nest that was blank, now with numbers where its sketch has them."""
     match known:
-        case {"tensor": [dtype, shape]}:
-            yield ".".join(path), dtype, shape
+        case {"number": _}:
+            return nest.item()
         case {"dict": members}:
-            for key, inner in members.items():
-                yield from listed(inner, (*path, key))
+            return {key: filled(nest[key], inner) for key, inner in members.items()}
         case list():
-            for number, inner in enumerate(known):
-                yield from listed(inner, (*path, str(number)))
+            return [filled(own, inner) for own, inner in zip(nest, known, strict=True)]
         case _:
-            pass
+            return nest
+
+
+def _kind(number: Number) -> type:
+    return next(kind for kind in _NUMBERS if isinstance(number, kind))
