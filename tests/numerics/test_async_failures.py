@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.arena import Arena
+from zero_engine.checkpoint.tools.verify import verify
 from zero_engine.engine import Engine
 from zero_orchestrator.contract import ExitCode, Left
 
@@ -154,3 +157,36 @@ def leave_with_a_save_in_flight(root: str) -> tuple[int | None, int]:
 def open_when_leaving(engine: Engine, disk: Gated) -> None:
     wait_for(lambda: engine._persistence.leaving, 20, "the request to leave")
     disk.gate.set()
+
+
+ENDING = """
+import concurrent.futures.thread as pools, sys, threading, torch, zero_engine
+from tests.support.saving import Gated, use
+from tests.support.waiting import wait_for
+
+settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "checkpoint": {"async": True}}
+engine, *_ = zero_engine.initialize(model=torch.nn.Linear(2000, 2000), config=settings)
+engine.backward(engine(torch.ones(1, 2000)).sum())
+engine.step()
+disk = use(engine, Gated())
+
+def open_at_the_end():
+    wait_for(lambda: pools._shutdown, 30, "the end of the interpreter")
+    disk.gate.set()
+
+threading.Thread(target=open_at_the_end).start()
+engine.save_checkpoint(sys.argv[1])
+wait_for(disk.reached.is_set, 30, "the first slab")
+"""
+
+
+def test_a_save_that_outlives_the_script_is_finished_by_the_ending_interpreter(
+    tmp_path: Path,
+) -> None:
+    """No thread starts there any more; the file is 48 MB, so there are slabs left to make."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, "Traceback" in run.stderr) == (0, False), run.stderr
+    (candidate,) = find(tmp_path).candidates
+    assert verify(candidate) == []
