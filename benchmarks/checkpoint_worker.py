@@ -29,6 +29,7 @@ from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.ram_commit import RamSave, commit_in_ram
 from zero_engine.checkpoint.ram_node import RamNode
 from zero_engine.checkpoint.ram_peers import Neighbours
+from zero_engine.checkpoint.room import SharedRoom
 from zero_engine.distributed import group_store
 from zero_engine.engine import Engine
 
@@ -99,7 +100,9 @@ class Bench:
         self._node = node
         self._neighbours = Neighbours(node.key)
         self._ballot = Ballot(group_store("benchmark"), dist.get_rank(), dist.get_world_size())
-        self._arenas = [Arena("benchmark", dist.get_rank(), node.directory) for _ in range(2)]
+        self._arenas = [
+            Arena(SharedRoom("benchmark", dist.get_rank(), node.directory)) for _ in range(2)
+        ]
         for arena in self._arenas:  # reserves it: what is measured is a later save
             arena.freeze(self.engine._persistence.saver.lay_out(state))
         self._kept = 0

@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from zero_engine import checkpoint
-from zero_engine.checkpoint.arena import Arena, FrozenImage, NoArena, sweep
+from zero_engine.checkpoint.arena import Arena, FrozenImage
 from zero_engine.checkpoint.background import Background
 from zero_engine.checkpoint.candidates import newest_committed
 from zero_engine.checkpoint.layout import FileLayout
@@ -32,6 +32,7 @@ from zero_engine.checkpoint.ram_node import RamNode, home_of
 from zero_engine.checkpoint.ram_peers import Neighbours
 from zero_engine.checkpoint.ram_search import RamSearch
 from zero_engine.checkpoint.restore import Loaded
+from zero_engine.checkpoint.room import NoArena, SharedRoom, sweep
 from zero_engine.config.saving import Ram
 from zero_engine.distributed import group_store
 from zero_engine.elastic import AgentLink
@@ -62,7 +63,8 @@ class RamTier:
             )
             sweep(self._node.directory)
             job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
-            self._arenas = [Arena(job, rank, self._node.directory) for _ in range(ARENAS)]
+            where = self._node.directory
+            self._arenas = [Arena(SharedRoom(job, rank, where)) for _ in range(ARENAS)]
         self._config = config
         self._rank = rank
         self._world = world

@@ -10,13 +10,12 @@ Called by `persistence`.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from zero_engine import checkpoint
-from zero_engine.checkpoint.arena import Arena, NoArena, sweep
+from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.background import Background, Outcome
 from zero_engine.checkpoint.direct import DirectDisk
 from zero_engine.checkpoint.housekeeping import Keep, tidy
@@ -26,6 +25,7 @@ from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.retention import Best
+from zero_engine.checkpoint.room import NoArena, PrivateRoom
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image, LiveImage
 from zero_engine.config.saving import Checkpoint
@@ -52,7 +52,7 @@ class Saver:
 
     def __init__(self, config: Checkpoint, rank: int, world: int, link: AgentLink) -> None:
         self.disk: Disk = DirectDisk()
-        self.arena = Arena(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), rank)
+        self.arena = Arena(PrivateRoom())
         self.last_step = 0
         """Of the newest checkpoint that this worker knows to be committed."""
         self._keep = _policy(config)
@@ -65,7 +65,6 @@ class Saver:
         self._in_flight_step = 0
         self._copies = True
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
-        sweep()
 
     @property
     def busy(self) -> bool:

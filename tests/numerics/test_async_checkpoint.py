@@ -16,6 +16,7 @@ from tests.support.saving import (
     SAVED_AT,
     Gated,
     Throttled,
+    full_container,
     go_on,
     heard,
     use,
@@ -24,7 +25,6 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from zero_engine.checkpoint import find
-from zero_engine.checkpoint.arena import Arena
 from zero_engine.engine import Engine
 from zero_engine.errors import CheckpointError
 
@@ -102,19 +102,18 @@ def test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_writt
     assert {rank[0] for rank in worlds.run(1, go_on, str(background))} == set(end)
 
 
-def test_without_room_in_shared_memory_training_waits_and_says_why_once(
+def test_without_room_in_memory_training_waits_and_says_why_once(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     for lines in worlds.run(2, save_twice_without_room, str(tmp_path)):
         (why,) = [line for line in lines if "training waits for checkpoints" in line]
-        assert f"{tmp_path}/none has room for 0 MiB, the state takes 1 MiB" in why
+        assert "this machine has 0 MiB of memory left, the state takes 2 MiB" in why
     assert [c.manifest.step for c in find(tmp_path).candidates] == [2, 1]
 
 
 def save_twice_without_room(root: str) -> list[str]:
     engine = make_engine(config(2, **ASYNC))
-    engine._persistence.saver.arena = Arena("t", dist.get_rank(), Path(root, "none"))
-    with heard() as lines:
+    with full_container(Path(root, "cgroup")), heard() as lines:
         for step in (1, 2):
             train(engine, step)
             assert engine.save_checkpoint(root)

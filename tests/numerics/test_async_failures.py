@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.saving import (
     Deadly,
     Full,
     Gated,
+    full_container,
     go_on,
     heard,
     undisturbed,
@@ -27,7 +29,6 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.checkpoint import find
-from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.tools.verify import verify
 from zero_engine.engine import Engine
 from zero_orchestrator.contract import ExitCode, Left
@@ -76,12 +77,11 @@ def test_a_failure_is_a_warning_as_well_where_there_was_no_room_for_a_copy(
 
 
 def fail_without_room(root: str) -> tuple[bool, list[str]]:
-    """Rank 0 alone has no room in shared memory, rank 1 alone none on the disk."""
+    """Rank 0 alone has no room in memory, rank 1 alone none on the disk."""
     engine = make_engine(config(1, **ASYNC))
     use(engine, Full())
-    if dist.get_rank() == 0:
-        engine._persistence.saver.arena = Arena("t", 0, Path(root, "none"))
-    with heard(logging.WARNING) as lines:
+    full = full_container(Path(root, "cgroup")) if dist.get_rank() == 0 else nullcontext()
+    with full, heard(logging.WARNING) as lines:
         train(engine, 1)
         begun = engine.save_checkpoint(f"{root}/checkpoints")
         train(engine, 2)

@@ -9,9 +9,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 from tests.support.training import config, make_engine, train
+from zero_engine.checkpoint import room
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.engine import Engine
 
@@ -63,6 +65,19 @@ class Deadly(Disk):
         super().write(file, data[: len(data) // 2])
         file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def full_container(directory: Path) -> Iterator[None]:
+    """This process in a container that has no memory left, as its cgroup's files say it."""
+    directory.mkdir(exist_ok=True)
+    for name, text in {"max": "4096", "current": "8192", "stat": "inactive_file 4096"}.items():
+        (directory / f"memory.{name}").write_text(f"{text}\n")
+    before, room.CGROUP = room.CGROUP, directory
+    try:
+        yield
+    finally:
+        room.CGROUP = before
 
 
 @contextmanager

@@ -90,6 +90,7 @@ def age(name: str) -> tuple[int, int]:
 
 def seal(image: FrozenImage, path: Path) -> None:
     """Let an image outlive its worker and its arena, under a name. Raises OSError."""
+    assert image.path is not None, "a checkpoint in memory is in a shared room"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     os.link(image.path, path)

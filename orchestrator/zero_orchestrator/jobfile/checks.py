@@ -71,7 +71,7 @@ def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
 
 
 def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
-    """Without room a save holds training up, and nothing is kept in memory: the job works."""
+    """Without room nothing is kept in memory: the job works."""
     file = job.file
     copies = _copies_in_memory(_saving(job))
     if file.parameters is None or not copies:
@@ -81,8 +81,8 @@ def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
     if file.resources.shm < needed:
         text = (
             f"{file.resources.shm} is less than the {needed} that {copies} copies of the state "
-            f"take on each of {file.nodes.min} nodes, so training would wait for saves; write "
-            f"{needed}, or keep less in memory"
+            f"take on each of {file.nodes.min} nodes, so none would be kept in memory; write "
+            f"{needed}, or lower checkpoint.ram.replicas"
         )
         yield Problem(key="resources.shm", text=text, is_fatal=False)
 
@@ -99,10 +99,10 @@ def _count(values: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _copies_in_memory(saving: Mapping[str, Any]) -> int:
-    """Of a node's share of the state: one while it is saved; checkpoints in memory, two each."""
+    """Of a node's share of the state: two for checkpoints in memory, and two for each replica."""
     ram = saving.get("ram")
     replicas = _count(ram if isinstance(ram, Mapping) else {}, "replicas", 1)
-    return bool(saving.get("async")) + (2 * (1 + replicas) if ram else 0)
+    return 2 * (1 + replicas) if ram else 0
 
 
 def _shared_memory_holds_the_budget(job: Job) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from zero_engine.checkpoint.ram_commit import Kept, RamSave, commit_in_ram
 from zero_engine.checkpoint.ram_node import RamNode, home_of
 from zero_engine.checkpoint.ram_peers import Neighbours
 from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.checkpoint.room import SharedRoom
 from zero_orchestrator.contract import RamRequest
 
 FULL = adam_state(width=4001)
@@ -45,7 +46,9 @@ class Cluster:
                 key=reply.key,
                 budget_bytes=reply.budget_bytes,
             )
-            self.arenas[name] = [Arena("job", 0, Path(reply.directory)) for _ in range(2)]
+            self.arenas[name] = [
+                Arena(SharedRoom("job", 0, Path(reply.directory))) for _ in range(2)
+            ]
             self.peers[name] = Neighbours(reply.key)
 
     def lose(self, *names: str) -> None:
