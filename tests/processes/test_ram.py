@@ -198,12 +198,19 @@ def stopped(job: Cluster) -> Iterator[None]:
     workers = [job.worker_of(node) for node in job.agents]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(map(stands_still, workers)), 20, "all threads to stop")
     try:
         yield
     finally:
         for pid in workers:
             with suppress(ProcessLookupError):  # of a node that was killed meanwhile
                 os.kill(pid, signal.SIGCONT)
+
+
+def stands_still(pid: int) -> bool:
+    """A thread on another CPU runs on for a moment, and may remove what is old."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def copies_of(job: Cluster, node: str) -> list[Path]:
