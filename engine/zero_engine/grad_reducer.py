@@ -33,7 +33,7 @@ _MAX_IN_FLIGHT = 1
 """More would take memory and no time off: the network is never idle while a unit is under way."""
 
 
-_PIECE = 1 << 17
+_PIECE = 1 << 18
 """Elements whose fp32 copy is still in a CPU's cache when it is added."""
 
 

@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from zero_engine.huge_pages import zeros
+
 _log = logging.getLogger(__name__)
 
 _PREFIX = "zero-arena."
@@ -62,8 +64,7 @@ class PrivateRoom:
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
                 f"{size_bytes >> 20} MiB"
             )
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = zeros(size_bytes)
         memory.madvise(mmap.MADV_DONTFORK)  # else each page would be copied once for a child
         return memory
 

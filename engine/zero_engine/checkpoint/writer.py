@@ -14,7 +14,6 @@ Called by `commit` on every rank.
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from zero_engine.checkpoint.layout import FileLayout, parts
 from zero_engine.checkpoint.manifest import FileRecord
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
+from zero_engine.huge_pages import zeros
 
 _SLAB_BYTES = 16 << 20
 """Large enough to be written past the page cache, see `direct`."""
@@ -55,7 +55,7 @@ class LiveImage:
     def slabs(self) -> Iterator[memoryview]:
         """Slabs that begin on a page, gathered in two buffers in turn."""
         slab_bytes = min(_SLAB_BYTES, self.layout.size_bytes)
-        buffers = itertools.cycle([_buffer(slab_bytes), _buffer(slab_bytes)])
+        buffers = itertools.cycle([zeros(slab_bytes), zeros(slab_bytes)])
         buffer, filled = next(buffers), 0
         for part in parts(self.layout):
             done = 0
@@ -69,13 +69,6 @@ class LiveImage:
                     buffer, filled = next(buffers), 0
         if filled:
             yield memoryview(buffer)[:filled]
-
-
-def _buffer(size_bytes: int) -> mmap.mmap:
-    """Zeros that begin on a page, as direct writing wants it."""
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # few pages to find, and for the kernel to hold on to
-    return memory
 
 
 class BlockHasher:
