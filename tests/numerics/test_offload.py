@@ -246,7 +246,7 @@ def test_a_checkpoint_is_the_same_bytes_in_every_tier(worlds: WorldPool, tmp_pat
 
 def contents(root: Path) -> dict[str, Any]:
     """The files of the one checkpoint there, without what is different in every save."""
-    (directory,) = [path for path in root.iterdir() if path.is_dir()]
+    (directory,) = root.glob("step-*")
     files: dict[str, Any] = {p.name: p.read_bytes() for p in directory.glob("*.safetensors")}
     manifest = json.loads((directory / "MANIFEST.json").read_bytes())
     for changing in ("nonce", "digest", "self_digest", "created", "time"):
