@@ -6,6 +6,7 @@ that of the whole run, never of this rank. The base of `engine.Engine`, which se
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 import torch
@@ -123,9 +124,10 @@ class Accessors:
     # ---- the optimizer ----
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """The learning rate of each param group; NaN where the optimizer finds its own."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [float(group["lr"]) for group in groups]
+        rates = (group.get("lr") for group in groups)
+        return [math.nan if rate is None else float(rate) for rate in rates]
 
     def set_lr(self, lr: float) -> None:
         """Give every param group this learning rate; a schedule changes it with its next step."""

@@ -87,6 +87,38 @@ def test_an_optimizer_of_the_script_gives_plain_torchs_bits(worlds: WorldPool, w
             assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
 
 
+class FindsItsRate(Kronecker):
+    """Has no rate, as transformers' Adafactor with relative steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["lr"] = None
+
+    def step_one(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        super().step_one(param, gradient, group | {"lr": 0.1})
+
+
+def train_without_rates() -> list[float]:
+    settings = config(1)
+    del settings["optimizer"]
+    model = make_model()
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=FindsItsRate,
+        model_parameters=param_groups(model),
+        config=settings,
+        training_data=Tokens(DATASET_SIZE),
+    )
+    train(engine, 2)
+    return engine.get_lr()
+
+
+def test_an_optimizer_may_find_its_own_rate(worlds: WorldPool) -> None:
+    for rates in worlds.run(2, train_without_rates):
+        assert np.isnan(rates).tolist() == [True, True]
+
+
 class Signs(torch.optim.Optimizer):
     """A script's own that is elementwise, and says so."""
 
