@@ -225,6 +225,16 @@ class FlatUnit:
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 
+    def let_go(self) -> None:
+        """Release what a script has seen: tensors that it has kept stay what they are.
+
+        Memory that is freed under them would end the process when they are read.
+        """
+        if self.gathered:
+            self.full = torch.empty_like(self.full)
+            self._install_views()
+        self.release()
+
     def refresh(self) -> Pending:
         """Begin to bring the full parameters up to date after `master` has been stepped."""
         if self._stage.shards_parameters:
@@ -264,6 +274,8 @@ class FlatUnit:
         shard = self.shard.to(own.device)
         changed = own != self._as_published(shard)
         self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+        if self._stage.shards_parameters:
+            self.let_go()
         self.restore()
 
     def gather_highest(self) -> Tensor:

@@ -19,6 +19,7 @@ Called by `engine`. Source of the idea: FSDP2's pre- and post-backward hooks.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,8 @@ from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.gather_order import Pass, ahead, complete
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,10 @@ class ParamCoordinator:
         if units:
             root.register_forward_pre_hook(self._before_root)
             root.register_forward_hook(self._after_root)
-            root.register_state_dict_pre_hook(_refuse_state_dict)
+            told: set[str] = set()
+            for module in root.modules():
+                module.register_state_dict_post_hook(partial(_copy_what_is_there, told))
+                module.register_load_state_dict_pre_hook(_refuse_to_load)
         for module, members in _by_module(units):
             if module is not root:
                 module.register_forward_pre_hook(partial(self._before_forward, members))
@@ -211,12 +217,42 @@ class ParamCoordinator:
             unit.release()
 
 
-def _refuse_state_dict(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-    # Reading a freed parameter would crash the process.
-    raise EngineError(
-        "at stage 3 the parameters are sharded, so the module has no state_dict of its own; "
-        "call engine.module_state_dict() on every rank, or engine.save_checkpoint()"
-    )
+def _copy_what_is_there(
+    told: set[str], module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
+    """A module's state_dict: copies of gathered parameters; empty tensors for the others.
+
+    Reading memory that is freed, now or when the parameters go, would crash the process.
+    """
+    for name, param in module._parameters.items():
+        shown = state.get(prefix + name)
+        if param is None or shown is None or shown is param:  # itself with keep_vars
+            continue
+        there = _is_there(param)
+        state[prefix + name] = param.detach().clone() if there else param.new_empty(0)
+        if not there and not told:
+            told.add(name)
+            _log.warning(
+                "state_dict() at stage 3: the parameters are divided, and where they are not "
+                "gathered there is an empty tensor, as in DeepSpeed; call "
+                "engine.module_state_dict() or engine.save_16bit_model() on every rank"
+            )
+
+
+def _refuse_to_load(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_details: object
+) -> None:
+    """Weights are only written where there is memory for them."""
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state and not _is_there(param):
+            raise EngineError(
+                f"load_state_dict() at stage 3: {prefix}{name} is divided; load the weights before "
+                "initialize(), or inside zero.GatheredParameters(parameters, modifier_rank=0)"
+            )
+
+
+def _is_there(param: nn.Parameter) -> bool:
+    return param.numel() == 0 or param.untyped_storage().nbytes() > 0
 
 
 def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[FlatUnit, ...]]]:

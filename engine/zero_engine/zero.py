@@ -78,7 +78,7 @@ class GatheredParameters:
                     if unit not in self._gathered_here:
                         unit.gather()  # somebody around us needs it
             elif unit in self._gathered_here:
-                unit.release()
+                unit.let_go()
             tell_status(core, unit)
 
 

@@ -196,15 +196,6 @@ def state_dict_reproduces_the_loss(stage: int) -> bool:
         return torch.equal(engine(probe), plain(probe))
 
 
-def test_a_stage_3_modules_own_state_dict_is_refused_with_the_remedy(worlds: WorldPool) -> None:
-    with pytest.raises(WorldError, match=r"call engine\.module_state_dict\(\) on every rank"):
-        worlds.run(1, own_state_dict)
-
-
-def own_state_dict() -> None:
-    make_engine(config(3)).module.state_dict()
-
-
 def test_weights_are_those_of_rank_0_whatever_the_others_were_made_with(
     worlds: WorldPool,
 ) -> None:
