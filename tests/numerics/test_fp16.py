@@ -187,6 +187,22 @@ def plain_hash() -> str:
     return hash_of(config(0))
 
 
+def test_autocast_beside_bf16_runs_over_bf16_weights(worlds: WorldPool) -> None:
+    assert worlds.run(1, autocast_over_bf16) == [{(True, torch.bfloat16)}]
+
+
+def autocast_over_bf16() -> set[tuple[bool, torch.dtype]]:
+    engine = make_engine(config(3, bf16=True, torch_autocast={"enabled": True}))
+    seen = set()
+    engine.module.register_forward_hook(
+        lambda module, *_: seen.add(
+            (torch.is_autocast_enabled("cpu"), next(module.parameters()).dtype)
+        )
+    )
+    train(engine, 1)
+    return seen
+
+
 def hash_of(settings: dict[str, Any]) -> str:
     engine = make_engine(settings)
     train(engine, 2)

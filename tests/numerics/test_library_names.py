@@ -139,5 +139,6 @@ def test_names_that_runs_are_compared_with() -> None:
     assert LAMB_OPTIMIZER == "lamb"
     assert "WarmupCosineLR" in VALID_LR_SCHEDULES
     assert zero_engine.runtime.lr_schedules.VALID_LR_SCHEDULES is VALID_LR_SCHEDULES
+    assert zero_engine.runtime.zero.partition_parameters is partition_parameters
     wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
     assert wrap(torch.arange, target_device="cpu") is torch.arange

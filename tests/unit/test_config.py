@@ -137,6 +137,10 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
             "fp16 and bf16 are both enabled; keep one",
         ),
+        (
+            {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+            "fp16 and torch_autocast are both enabled; keep one",
+        ),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1.0 is not a finite number >= 0"),
         ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window: 0 is not a finite number"),
         (

@@ -82,7 +82,7 @@ class Fp16:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchAutocast:
-    """Run forward under torch.autocast, with fp32 parameters."""
+    """Run forward under torch.autocast; beside bf16, what it keeps in fp32 is computed in that."""
 
     enabled: bool = False
     dtype: str = "bfloat16"
@@ -284,10 +284,9 @@ class Config:
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
 
     def _check_precision(self) -> None:
-        sections = ("fp16", "bf16", "torch_autocast")
-        enabled = [name for name in sections if getattr(self, name).enabled]
-        if len(enabled) > 1:
-            raise ConfigError(f"{' and '.join(enabled)} are both enabled; keep one")
+        others = [name for name in ("bf16", "torch_autocast") if getattr(self, name).enabled]
+        if self.fp16.enabled and others:
+            raise ConfigError(f"fp16 and {others[0]} are both enabled; keep one")
         params = self.data_types.param_dtype
         if params is not None and _DTYPE_NAMES[params] != self.compute:
             raise ConfigError(

@@ -1,5 +1,12 @@
 """DeepSpeed's `deepspeed.runtime.zero`."""
 
+from zero_engine.runtime.zero import offload_config, partition_parameters
 from zero_engine.zero import GatheredParameters, Init, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "offload_config",
+    "partition_parameters",
+    "register_external_parameter",
+]
