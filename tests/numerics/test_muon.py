@@ -168,11 +168,13 @@ def test_an_object_of_torchs_muon_gives_one_result_at_every_stage_world_and_tier
     assert rates == [pytest.approx(0.02 / 8)] * 6
 
 
-def steps_of_torchs(steps: int) -> dict[str, Tensor]:
+def steps_of_torchs(steps: int, whole: bool = False) -> dict[str, Tensor]:
     settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
     model = net()
     settings |= {"zero_optimization": {"stage": 3}}
-    engine, *_ = zero_engine.initialize(model=model, optimizer=make_torchs(model), config=settings)
+    optimizer = make_torchs(model)
+    optimizer.needs_whole_parameters = whole  # type: ignore[attr-defined]
+    engine, *_ = zero_engine.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(steps):
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
@@ -191,6 +193,19 @@ def test_on_shards_torchs_muon_is_torchs_muon(worlds: WorldPool) -> None:
         for rank in worlds.run(2, steps_of_torchs, step + 1):
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(rank[name], value, rtol=0, atol=tolerance)
+
+
+def test_on_whole_parameters_torchs_muon_is_torchs_to_the_bit(worlds: WorldPool) -> None:
+    torch.set_num_threads(1)
+    model = net()
+    optimizer = make_torchs(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    for rank in worlds.run(2, steps_of_torchs, STEPS, True):
+        for name, value in model.state_dict().items():
+            assert torch.equal(rank[name], value), name
 
 
 # ---- what is a matrix ----

@@ -57,7 +57,13 @@ def test_every_class_of_torch_is_accounted_for() -> None:
 
 
 def with_object(
-    stage: int, name: str, options: dict[str, Any], *, seed: int = 7, **zero: Any
+    stage: int,
+    name: str,
+    options: dict[str, Any],
+    *,
+    seed: int = 7,
+    whole: bool | None = None,
+    **zero: Any,
 ) -> Engine:
     """An engine with an optimizer object of the script."""
     settings = config(stage, gradient_clipping=0)
@@ -65,6 +71,7 @@ def with_object(
     del settings["optimizer"]
     model = make_model(seed)
     made = getattr(torch.optim, name)(param_groups(model), **options)
+    made.needs_whole_parameters = whole
     engine, own, *_ = zero_engine.initialize(
         model=model, optimizer=made, config=settings, training_data=Tokens(DATASET_SIZE)
     )
@@ -95,6 +102,29 @@ def test_by_object_and_by_name_it_is_plain_torch_at_every_stage_and_world(
         for found in worlds.run(world, states, name, options, stages):
             for state in found:
                 assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
+
+
+FUSED: list[tuple[str, dict[str, Any]]] = [
+    ("Adagrad", {"fused": True}),
+    ("AdamW", {"fused": True, "amsgrad": True}),
+    ("SGD", {"fused": True, "momentum": 0.9}),
+]
+
+
+def fused_on_wholes(stage: int) -> list[dict[str, Any]]:
+    found = []
+    for name, options in FUSED:
+        engine = with_object(stage, name, options, whole=True)
+        train(engine, STEPS)
+        found.append({key: value.numpy() for key, value in engine.module_state_dict().items()})
+    return found
+
+
+def test_on_whole_parameters_fused_kernels_are_plain_torchs_as_well(worlds: WorldPool) -> None:
+    plains = [plain_torch(STEPS, name, options) for name, options in FUSED]
+    for rank in worlds.run(3, fused_on_wholes, 3):
+        for plain, state in zip(plains, rank, strict=True):
+            assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
 
 
 def train_bf16(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> list[str]:
