@@ -44,7 +44,8 @@ class GatheredParameters:
     """Some parameters are whole inside the context.
 
     Args:
-        params: A parameter, several, or a module.
+        params: A parameter, several, or a module. A None among them, the bias of a layer that has
+            none, is passed over.
         modifier_rank: The rank whose changes in the context become everybody's: weights, master
             weights and shards. None: the parameters are only read.
         fwd_module: Accepted for DeepSpeed; nothing depends on it.
@@ -53,7 +54,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter | None],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -82,10 +83,13 @@ class GatheredParameters:
             tell_status(core, unit)
 
 
-def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _listed(
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter | None],
+) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    return [params] if isinstance(params, nn.Parameter) else list(params)
+    several = [params] if isinstance(params, nn.Parameter) else params
+    return [param for param in several if param is not None]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
