@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support.cluster import environment
 
 pytestmark = pytest.mark.processes
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "data" / "scripts"
-AGENT = ["-m", "zero_agent", "--standalone", "--nproc-per-node=2"]
+AGENT = ["-m", "zero_agent", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
 AUTO = "auto"
 
 
@@ -59,22 +60,41 @@ def run(script: str, *arguments: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_trainer_runs_whole_and_resumes_at_another_stage_to_the_same_bits(
-    tmp_path: Path,
+def fine_tune(directory: Path, stage: int, *arguments: object) -> tuple[Any, dict[str, Tensor]]:
+    """What a run of the Trainer told, and the model that it has saved."""
+    directory.mkdir(exist_ok=True)
+    flags = ("--deepspeed", config(directory, stage), "--output_dir", directory / "out")
+    told = run("trainer.py", *flags, *arguments)
+    return told, load_file(directory / "out" / "final" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Tensor]]:
+    directory = tmp_path_factory.mktemp("whole")
+    return directory / "out", *fine_tune(directory, 2)
+
+
+def test_the_trainer_resumes_at_another_stage_to_the_same_bits(
+    tmp_path: Path, whole: tuple[Path, Any, dict[str, Tensor]]
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    told = run("trainer.py", "--deepspeed", config(tmp_path, 2), "--output_dir", whole)
+    output, told, weights = whole
     assert told["engine"] == "Engine"
     assert list(told["steps"]) == [str(step) for step in range(1, 7)]  # two of three micro-steps,
     assert told["steps"]["1"][0] > told["steps"]["6"][0]  # and a short one, in each epoch
-    resumed = run(
-        *("trainer.py", "--deepspeed", config(tmp_path, 3), "--output_dir", parts),
-        *("--resume_from_checkpoint", whole / "checkpoint-3"),
-    )
-    assert resumed == told
-    ours, theirs = (load_file(where / "final" / "model.safetensors") for where in (whole, parts))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    flags = ("--resume_from_checkpoint", output / "checkpoint-3")
+    assert_same(fine_tune(tmp_path, 3, *flags), (told, weights))
+
+
+def test_a_killed_rank_costs_the_trainer_steps_and_no_bit(
+    tmp_path: Path, whole: tuple[Path, Any, dict[str, Tensor]]
+) -> None:
+    assert_same(fine_tune(tmp_path, 1, "--kill_at_step=5"), whole[1:])
+
+
+def assert_same(ours: tuple[Any, dict[str, Tensor]], theirs: tuple[Any, dict[str, Tensor]]) -> None:
+    assert ours[0] == theirs[0]
+    assert ours[1].keys() == theirs[1].keys()
+    assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
 def test_accelerate_goes_on_from_its_saved_state_at_stage_3(tmp_path: Path) -> None:

@@ -1,16 +1,25 @@
 """A language model fine-tuned by transformers' Trainer; DeepSpeed is only in its arguments.
 
-Two epochs of made-up text, whose last step is a short one; a checkpoint every three steps.
+Two epochs of made-up text, whose last step is a short one; a checkpoint every three steps, and on
+from the newest there is.
 """
 
 import argparse
 import json
 import os
+import signal
 
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Counting(Dataset):
@@ -25,11 +34,24 @@ class Counting(Dataset):
         return {"input_ids": row, "labels": row}
 
 
+class PowerCut(TrainerCallback):
+    """Kills rank 1 in its first life, after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first_life and args.process_index == 1 and state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed")
     parser.add_argument("--output_dir")
     parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--kill_at_step", type=int)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # on CPUs, accelerate has to be told how ranks meet
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -63,8 +85,12 @@ def main():
         args=training_args,
         train_dataset=Counting(28),
         eval_dataset=Counting(8),
+        callbacks=[PowerCut(args.kill_at_step)],
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None and os.path.isdir(args.output_dir):
+        checkpoint = get_last_checkpoint(args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     eval_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(os.path.join(args.output_dir, "final"))
     if training_args.process_index == 0:
