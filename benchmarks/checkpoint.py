@@ -153,7 +153,7 @@ def plan_line(ranks: int = 1024, parameters: int = 1000) -> str:
     fragments = from_lists({"tensor": tensor, "file": file, **columns})
     gap = check_cover(fragments, numels.tolist(), str)
     checked = time.perf_counter()
-    mine = [Want(t, 0, int(numels[t]), 4) for t in range(3)]
+    mine = [Want(t, 0, int(numels[t]), 4, memory=t, address=0) for t in range(3)]
     reads = plan(mine, fragments, len(numels), 1 << 17)
     planned = time.perf_counter()
     assert gap is None

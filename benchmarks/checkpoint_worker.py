@@ -95,7 +95,7 @@ class Bench:
         self.peer_state = self._peer_state(per_tensor=workload != "gpt2")
         state = self.engine._persistence.state.capture({"weight_hash": None}, {})
         self.own_bytes = sum(piece.data.nbytes for piece in state.pieces)
-        self._arena = torch.empty(self.own_bytes, dtype=torch.uint8)
+        self._arena = random_bytes(self.own_bytes)
         self._source = random_bytes(self.own_bytes)
         self._node = node
         self._neighbours = Neighbours(node.key)
