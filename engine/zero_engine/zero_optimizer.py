@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from zero_engine import huge_pages
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.loss_scaler import LossScaling
@@ -97,7 +96,7 @@ class ZeroOptimizer:
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
         sizes = [unit.padded // collectives.world for unit in units]
-        self._gradients = tuple(_zeros(u.master.numel(), device) for u in units)
+        self._gradients = tuple(torch.zeros(u.master.numel(), device=device) for u in units)
         self.totals = self._gradients
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
@@ -283,13 +282,6 @@ class ZeroOptimizer:
             started.append(self._collectives.all_gather(full, f"gradient sums of {unit.name}"))
         for pending in started:
             wait(pending)
-
-
-def _zeros(numel: int, device: torch.device) -> Tensor:
-    """[numel] fp32; neighbours read it where every rank steps everything."""
-    if device.type != "cpu":
-        return torch.zeros(numel, device=device)
-    return torch.frombuffer(huge_pages.zeros(numel * 4), dtype=torch.float32)
 
 
 def _block_order(units: Sequence[FlatUnit], sizes: Sequence[int], world: int) -> Tensor:

@@ -115,7 +115,7 @@ def test_verify_and_diff_say_by_their_exit_code_what_they_found(root, ckpt, of_j
 
     damaged = ckpt("verify", root)
     assert damaged.returncode == 1
-    assert "r00000.safetensors, bytes 0:" in damaged.stdout
+    assert "r00000.safetensors, bytes 8192:12288: " in damaged.stdout
     assert "it holds param/" in damaged.stdout
     (result,) = of_json("verify", root)
     assert result["damage"][0]["problem"] == "XXH3-64 differs"

@@ -22,11 +22,11 @@ from typing import Protocol
 import torch
 import xxhash
 
+from zero_engine.checkpoint.huge_pages import zeros
 from zero_engine.checkpoint.layout import FileLayout, parts
 from zero_engine.checkpoint.manifest import FileRecord
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
-from zero_engine.huge_pages import zeros
 
 _SLAB_BYTES = 16 << 20
 """Large enough to be written past the page cache, see `direct`."""

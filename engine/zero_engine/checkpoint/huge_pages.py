@@ -1,9 +1,9 @@
 """Memory on huge pages, for what the kernel reads: it has few pages to find and to hold on to.
 
-Ranks of one host read gradient sums from each other's memory in half the time, and direct writes
-to a disk cost less. Where the kernel has no huge pages to give, it is memory like any other.
+Direct writes to a disk cost less from them. Where the kernel has no huge pages to give, it is
+memory like any other.
 
-Used by `zero_optimizer`, and by `checkpoint` in `writer` and `room`.
+Used by `checkpoint` in `writer` and `room`.
 """
 
 from __future__ import annotations
