@@ -88,3 +88,15 @@ def test_without_a_script_it_says_how_it_is_used() -> None:
     done = run("-m", "zero_engine.as_deepspeed")
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -m zero_engine.as_deepspeed")
+
+
+def test_what_cannot_be_run_is_said_in_one_line() -> None:
+    command = ["-m", "zero_engine.as_deepspeed"]
+    usage = "usage: python -m zero_engine.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS\n"
+    said = {
+        (): usage,
+        ("--help",): usage,
+        ("none.py",): "zero_engine.as_deepspeed: none.py: there is no such script\n",
+        ("-m", "no.module"): "zero_engine.as_deepspeed: no.module: there is no such module\n",
+    }
+    assert {given: run(*command, *given).stderr for given in said} == said
