@@ -62,7 +62,7 @@ class PrivateRoom:
         if free < size_bytes:
             raise NoArena(
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
-                f"{size_bytes >> 20} MiB"
+                f"{size_bytes >> 20} MiB; give it, or the container that this is in, more"
             )
         memory = zeros(size_bytes)
         memory.madvise(mmap.MADV_DONTFORK)  # else each page would be copied once for a child
