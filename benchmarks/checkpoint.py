@@ -38,7 +38,7 @@ from checkpoint_worker import LOADS, SAVES, run_rank
 from rich.console import Console
 
 from zero_engine.checkpoint.fragments import check_cover, from_lists
-from zero_engine.checkpoint.plan import Want, plan
+from zero_engine.checkpoint.plan import Wants, plan
 
 LIMIT_S = 1800.0
 WIDTH = 130
@@ -153,7 +153,8 @@ def plan_line(ranks: int = 1024, parameters: int = 1000) -> str:
     fragments = from_lists({"tensor": tensor, "file": file, **columns})
     gap = check_cover(fragments, numels.tolist(), str)
     checked = time.perf_counter()
-    mine = [Want(t, 0, int(numels[t]), 4, memory=t, address=0) for t in range(3)]
+    first, nothing = np.arange(3), np.zeros(3, dtype=np.int64)
+    mine = Wants(first, nothing, numels[:3], nothing + 4, memory=first, address=nothing)
     reads = plan(mine, fragments, len(numels), 1 << 17)
     planned = time.perf_counter()
     assert gap is None

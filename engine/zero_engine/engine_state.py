@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.table import TensorTable
 from zero_engine.collectives import Collectives
 from zero_engine.errors import ModelMismatch
 from zero_engine.flat_unit import FlatUnit
@@ -136,12 +137,12 @@ class EngineState:
         """Let go of the memory of the last capture: a load makes new optimizer state."""
         self._kept.clear()
 
-    def _tensors(self) -> dict[TensorId, TensorInfo]:
-        tensors = {
-            TensorId(PARAM, slot.fqn): TensorInfo(tuple(slot.shape), unit.shard.dtype)
+    def _tensors(self) -> TensorTable:
+        tensors = TensorTable(
+            (TensorId(PARAM, slot.fqn), TensorInfo(tuple(slot.shape), unit.shard.dtype))
             for unit in self.units
             for slot in unit.layout.slots
-        }
+        )
         if self._optimizer is not None:
             tensors.update(self._optimizer.tensors())
         for name, buffer in persistent_buffers(self.module):

@@ -45,16 +45,13 @@ class Slot:
     shape: torch.Size
     group: int | None
     start: int
+    stop: int
+    """One past the last element."""
 
     @property
     def numel(self) -> int:
         """Elements, without padding."""
-        return self.shape.numel()
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.numel
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> Layout
     """Lay (fqn, shape, group) out in the order given."""
     slots, end = [], 0
     for fqn, shape, group in members:
-        slots.append(Slot(fqn, shape, group, end))
+        slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
         end = round_up(slots[-1].stop, ALIGN)
     return Layout(tuple(slots), end)
 

@@ -10,6 +10,7 @@ Called by `engine_state`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
 from zero_engine.collectives import Collectives, wait
 from zero_engine.errors import CheckpointError
-from zero_engine.flat_unit import FlatUnit, overlap
+from zero_engine.flat_unit import FlatUnit
 from zero_engine.segments import Segment, elementwise_keys
 from zero_engine.tiers.steps import Steps
 from zero_engine.zero_optimizer import ZeroOptimizer
@@ -77,7 +78,7 @@ class StateOfSegments:
             state = self._of(segment)
             yield from (state[key] for key in elementwise_keys(segment, state))
 
-    def tensors(self) -> dict[TensorId, TensorInfo]:
+    def tensors(self) -> Mapping[TensorId, TensorInfo]:
         """Every key of every parameter, in the parameter's shape."""
         kinds: dict[int | None, dict[str, torch.dtype]] = {}
         for segment in self._zero.segments:
@@ -158,12 +159,18 @@ def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None)
 
     Only what lies in this rank's interval; with a group, only the group's parameters.
     """
-    low, high = max(origin, unit.interval[0]), min(origin + data.numel(), unit.interval[1])
-    for slot in unit.layout.slots:
-        start, stop = overlap(slot.start, slot.stop, low, high)
-        if stop > start and group in (None, slot.group):
-            part = data[start - origin : stop - origin]
-            yield Piece(TensorId(kind, slot.fqn), start - slot.start, part)
+    end = origin + data.numel()
+    low, high = max(origin, unit.interval[0]), min(end, unit.interval[1])
+    runs = [
+        (slot, max(slot.start, low), min(slot.stop, high))
+        for slot in unit.layout.slots
+        if slot.start < high and slot.stop > low and group in (None, slot.group)
+    ]
+    # One call for all views; every other one is what lies between two runs.
+    edges = [origin, *(edge for _, *run in runs for edge in run), end]
+    parts = data.split([stop - start for start, stop in pairwise(edges)])[1::2]
+    for (slot, start, _), part in zip(runs, parts, strict=True):
+        yield Piece(TensorId(kind, slot.fqn), start - slot.start, part)
 
 
 # ---- numbers in JSON ----

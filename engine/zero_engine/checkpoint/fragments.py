@@ -96,7 +96,7 @@ def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> B
 
 
 def check_cover(
-    fragments: Fragments, numels: Sequence[int], name: Callable[[int], str]
+    fragments: Fragments, numels: Sequence[int] | Ints, name: Callable[[int], str]
 ) -> str | None:
     """Why the fragments do not cover every tensor exactly once, or None if they do.
 
@@ -105,7 +105,7 @@ def check_cover(
         numels: Elements of each tensor, by index.
         name: How to call a tensor in the sentence.
     """
-    high = np.array(numels, dtype=np.int64)
+    high = np.asarray(numels, dtype=np.int64)
     found = first_break(fragments.tensor, fragments.start, fragments.end, np.zeros_like(high), high)
     if found is None:
         return None

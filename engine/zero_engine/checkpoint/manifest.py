@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.dtypes import name_of
 from zero_engine.checkpoint.fragments import Fragments
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.table import canonical, table_of
 from zero_engine.errors import CheckpointError
 
 FORMAT = 1
@@ -105,14 +104,11 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
         CheckpointError: `meta` holds something that JSON cannot; the message names its key.
     """
     check_json(manifest.meta, "meta")
-    body = canonical(_record(manifest))
-    digest = hashlib.sha256(body[1:]).hexdigest()
-    return (_ENVELOPE % digest).encode() + body[1:], digest
-
-
-def canonical(record: object) -> bytes:
-    """JSON in its one form: sorted keys, no spaces, ASCII."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+    members = {name: canonical(value) for name, value in _record(manifest).items()}
+    members["tensors"] = table_of(manifest.tensors).text
+    rest = ",".join(f'"{name}":{members[name]}' for name in sorted(members)).encode() + b"}"
+    digest = hashlib.sha256(rest).hexdigest()
+    return (_ENVELOPE % digest).encode() + rest, digest
 
 
 def split_envelope(text: bytes) -> tuple[str, bytes] | None:
@@ -123,6 +119,7 @@ def split_envelope(text: bytes) -> tuple[str, bytes] | None:
 
 
 def _record(manifest: Manifest) -> dict[str, Any]:
+    """All members but the table of tensors, whose text is there already."""
     return {
         "format": FORMAT,
         "min_reader": MIN_READER,
@@ -132,17 +129,11 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "tag": manifest.tag,
         "world": manifest.world,
         "block_bytes": manifest.block_bytes,
-        "tensors": tensor_table(manifest.tensors),
         "aliases": dict(manifest.aliases),
         "files": [_file_record(file) for file in manifest.files],
         "fragments": manifest.fragments.to_lists(),
         "meta": manifest.meta,
     }
-
-
-def tensor_table(tensors: Mapping[TensorId, TensorInfo]) -> list[list[Any]]:
-    """[kind, fqn, dtype, shape] of each tensor, in order."""
-    return [[t.kind, t.fqn, name_of(i.dtype), list(i.shape)] for t, i in tensors.items()]
 
 
 def _file_record(file: FileRecord) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from zero_engine.checkpoint.fragments import (
     first_break,
     from_lists,
 )
-from zero_engine.checkpoint.layout import PAGE_BYTES, numel
+from zero_engine.checkpoint.layout import PAGE_BYTES
 from zero_engine.checkpoint.manifest import (
     FORMAT,
     TOMBSTONE,
@@ -41,6 +40,7 @@ from zero_engine.checkpoint.manifest import (
 )
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.table import TensorTable
 from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -180,22 +180,30 @@ def _check_version(fields: _Fields) -> None:
         )
 
 
-def _tensors(table: list[Any]) -> dict[TensorId, TensorInfo]:
-    tensors: dict[TensorId, TensorInfo] = {}
-    for position, row in enumerate(table):
-        tensor, info = _tensor(row, position)
-        if tensor in tensors:
-            raise ManifestError(f"tensors[{position}]: {tensor.kind}/{tensor.fqn} is there twice")
-        tensors[tensor] = info
-    return tensors
+def _tensors(rows: list[Any]) -> TensorTable:
+    table = TensorTable()
+    known: dict[str, TensorInfo] = {}  # tensors are many, their shapes are few
+    for position, row in enumerate(rows):
+        kind, fqn, name, dims = _checked_row(row, position)
+        if (info := known.get(key := f"{name}{dims}")) is None:
+            info = known[key] = _info(name, dims, position)
+        table[TensorId(kind, fqn)] = info
+        if len(table) == position:
+            raise ManifestError(f"tensors[{position}]: {kind}/{fqn} is there twice")
+    return table
 
 
-def _tensor(row: Any, position: int) -> tuple[TensorId, TensorInfo]:
-    match row:
-        case [str(kind), str(fqn), str(name), list(dims)] if kind and "/" not in kind:
-            pass
-        case _:
-            raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
+_ROW = [str, str, str, list]
+
+
+def _checked_row(row: Any, position: int) -> list[Any]:
+    """The columns of a row, each of its type."""
+    if type(row) is not list or [*map(type, row)] != _ROW or not row[0] or "/" in row[0]:
+        raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
+    return row
+
+
+def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
     dtype = DTYPES.get(name)
     if dtype is None:
         known = ", ".join(DTYPES)
@@ -207,10 +215,10 @@ def _tensor(row: Any, position: int) -> tuple[TensorId, TensorInfo]:
         volume *= dim or 1  # a zero must not hide what the others come to: reshape overflows on it
         if volume > MAX_BYTES:
             raise _unbounded(volume, f"tensors[{position}]: size in bytes")
-    return TensorId(kind, fqn), TensorInfo(tuple(dims), dtype)
+    return TensorInfo(tuple(dims), dtype)
 
 
-def _aliases(aliases: dict[str, Any], tensors: Mapping[TensorId, TensorInfo]) -> dict[str, str]:
+def _aliases(aliases: dict[str, Any], tensors: TensorTable) -> dict[str, str]:
     stored = {tensor.fqn for tensor in tensors}
     for name, target in aliases.items():
         if name in stored or type(target) is not str or target not in stored:
@@ -238,9 +246,7 @@ def _file(fields: _Fields, rank: int, block_bytes: int) -> FileRecord:
     return FileRecord(name, size, data_offset, digests)
 
 
-def _fragments(
-    fields: _Fields, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
-) -> Fragments:
+def _fragments(fields: _Fields, tensors: TensorTable, files: tuple[FileRecord, ...]) -> Fragments:
     columns = {name: fields.take(name, list) for name in COLUMNS}
     if len({len(column) for column in columns.values()}) != 1:
         raise ManifestError("fragments: the columns differ in length")
@@ -249,9 +255,7 @@ def _fragments(
             raise ManifestError(f"fragments.{name} holds something else than integers")
     fragments = from_lists(columns)  # OverflowError beyond 64 bits
     _check_bounds(fragments, tensors, files)
-    ids = list(tensors)
-    numels = [numel(info) for info in tensors.values()]
-    gap = check_cover(fragments, numels, lambda n: f"{ids[n].kind}/{ids[n].fqn}")
+    gap = check_cover(fragments, tensors.numels, tensors.name)
     if gap is not None:
         raise ManifestError(f"fragments: {gap}")
     _check_packing(fragments, tensors, files)
@@ -259,7 +263,7 @@ def _fragments(
 
 
 def _check_bounds(
-    fragments: Fragments, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
+    fragments: Fragments, tensors: TensorTable, files: tuple[FileRecord, ...]
 ) -> None:
     limits = {"tensor": len(tensors) - 1, "file": len(files) - 1}
     for name in COLUMNS:
@@ -270,18 +274,17 @@ def _check_bounds(
 
 
 def _check_packing(
-    fragments: Fragments, tensors: Mapping[TensorId, TensorInfo], files: tuple[FileRecord, ...]
+    fragments: Fragments, tensors: TensorTable, files: tuple[FileRecord, ...]
 ) -> None:
     """The data of every file are tiled by its fragments, without holes or overlaps.
 
     Lengths are within their tensors by now, so a length in bytes cannot overflow.
     """
-    widths = np.array([info.dtype.itemsize for info in tensors.values()], dtype=np.int64)
     rows = fragments.take(np.lexsort((fragments.offset, fragments.file)))
     found = first_break(
         rows.file,
         rows.offset,
-        rows.offset + rows.length * widths[rows.tensor],
+        rows.offset + rows.length * tensors.itemsizes[rows.tensor],
         np.array([file.data_offset for file in files], dtype=np.int64),
         np.array([file.size_bytes for file in files], dtype=np.int64),
     )

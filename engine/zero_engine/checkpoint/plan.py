@@ -28,16 +28,19 @@ READ_BYTES = 4 << 20
 """Of one read: a disk needs no longer ones to be at its fastest."""
 
 
-class Want(NamedTuple):
-    """Elements [start, start + length) of the `tensor`-th tensor of the manifest."""
+class Wants(NamedTuple):
+    """Each wants elements [start, start + length) of the `tensor`-th tensor of the manifest.
 
-    tensor: int
-    start: int
-    length: int
-    itemsize: int
-    memory: int
+    The columns are int64 [wants].
+    """
+
+    tensor: Ints
+    start: Ints
+    length: Ints
+    itemsize: Ints
+    memory: Ints
     """Which allocation the target lies in: targets that adjoin in it are filled as one."""
-    address: int
+    address: Ints
     """Of the target's first byte."""
 
 
@@ -63,7 +66,7 @@ class Read:
 
 
 def plan(
-    wants: Sequence[Want],
+    wants: Wants,
     fragments: Fragments,
     n_tensors: int,
     block_bytes: int,
@@ -81,9 +84,8 @@ def plan(
         block_bytes: Of the manifest.
         most_bytes: Of one read; but one block at least.
     """
-    table = np.array(wants, dtype=np.int64).reshape(len(wants), len(Want._fields)).T
     files: dict[int, list[Part]] = defaultdict(list)
-    for file, *part in _joined(_intersect(table, fragments, n_tensors), table).T.tolist():
+    for file, *part in _joined(_intersect(wants, fragments, n_tensors), wants).T.tolist():
         files[file].append(Part(*part))
     most_blocks = max(most_bytes // block_bytes, 1)
     return [
@@ -94,14 +96,14 @@ def plan(
     ]
 
 
-def _intersect(wants: Ints, fragments: Fragments, n_tensors: int) -> Ints:
+def _intersect(wants: Wants, fragments: Fragments, n_tensors: int) -> Ints:
     """What each want has in common with each fragment.
 
     The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
     interval, and those fragments that it meets follow each other.
 
     Args:
-        wants: [fields of `Want`, wants].
+        wants: As given to `plan`.
         fragments: As given to `plan`.
         n_tensors: As given to `plan`.
 
@@ -125,11 +127,10 @@ def _intersect(wants: Ints, fragments: Fragments, n_tensors: int) -> Ints:
     return parts[:, np.lexsort((offset, file))]
 
 
-def _joined(parts: Ints, wants: Ints) -> Ints:
+def _joined(parts: Ints, wants: Wants) -> Ints:
     """Parts that follow each other both in a file and in memory, as one."""
     file, offset, length, want, at = parts
-    _, _, _, _, memory, address = wants[:, want]
-    address = address + at
+    memory, address = wants.memory[want], wants.address[want] + at
     follows = (
         (file[1:] == file[:-1])
         & (offset[1:] == offset[:-1] + length[:-1])

@@ -19,21 +19,20 @@ from zero_engine.checkpoint.ballot import Record
 from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.candidates import LATEST
 from zero_engine.checkpoint.fragments import COLUMNS, Fragments, check_cover, from_lists
-from zero_engine.checkpoint.layout import FileLayout, numel
+from zero_engine.checkpoint.layout import FileLayout
 from zero_engine.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    canonical,
     encode,
     file_name,
     pack_digests,
-    tensor_table,
     unpack_digests,
 )
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import REMOVED, Disk
+from zero_engine.checkpoint.table import canonical, table_of
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -62,14 +61,14 @@ def vote_for(state: State, layout: FileLayout, file: FileRecord) -> Record:
         "size_bytes": file.size_bytes,
         "data_offset": file.data_offset,
         "xxh3_64": pack_digests(file.digests),
-        "fragments": layout.columns(),
+        "fragments": layout.columns,
     }
 
 
 def fingerprint(state: State) -> str:
     """Equal on two ranks if and only if their tables of tensors and their ties are."""
-    described = [tensor_table(state.tensors), sorted(state.aliases.items())]
-    return hashlib.sha256(canonical(described)).hexdigest()
+    described = table_of(state.tensors).text + canonical(dict(state.aliases))
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 @uncollected()
@@ -88,7 +87,7 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
         nonce=header.nonce,
         tag=header.tag,
         world=len(votes),
-        tensors=dict(state.tensors),
+        tensors=table_of(state.tensors),
         aliases=dict(state.aliases),
         files=tuple(_file_of(rank, vote) for rank, vote in enumerate(good)),
         fragments=_fragments_of(state, good),
@@ -123,12 +122,8 @@ def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
         for name in COLUMNS:
             columns[name] += own.get(name) or [rank] * len(own["tensor"])
     fragments = from_lists(columns)
-    ids = list(state.tensors)
-    gap = check_cover(
-        fragments,
-        [numel(info) for info in state.tensors.values()],
-        lambda n: f"{ids[n].kind}/{ids[n].fqn}",
-    )
+    table = table_of(state.tensors)
+    gap = check_cover(fragments, table.numels, table.name)
     if gap is not None:
         raise CheckpointError(f"the ranks do not own every element exactly once: {gap}")
     return fragments

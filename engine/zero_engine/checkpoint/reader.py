@@ -22,13 +22,14 @@ from torch import Tensor
 
 from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.dtypes import byte_view, host_bytes
-from zero_engine.checkpoint.layout import check_piece, describe
+from zero_engine.checkpoint.extents import describe, extents
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.plan import READ_BYTES, Part, Read, Want, cut, plan
+from zero_engine.checkpoint.plan import READ_BYTES, Part, Read, Wants, cut, plan
 from zero_engine.checkpoint.source import Source, Span, open_source
+from zero_engine.checkpoint.table import table_of
 from zero_engine.checkpoint.writer import BlockHasher
 from zero_engine.errors import DamagedCheckpoint
 
@@ -60,7 +61,7 @@ def fill(
 
     Raises:
         ModelMismatch: See `match.resolve`; nothing was read.
-        CheckpointError: A wanted piece is not storable, see `layout.check_piece`.
+        CheckpointError: A wanted piece is not storable, see `extents`.
         DamagedCheckpoint: Names file, block, tensors and ranges of elements.
         OSError: This rank could not read, for a reason other than damage.
     """
@@ -74,22 +75,23 @@ def fill(
 
 @uncollected()
 def _plan(state: State, manifest: Manifest) -> list[Read]:
+    stored, wanted = table_of(manifest.tensors), table_of(state.tensors)
     sources = resolve(state, manifest)
-    for piece in state.pieces:
-        check_piece(piece, state.tensors)
-    index = {tensor: position for position, tensor in enumerate(manifest.tensors)}
-    wants = [_want(piece, index[sources[piece.id]]) for piece in state.pieces]
-    return plan(wants, manifest.fragments, len(index), manifest.block_bytes)
+    given = extents(state.pieces, wanted)
+    source = np.array([stored.index[sources[tensor]] for tensor in wanted], dtype=np.int64)
+    wants = Wants(
+        tensor=source[given.tensor],
+        start=given.start,
+        length=given.length,
+        itemsize=given.itemsize,
+        memory=np.array([p.data.untyped_storage().data_ptr() for p in state.pieces], np.int64),
+        address=np.array([p.data.data_ptr() for p in state.pieces], np.int64),
+    )
+    return plan(wants, manifest.fragments, len(stored), manifest.block_bytes)
 
 
 def _only_copy(directory: Place) -> Copies:
     return lambda name: [lambda: open_source(directory / name)]
-
-
-def _want(piece: Piece, tensor: int) -> Want:
-    data = piece.data
-    memory, address = data.untyped_storage().data_ptr(), data.data_ptr()
-    return Want(tensor, piece.start, data.numel(), data.element_size(), memory, address)
 
 
 def _reads_into(target: Tensor) -> bool:
@@ -206,14 +208,14 @@ class _Reader:
 
 def contents(manifest: Manifest, file: int, begin: int, end: int) -> list[str]:
     """Which elements of which tensors lie in bytes [begin, end) of a file, for messages."""
-    rows, tensors = manifest.fragments, list(manifest.tensors.items())
-    widths = np.array([info.dtype.itemsize for _, info in tensors], dtype=np.int64)[rows.tensor]
+    rows, tensors = manifest.fragments, list(manifest.tensors)
+    widths = table_of(manifest.tensors).itemsizes[rows.tensor]
     # Elements before the byte, then elements that start before the end; cut to the fragment.
     low = np.maximum((begin - rows.offset) // widths, 0)
     high = np.minimum(-((rows.offset - end) // widths), rows.length)
     first, length = rows.start + low, high - low
     return [
-        describe(tensors[rows.tensor[row]][0], int(first[row]), int(length[row]))
+        describe(tensors[rows.tensor[row]], int(first[row]), int(length[row]))
         for row in np.flatnonzero((rows.file == file) & (length > 0)).tolist()
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,9 +18,25 @@ from zero_engine.checkpoint import own_layout
 from zero_engine.checkpoint.fragments import check_cover, first_break, from_lists
 from zero_engine.checkpoint.layout import block_bytes_for
 from zero_engine.checkpoint.pieces import PARAM, State, TensorId, TensorInfo
-from zero_engine.checkpoint.plan import Part, Want, plan
+from zero_engine.checkpoint.plan import Part, Wants, plan
 
 BLOCK = 64
+
+
+class Want(NamedTuple):
+    """A row of `Wants`."""
+
+    tensor: int
+    start: int
+    length: int
+    itemsize: int
+    memory: int
+    address: int
+
+
+def planned(wants, *rest):
+    rows = np.array(wants, dtype=np.int64).reshape(-1, len(Wants._fields))
+    return plan(Wants(*rows.T), *rest)
 
 
 @st.composite
@@ -68,7 +85,7 @@ def test_every_wanted_element_comes_from_exactly_one_fragment(case, most_blocks)
     }
 
     got: dict[tuple[int, int], tuple[int, int]] = {}  # (memory, address) -> the same
-    for read in plan(wants, fragments, n_tensors, BLOCK, most_blocks * BLOCK):
+    for read in planned(wants, fragments, n_tensors, BLOCK, most_blocks * BLOCK):
         assert 1 <= len(read.blocks) <= most_blocks
         at = read.blocks[0] * BLOCK
         for part in read.parts:
@@ -92,11 +109,11 @@ def test_adjacent_runs_share_the_read_of_their_block():
     fragments = from_lists(
         {"tensor": [0, 1], "file": [0, 0], "start": [0, 0], "length": [4, 4], "offset": [128, 144]}
     )
-    (read,) = plan([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 1, 16)], fragments, 2, BLOCK)
+    (read,) = planned([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 1, 16)], fragments, 2, BLOCK)
     assert (read.file, read.blocks) == (0, range(2, 3))
     assert read.parts == (Part(128, 16, 0, 0), Part(144, 16, 1, 0))
 
-    (read,) = plan([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 0, 16)], fragments, 2, BLOCK)
+    (read,) = planned([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 0, 16)], fragments, 2, BLOCK)
     assert read.parts == (Part(128, 32, 0, 0),), "they adjoin in memory, too"
 
 
@@ -104,7 +121,7 @@ def test_blocks_that_follow_each_other_are_read_at_once_and_others_by_themselves
     columns = {"tensor": [0], "file": [0], "start": [0], "length": [128], "offset": [128]}
     fragments = from_lists(columns)
     wants = [Want(0, 0, 40, 4, 0, 0), Want(0, 90, 38, 4, 1, 0)]  # bytes 128:288 and 488:640
-    reads = plan(wants, fragments, 1, BLOCK)
+    reads = planned(wants, fragments, 1, BLOCK)
     assert [r.blocks for r in reads] == [range(2, 5), range(7, 10)]
     assert [r.parts for r in reads] == [(Part(128, 160, 0, 0),), (Part(488, 152, 1, 0),)]
 
@@ -136,9 +153,9 @@ def shadow(shapes):
 def saved_by(full, world):
     """The fragments and file sizes of a save by so many ranks."""
     layouts = [own_layout(share_of_units(full, rank, world), rank) for rank in range(world)]
-    columns = [layout.columns() for layout in layouts]
+    columns = [layout.columns for layout in layouts]
     joined = {name: [n for one in columns for n in one[name]] for name in columns[0]}
-    joined["file"] = [rank for rank, layout in enumerate(layouts) for _ in layout.placed]
+    joined["file"] = [rank for rank, layout in enumerate(layouts) for _ in layout.pieces]
     return from_lists(joined), [layout.size_bytes for layout in layouts]
 
 
@@ -172,7 +189,7 @@ def test_all_ranks_together_read_hardly_more_than_the_checkpoint(shapes, saved_b
     for rank in range(loaded_by):
         pieces = share_of_units(full, rank, loaded_by).pieces
         wants = [Want(index[p.id], p.start, p.data.numel(), 4, n, 0) for n, p in enumerate(pieces)]
-        for one in plan(wants, fragments, len(index), block_bytes):
+        for one in planned(wants, fragments, len(index), block_bytes):
             begin, end = one.blocks[0] * block_bytes, one.blocks.stop * block_bytes
             read += min(end, sizes[one.file]) - begin
     whole = sum(4 * data.numel() for data in full.values())
@@ -227,7 +244,7 @@ def test_a_thousand_ranks_read_every_byte_exactly_once_and_ask_nobody_for_their_
         [
             (read.file, part.offset, part.length)
             for own in wants
-            for read in plan(own, fragments, 3000, 1 << 19)
+            for read in planned(own, fragments, 3000, 1 << 19)
             for part in read.parts
         ]
     )

@@ -1,0 +1,83 @@
+"""The pieces of a rank as columns of numbers, checked.
+
+What is planned for pieces, a file or the reading of files, is planned for all of them at once, and
+for nothing that could not be stored.
+
+Called by `layout` and `reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_engine.checkpoint.fragments import Ints
+from zero_engine.checkpoint.pieces import Piece, TensorId, TensorInfo
+from zero_engine.checkpoint.table import TensorTable, numel
+from zero_engine.errors import CheckpointError
+
+
+class Extents(NamedTuple):
+    """The columns, each int64 [pieces]."""
+
+    tensor: Ints
+    """Position of the tensor in the table."""
+    start: Ints
+    """First element, in the flattened tensor."""
+    length: Ints
+    """Elements; may be none."""
+    itemsize: Ints
+    """Bytes of an element."""
+
+
+def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
+    """Where each piece lies in its tensor.
+
+    Raises:
+        CheckpointError: A piece is of no known tensor, leaves its bounds, or is not a contiguous
+            vector of the tensor's dtype.
+    """
+    index = table.index
+    tensor = _ints([index.get(piece.id, -1) for piece in pieces])
+    start = _ints([piece.start for piece in pieces])
+    length = _ints([piece.data.numel() for piece in pieces])
+    # Of an unknown tensor, -1, nothing is in bounds: it has the last number, less than nothing.
+    in_bounds = (start >= 0) & (start + length <= np.append(table.numels, -1)[tensor])
+    for bad in np.flatnonzero(~(in_bounds & _vectors(pieces, table)))[:1].tolist():
+        raise _unstorable(pieces[bad], table)
+    return Extents(tensor, start, length, np.append(table.itemsizes, 0)[tensor])
+
+
+def _vectors(pieces: Sequence[Piece], table: TensorTable) -> npt.NDArray[np.bool_]:
+    """[pieces], whether each is a contiguous vector of its tensor's dtype."""
+    dtypes = {tensor: info.dtype for tensor, info in table.items()}
+    good = [
+        data.dtype == dtypes.get(tensor) and data.dim() == 1 and data.is_contiguous()
+        for tensor, _, data in pieces
+    ]
+    return np.array(good, dtype=np.bool_)
+
+
+def _ints(numbers: Sequence[int]) -> Ints:
+    return np.array(numbers, dtype=np.int64)
+
+
+def _unstorable(piece: Piece, tensors: Mapping[TensorId, TensorInfo]) -> CheckpointError:
+    info, data = tensors.get(piece.id), piece.data
+    if info is None:
+        problem = "is not in the table of tensors"
+    elif data.dtype != info.dtype:
+        problem = f"is {data.dtype}, its tensor {info.dtype}"
+    elif data.dim() != 1 or not data.is_contiguous():
+        problem = f"has shape {tuple(data.shape)}, strides {data.stride()}; flatten it first"
+    else:
+        problem = f"leaves the {numel(info)} elements of its tensor"
+    return CheckpointError(f"piece {describe(piece.id, piece.start, data.numel())} {problem}")
+
+
+def describe(tensor: TensorId, start: int, length: int) -> str:
+    """A run of elements as messages name it: `kind/fqn[start:end]`."""
+    return f"{tensor.kind}/{tensor.fqn}[{start}:{start + length}]"
