@@ -1,16 +1,14 @@
-"""What DeepSpeed's engine tells about itself: counters, sizes, rates, modes.
+"""What DeepSpeed's engine tells about itself: counters, sizes, rates.
 
-Must always hold: nothing here changes anything but the module's mode and the rates; a number is
-that of the whole run, never of this rank. The base of `engine.Engine`, which sets the attributes.
+Must always hold: nothing here changes anything but the rates; a number is that of the whole run,
+never of this rank. A base of `engine.Engine`, which sets the attributes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Self
 
 import torch
-from torch import nn
 
 from zero_engine.config import Config
 from zero_engine.micro_steps import MicroSteps
@@ -30,7 +28,6 @@ class Accessors:
 
     tput_timer = Epochs()
 
-    module: nn.Module
     optimizer: torch.optim.Optimizer | None
     world_size: int
     _config: Config
@@ -38,20 +35,6 @@ class Accessors:
     _run: Run
     _micro_steps: MicroSteps
     _last: StepOutcome | None
-
-    # ---- modes ----
-
-    def train(self, mode: bool = True) -> Self:
-        """Put the module in training or evaluation mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Put the module in evaluation mode."""
-        return self.train(False)
-
-    def zero_grad(self) -> None:
-        """Nothing to do: gradients are cleared by `step`. Here for scripts that call it."""
 
     def empty_partition_cache(self) -> None:
         """Nothing to do: parameters are released after every use. For scripts that call it."""

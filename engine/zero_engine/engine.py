@@ -5,8 +5,7 @@ move together, at the end of a step and nowhere else; what every rank must decid
 leave) is decided from numbers that every rank has; the mean loss, the norm and the weights of a
 step are the same at every world size and stage.
 
-Made by `assembly.initialize`; scripts call it. An attribute that the engine does not have is
-looked up in the module.
+Made by `assembly.initialize`; scripts call it.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ from zero_engine.persistence import NOTES, Persistence
 from zero_engine.precision import Precision
 from zero_engine.reporting import Reporter, Stopwatch
 from zero_engine.saving import Checkpointing
+from zero_engine.wrapper import Wrapper
 from zero_engine.zero_optimizer import StepOutcome
 
 _log = logging.getLogger(__name__)
 
 
-class Engine(Batching, Checkpointing, Accessors):
+class Engine(Batching, Checkpointing, Accessors, Wrapper):
     """Trains a module; one per process and module.
 
-    Raises (`__call__`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
+    Raises (`forward`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
         PeerLost: A peer is gone. Under an agent the process ends instead, as it asks.
     """
 
@@ -61,7 +61,7 @@ class Engine(Batching, Checkpointing, Accessors):
         link: AgentLink,
         keys: Mapping[str, Any],
     ) -> None:
-        self.module = core.module
+        super().__init__(core.module)
         self.config = keys
         """The config as it was given; libraries look into it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
@@ -95,14 +95,9 @@ class Engine(Batching, Checkpointing, Accessors):
         )
         self._persistence = Persistence(config, core, run, state, link)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet: looking it up in itself would never end
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
     # ---- a step ----
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. In training, from this leaf's own random state."""
         gathered_from_shards = self._core.stage.shards_parameters
         self._core.moved.need(
@@ -116,8 +111,6 @@ class Engine(Batching, Checkpointing, Accessors):
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
             with self._profile.measure(part, self._run.cursor.step):
                 return self._precision.call(self.module, args, kwargs)
-
-    forward = __call__
 
     def backward(
         self,

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,12 +49,17 @@ def adopt_parameters(core: Core) -> None:
 
     At stage 3 they get the attributes by which scripts tell that they must be gathered first.
     """
+    world = core.collectives.world
     for number, unit in enumerate(core.units):
         for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
             _PLACES[param] = (weakref.ref(core), number, place)
             if core.stage.shards_parameters:
-                told = {"ds_id": id(param), "ds_shape": slot.shape, "ds_numel": slot.numel}
-                vars(param).update(told)
+                vars(param).update(
+                    ds_id=id(param),
+                    ds_shape=slot.shape,
+                    ds_numel=slot.numel,
+                    partition_numel=partial(int, -(-slot.numel // world)),  # can be pickled
+                )
         tell_status(core, unit)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_engine.checkpoint.place import place
 from zero_engine.config import Config
@@ -25,13 +25,13 @@ from zero_engine.persistence import ClientSource, Persistence
 from zero_engine.selection import LoadOptions
 from zero_engine.tags import agree_on_tag
 from zero_engine.weights import module_state_dict, weight_hash
+from zero_engine.wrapper import Wrapper
 from zero_engine.zero import GatheredParameters
 
 
-class Checkpointing:
+class Checkpointing(Wrapper):
     """The part of an engine that writes and reads its state."""
 
-    module: nn.Module
     device: torch.device
     global_rank: int
     _config: Config
@@ -202,6 +202,25 @@ class Checkpointing:
         with peers_may_vanish(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases, highest=True)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Give the module other weights, at any stage. Every rank calls it.
+
+        Args:
+            state_dict: With the names of `state_dict()`, which begin with `module.`. Rank 0's
+                parameters become everybody's, each rank loads its own buffers.
+            strict: As for torch.
+            assign: Without effect: weights are always copied to where the engine steps them.
+
+        Returns:
+            The missing and the unexpected keys.
+        """
+        del assign
+        self._core.moved.need(self._core, "load_state_dict()", WEIGHTS)
+        with GatheredParameters(self.module, modifier_rank=0):
+            return super().load_state_dict(state_dict, strict)
 
     def save_16bit_model(
         self,
