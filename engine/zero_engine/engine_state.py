@@ -62,7 +62,7 @@ class EngineState:
 
         Args:
             run: Counters, batch and environment, from the engine.
-            client: The script's own JSON.
+            client: The script's own state, as JSON.
             exclude_frozen: Leave out the parameters that are not trained.
         """
         engine = {

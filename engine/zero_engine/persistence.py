@@ -25,10 +25,10 @@ from torch import Tensor
 from zero_engine import checkpoint, run_meta
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.background import Outcome
-from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import is_number
+from zero_engine.client_state import pack, unpack
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
 from zero_engine.distributed import group_store
@@ -99,7 +99,7 @@ class Persistence:
         begin_s, step = time.monotonic(), self._run.cursor.step
         self._check_boundary()
         client = client or self._client_state()
-        check_json(client, "client_state")
+        packed = pack(client)
         self._check_metric(client)
         self._directory, self._ram_root = directory, self._ram_root or directory
         self._script_has_state |= bool(client)
@@ -111,7 +111,7 @@ class Persistence:
         copied = self.saver.begin(
             Request(
                 root=directory,
-                state=self._capture(client, exclude_frozen, hashed=self._hashes(waits)),
+                state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
                 step=step,
                 tag=tag,
                 fence=self._link.fence(step, tag, self._run.cursor.samples),
@@ -218,8 +218,7 @@ class Persistence:
                 "client_state is known to the script alone; engine.keep_client_state() tells more"
             )
         if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
-            client = self._client_state()
-            check_json(client, "client_state")
+            client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
             self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
 
@@ -268,7 +267,7 @@ class Persistence:
         if not options.module_only:
             run_meta.adopt(meta["engine"], self._config, self._core, self._run)
             self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
-        client = dict(meta["client"])
+        client = unpack(meta["client"])
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
             _report_loaded(loaded, selection)

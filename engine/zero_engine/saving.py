@@ -61,7 +61,9 @@ class Checkpointing(Wrapper):
         Args:
             save_dir: On storage that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
             tag: A name; by default global_step<N>.
-            client_state: The script's own JSON, given back by `load_checkpoint`.
+            client_state: The script's own state, given back by `load_checkpoint`: numbers, text,
+                tensors and numpy arrays of up to 1 MiB each, tuples, lists and dictionaries of
+                them. What rank 0 gives.
             save_latest: Accepted for DeepSpeed: the file `latest` is a hint that nothing needs.
             exclude_frozen_parameters: Leave out what is not trained: whoever loads the
                 checkpoint keeps the weights that the script has given these parameters.
@@ -74,8 +76,8 @@ class Checkpointing(Wrapper):
             is over, or if the save before is in flight and checkpoint.when_busy is "skip".
 
         Raises:
-            CheckpointError: A rank failed, the client state is not JSON, or the ranks name it
-                differently and checkpoint.tag_validation is "Fail"; nothing was saved.
+            CheckpointError: A rank failed, the client state has something else in it, or the ranks
+                name it differently and checkpoint.tag_validation is "Fail"; nothing was saved.
         """
         del save_latest
         self._core.moved.need(self._core, "save_checkpoint()")
@@ -100,8 +102,8 @@ class Checkpointing(Wrapper):
         memory, and leaves only after its own next save. Call it before `load_checkpoint`.
 
         Args:
-            source: Called at the end of a step, on every rank, with the same JSON as the answer;
-                `save_checkpoint` without a `client_state` calls it, too. None: there is none.
+            source: Called at the end of a step, on every rank, for a `client_state`, also by
+                `save_checkpoint` without one. None: there is none.
         """
         self._persistence.client_source = source
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,16 +189,38 @@ def load_with_one_group(root: str) -> None:
     make_engine(config(1), model_parameters=None, lr_scheduler=halving).load_checkpoint(root)
 
 
-def test_a_client_state_that_is_not_json_is_refused_by_name_and_nothing_is_saved(
+def test_a_client_state_comes_back_as_it_went_in(worlds: WorldPool, tmp_path: Path) -> None:
+    assert worlds.run(1, save_random_states, str(tmp_path)) == [[True] * 4]
+
+
+def save_random_states(root: str) -> list[bool]:
+    """As scripts keep them: tuples, a tensor, an array."""
+    engine = engine_at(3, False)
+    states = {"python": random.getstate(), "torch": torch.get_rng_state(), "best": torch.ones(2)}
+    engine.save_checkpoint(root, client_state=states | {"numpy": np.random.get_state()})
+    drawn = random.random(), torch.rand(1), np.random.random()
+    _, found = engine.load_checkpoint(root)
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    np.random.set_state(found["numpy"])
+    return [
+        random.random() == drawn[0],
+        torch.equal(torch.rand(1), drawn[1]),
+        np.random.random() == drawn[2],
+        torch.equal(found["best"], torch.ones(2)),
+    ]
+
+
+def test_a_client_state_that_cannot_be_stored_is_refused_by_name_and_nothing_is_saved(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorldError, match=r"client_state\.best\[1\] is a Tensor"):
-        worlds.run(2, save_tensor, str(tmp_path))
+    with pytest.raises(WorldError, match=r"client_state\.best\[1\] is a set, which no checkpoint"):
+        worlds.run(2, save_set, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def save_tensor(root: str) -> None:
-    engine_at(0, False).save_checkpoint(root, client_state={"best": [1, torch.ones(2)]})
+def save_set(root: str) -> None:
+    engine_at(0, False).save_checkpoint(root, client_state={"best": [1, {2}]})
 
 
 def test_a_checkpoint_in_the_middle_of_a_step_is_refused(worlds: WorldPool, tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""What a script keeps in a checkpoint comes back as it went in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zero_engine.checkpoint.dtypes import DTYPES
+from zero_engine.client_state import LARGEST_BYTES, pack, unpack
+from zero_engine.errors import CheckpointError
+
+
+def again(value: Any) -> Any:
+    """Through a manifest and back."""
+    return unpack(json.loads(json.dumps(pack(value))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"epoch": 3, "best": math.inf, "name": "a", "done": False, "rates": [1e-3, [0.5]]},
+        (1, (2.5, None), [()]),
+        {3: "a", (1, 2): {"b": (4,)}, None: [], True: 1.0},
+        {"$tensor": ["F32", [1], "no tensor"], "and": {"$tuple": 3}},
+        {"$items": {}},
+        {},
+    ],
+)
+def test_what_json_has_and_lacks(value: Any) -> None:
+    assert repr(again(value)) == repr(value)
+
+
+def test_json_stays_as_it_is() -> None:
+    plain = {"epoch": 3, "rates": [1e-3, None], "of": {"a": "b"}}
+    assert pack(plain) == plain
+    assert again(OrderedDict(plain)) == plain
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (2, 0, 3)])
+def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randint(0, 2, shape).to(dtype)
+    found = again({"best": [value]})["best"][0]
+    assert (found.dtype, found.shape) == (dtype, value.shape)
+    assert bytes(found.flatten().view(torch.uint8)) == bytes(value.flatten().view(torch.uint8))
+
+
+def test_a_view_is_stored_alone_and_what_comes_back_can_be_changed() -> None:
+    wide = torch.arange(1 << 19, dtype=torch.float32, requires_grad=True)
+    found = again(wide.view(2, -1).t()[3])
+    assert found.tolist() == [3.0, float(3 + (1 << 18))]
+    found += 1
+    assert again(np.arange(4)[::2]).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.int32(7), np.bool_(True)])
+def test_numbers_of_numpy(value: np.generic) -> None:
+    found = again({"loss": value})["loss"]
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2}]}, r"client_state\.a\[1\] is a set, which no checkpoint can hold; convert"),
+        ({"a": {3: object()}}, r"client_state\.a\[3\] is a object"),
+        (np.array([object()]), "client_state is a ndarray"),
+        ({"a": torch.zeros(LARGEST_BYTES + 1, dtype=torch.uint8)}, r"client_state\.a has 1048577 "),
+        (np.zeros(LARGEST_BYTES // 8 + 1), "make it a buffer of the module, or write a file"),
+        (torch.zeros(2, dtype=torch.complex128), "complex128 cannot be stored; cast the tensor"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        pack(value)
+
+
+def test_as_much_as_fits_comes_back() -> None:
+    assert again(torch.ones(LARGEST_BYTES, dtype=torch.uint8)).sum() == LARGEST_BYTES
