@@ -328,6 +328,7 @@ def _make_run(
         rank=rank,
         world=world,
         managed=config.managed_gradient_accumulation,
+        summed_over=world if config.sums_gradients else None,
     )
     if rank == 0 and run.managed:
         _log.info(

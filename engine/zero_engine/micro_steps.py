@@ -40,7 +40,7 @@ class Weighted:
     share: Tensor
     """Times its share of the global batch."""
     scaled: Tensor
-    """And times the loss scale: what is differentiated."""
+    """And times the loss scale, and the ranks if gradients are sums: what is differentiated."""
     tokens: float
     """How many it is over, or NOT_GIVEN, or BY_SCRIPT."""
 
@@ -95,9 +95,10 @@ class MicroSteps:
         count = uncounted if tokens is None else float(checked(tokens))
         weight = self._weight(count, is_sum=isinstance(loss, tuple))
         # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold.
-        wide = value if zero.scale == 1 else value.float()
+        scale = zero.scale * (self._run.summed_over or 1)
+        wide = value if scale == 1 else value.float()
         share = wide * weight
-        return Weighted(share, share if zero.scale == 1 else share * zero.scale, count)
+        return Weighted(share, share if scale == 1 else share * scale, count)
 
     def _weight(self, count: float, *, is_sum: bool) -> float:
         """What the loss is multiplied with."""

@@ -58,6 +58,8 @@ class Run:
     ledger: Ledger | None = None
     managed: bool = True
     """The batch decides where a step ends; False: the script does, by calling `step()`."""
+    summed_over: int | None = None
+    """Gradients are sums over so many ranks, those of the first round; None: they are means."""
     declared: bool = False
     """The script does, by saying so beforehand. It is a library's loop then, which has state of
     its own, and writes that after it has called for a checkpoint."""

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 _SAME_RESULT = (
     "leaves",
     "micro_batch",
+    "summed_over",
     "dataset_size",
     "seed",
     "dtype",
@@ -44,6 +45,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "skipped": cursor.skipped,
         "leaves": run.batch.leaves,
         "micro_batch": run.batch.micro_batch,
+        "summed_over": run.summed_over,
         "dataset_size": run.loader.dataset_size if run.loader is not None else None,
         "seed": config.seed,
         "world": run.world,
@@ -61,6 +63,8 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     """Go on from what `describe` said when the checkpoint was made."""
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"]))
+    if run.summed_over is not None and saved.get("summed_over") is not None:
+        run.summed_over = saved["summed_over"]
     if run.loader is not None and saved["dataset_size"]:
         run.loader.expect(saved["dataset_size"])
     if core.zero is not None:

@@ -265,6 +265,33 @@ def next_world(root: str) -> tuple[int, int]:
     return engine.train_batch_size(), engine.gradient_accumulation_steps()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_sum_of_gradients_is_over_the_first_worlds_ranks_at_every_later_world(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    """Twice the mean is, at half the learning rate, the same steps to the bit."""
+    mean = worlds.run(1, step_on, stage, "mean", 0.25, None, 2)
+    worlds.run(2, step_on, stage, "Sum", 0.125, str(tmp_path), 1)
+    assert worlds.run(3, step_on, stage, "Sum", 0.125, str(tmp_path), 2) == mean * 3
+
+
+def step_on(stage: int, op: str, lr: float, root: str | None, until: int) -> str:
+    """Go on until this step, with gradients reduced so, from and to the checkpoints there."""
+    settings = {
+        **config(stage),
+        "gradient_allreduce_op": op,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
+    }
+    engine = make_engine(settings, model_parameters=None)
+    if root is not None:
+        engine.load_checkpoint(root)
+    train(engine, until)
+    if root is not None:
+        engine.save_checkpoint(root)
+    return engine.weight_hash()
+
+
 def test_a_model_that_has_changed_is_refused_by_name(worlds: WorldPool, tmp_path: Path) -> None:
     worlds.run(1, save_here, str(tmp_path), 1)
     with pytest.raises(WorldError, match="extra"):

@@ -130,6 +130,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),
         ({"train_batch_size": 0}, "train_batch_size: 0 is less than 1"),
         ({"gradient_clipping": -1}, "gradient_clipping: -1.0 is negative; 0 is off"),
+        ({"gradient_allreduce_op": "max"}, '\'max\' is neither "mean" nor "sum"'),
         ({"bf16": True}, "bf16: True is not an object"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled: 'yes' is not true or false"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of"),

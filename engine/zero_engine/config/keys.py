@@ -150,11 +150,6 @@ MISSING: dict[str, Missing] = {
         "the dataset, and set elastic.shuffle to false",
     ),
     "eigenvalue": Missing(_enabled, "it steers compression, of which there is none; remove it"),
-    "gradient_allreduce_op": Missing(
-        lambda value: str(value).lower() not in ("avg", "mean"),
-        'a sum over ranks grows with their number, and a result must not; keep "avg", and multiply '
-        "the loss or the learning rate with what is wanted",
-    ),
     "hybrid_engine": Missing(
         _enabled, "there are no kernels for inference; generate with the trained module itself"
     ),

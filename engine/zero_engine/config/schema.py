@@ -221,6 +221,8 @@ class Config:
     """The global batch decides where a step ends; False: the script, by calling `step()`."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    gradient_allreduce_op: str = "mean"
+    """Over the ranks: "mean", or "sum", which is those of the run's first round."""
     communication_data_type: str | None = None
     """Gradients travel unreduced in the compute dtype and are summed in fp32; none other."""
     seed: int = 42
@@ -259,10 +261,18 @@ class Config:
                 raise ConfigError(f"{name}: {value} is less than 1")
         if self.gradient_clipping < 0:
             raise ConfigError(f"gradient_clipping: {self.gradient_clipping} is negative; 0 is off")
+        if self.gradient_allreduce_op.lower() not in ("mean", "sum"):
+            op = self.gradient_allreduce_op
+            raise ConfigError(f'gradient_allreduce_op: {op!r} is neither "mean" nor "sum"')
         if self.reduction != "ordered":
             raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
         self._check_precision()
         self._check_narrow()
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over ranks instead of averaged."""
+        return self.gradient_allreduce_op.lower() == "sum"
 
     @property
     def compute(self) -> str:
@@ -320,28 +330,10 @@ _AT_LEAST_ONE = (
     "steps_per_print",
 )
 
-SECTIONS: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Bf16,
-        Fp16,
-        TorchAutocast,
-        DataTypes,
-        LeafModule,
-        OffloadOptimizer,
-        OffloadParam,
-        ZeroOptimization,
-        OptimizerConfig,
-        SchedulerConfig,
-        Checkpoint,
-        KeepBest,
-        Ram,
-        Elastic,
-        Elasticity,
-        FileMonitor,
-        WandbMonitor,
-        CommsLogger,
-        FlopsProfiler,
-    )
-}
+_SECTIONS: tuple[type[Any], ...] = (
+    Bf16, Fp16, TorchAutocast, DataTypes, LeafModule, OffloadOptimizer, OffloadParam,
+    ZeroOptimization, OptimizerConfig, SchedulerConfig, Checkpoint, KeepBest, Ram, Elastic,
+    Elasticity, FileMonitor, WandbMonitor, CommsLogger, FlopsProfiler,
+)  # fmt: skip
+SECTIONS = {section.__name__: section for section in _SECTIONS}
 """The sections by the name of their class, as the annotations above spell it."""
