@@ -38,6 +38,7 @@ from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
 from zero_engine.loss_scaler import LossScaling
 from zero_engine.lr_schedules import make_schedule
+from zero_engine.module_state import check_undivided
 from zero_engine.node_group import node_exchanges
 from zero_engine.optimizers import (
     Parameters,
@@ -166,6 +167,7 @@ class _Shared:
 def _make_core(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
 ) -> Core:
+    check_undivided(model)
     shared = _meet(config, link)
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)

@@ -4,7 +4,8 @@ Owns the layout and the buffers. Must always hold:
 
 - Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
   and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
-- Parameters are views of the buffer, installed through `.data`: refilling the buffer does not
+- Parameters are views of the buffer while it holds them, and show NaN while it does not
+  (`parameter_views`), so that a script can read them at any time. Refilling the buffer does not
   touch the versions that autograd checks. A buffer is freed by resizing its storage, never by
   dropping it, so that views saved by autograd come alive again with it.
 - Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zero_engine.collectives import Collectives, Pending, wait
+from zero_engine.parameter_views import ParameterViews
 from zero_engine.partition import UnitSpec
 from zero_engine.quantization import pack, packed_size, unpack
 from zero_engine.stages import Stage
@@ -113,7 +115,7 @@ class FlatUnit:
     Attributes:
         label: The name, with the first and the last parameter.
         full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
-            between uses at stage 3.
+            between uses at stage 3, and the parameters then show NaN.
         shard: [padded / world], this rank's interval in the highest precision there is: for
             trained units that of master weights, the compute dtype for others. A view wherever it
             can be one.
@@ -159,7 +161,9 @@ class FlatUnit:
         self.secondary: Tensor | None = None
         self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
         self._build(spec, device, master if spec.trained else spec.dtype)
-        self._install_views()
+        starts = [slot.start for slot in self.layout.slots]
+        self._views = ParameterViews(self.params, starts, self.full)
+        self._views.show()
         self.gathered = True
         if stage.shards_parameters:
             self.release()
@@ -192,10 +196,6 @@ class FlatUnit:
             return self._collectives.own(self.full), near
         return weights.hold(own.to(self.full.dtype)), weights
 
-    def _install_views(self) -> None:
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            param.data = self.full[slot.start : slot.stop].view(slot.shape)
-
     def begin_gather(self) -> None:
         """Let the full parameters come (stage 3); `gather` waits for them."""
         if not self.gathered and self._arriving is None:
@@ -210,15 +210,17 @@ class FlatUnit:
             self._unpack()
             if self._node is not None and self.secondary is None:
                 self.secondary = self._node.own(self.full).clone()
+            self._views.show()
             self._arriving, self.gathered = None, True
 
     def release(self) -> None:
         """Free the full parameters (stage 3); a gather brings them back."""
         if self._arriving is not None:  # they must not arrive in memory that is freed
             self.gather()
+        if self.gathered:
+            self._views.hide()
         if not self.full.untyped_storage().resizable():  # somebody looks at it through numpy()
-            self.full = torch.empty_like(self.full)
-            self._install_views()
+            self._leave_memory()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
 
@@ -228,9 +230,14 @@ class FlatUnit:
         Memory that is freed under them would end the process when they are read.
         """
         if self.gathered:
-            self.full = torch.empty_like(self.full)
-            self._install_views()
+            self._leave_memory()
         self.release()
+
+    def _leave_memory(self) -> None:
+        """Leave the buffer's memory to those who look at it, and go on with another."""
+        with torch.inference_mode(False):  # else nothing outside that mode could write to it
+            self.full = torch.empty_like(self.full)
+            self._views.cut(self.full)
 
     def refresh(self) -> Pending:
         """Begin to bring the full parameters up to date after `master` has been stepped."""

@@ -19,7 +19,6 @@ Called by `engine`. Source of the idea: FSDP2's pre- and post-backward hooks.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,11 +34,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zero_engine.collectives import Collectives, wait
-from zero_engine.errors import EngineError
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.gather_order import Pass, ahead, complete
-
-_log = logging.getLogger(__name__)
+from zero_engine.module_hooks import Hook
+from zero_engine.module_state import ModuleState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +78,13 @@ class ParamCoordinator:
         self._graph_hooks: list[RemovableHandle] = []
         """Those that refer to the graph that refers to them: it would stay after backward."""
         if units:
-            root.register_forward_pre_hook(self._before_root)
-            root.register_forward_hook(self._after_root)
-            told: set[str] = set()
-            for module in root.modules():
-                module.register_state_dict_post_hook(partial(_copy_what_is_there, told))
-                module.register_load_state_dict_pre_hook(_refuse_to_load)
+            root.register_forward_pre_hook(Hook(self._before_root))
+            root.register_forward_hook(Hook(self._after_root))
+            ModuleState(root, units)
         for module, members in _by_module(units):
             if module is not root:
-                module.register_forward_pre_hook(partial(self._before_forward, members))
-                module.register_forward_hook(
-                    partial(self._after_forward, members), with_kwargs=True
-                )
+                module.register_forward_pre_hook(Hook(self._before_forward, members))
+                module.register_forward_hook(Hook(self._after_forward, members), with_kwargs=True)
 
     # ---- passes ----
 
@@ -215,44 +208,6 @@ class ParamCoordinator:
     def _release(self, units: Sequence[FlatUnit]) -> None:
         for unit in units:
             unit.release()
-
-
-def _copy_what_is_there(
-    told: set[str], module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-) -> None:
-    """A module's state_dict: copies of gathered parameters; empty tensors for the others.
-
-    Reading memory that is freed, now or when the parameters go, would crash the process.
-    """
-    for name, param in module._parameters.items():
-        shown = state.get(prefix + name)
-        if param is None or shown is None or shown is param:  # itself with keep_vars
-            continue
-        there = _is_there(param)
-        state[prefix + name] = param.detach().clone() if there else param.new_empty(0)
-        if not there and not told:
-            told.add(name)
-            _log.warning(
-                "state_dict() at stage 3: the parameters are divided, and where they are not "
-                "gathered there is an empty tensor, as in DeepSpeed; call "
-                "engine.module_state_dict() or engine.save_16bit_model() on every rank"
-            )
-
-
-def _refuse_to_load(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_details: object
-) -> None:
-    """Weights are only written where there is memory for them."""
-    for name, param in module._parameters.items():
-        if param is not None and prefix + name in state and not _is_there(param):
-            raise EngineError(
-                f"load_state_dict() at stage 3: {prefix}{name} is divided; load the weights before "
-                "initialize(), or inside zero.GatheredParameters(parameters, modifier_rank=0)"
-            )
-
-
-def _is_there(param: nn.Parameter) -> bool:
-    return param.numel() == 0 or param.untyped_storage().nbytes() > 0
 
 
 def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[FlatUnit, ...]]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.numerics.heap_faults import ROWS
 from tests.numerics.peak_memory import LAYERS, WIDTH
+from tests.support.fresh import run_module
 from zero_engine.heap import is_set
 
 _ACTIVATIONS = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
@@ -20,17 +17,8 @@ _ACTIVATIONS = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
 
 def faults(**environment: str) -> int:
     """Those of one step of a fresh process."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.numerics.heap_faults"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout.split()[-1])
+    found: int = run_module("tests.numerics.heap_faults", environment=environment)
+    return found
 
 
 def test_a_step_uses_the_memory_of_the_step_before() -> None:

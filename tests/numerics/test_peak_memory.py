@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.numerics.peak_memory import PARAMETERS, WIDTH
 from tests.numerics.test_offload import offloading
+from tests.support.fresh import run_module
 from zero_engine.config import load_config
 from zero_engine.memory import Estimate, estimate, is_stepped_whole, optimizer_states
 
@@ -56,18 +52,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, A
     path = str(tmp_path_factory.mktemp("scratch"))
     settings = [settings_of(*case, path) for case in CASES]
     # The first one warms the process up: libraries, thread pools.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.numerics.peak_memory"],
-        input=json.dumps([settings[0], *settings]),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **_STEADY_MALLOC, "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    assert run.returncode == 0, run.stderr
-    peaks = json.loads(run.stdout.splitlines()[-1])
+    given = [settings[0], *settings]
+    peaks = run_module("tests.numerics.peak_memory", given, _STEADY_MALLOC)
     return list(zip(settings, peaks[1:], strict=True))
 
 

@@ -85,9 +85,9 @@ class Spy:
 def spoil(engine: Engine) -> None:
     """Nothing of the last load must be taken for the next one's."""
     with torch.no_grad():
-        for data in [*engine.module.parameters(), *engine.module.buffers()]:
-            if data.untyped_storage().size():  # at stage 3, weights are there only while in use
-                byte_view(data.data.reshape(-1)).fill_(0x5A)
+        weights = (unit.full for unit in engine._core.units if unit.gathered)
+        for data in [*weights, *engine.module.buffers()]:
+            byte_view(data.reshape(-1)).fill_(0x5A)
         for _, _, data in held(engine):
             byte_view(data).fill_(0x5A)
         for piece in engine._persistence.state.capture({}, {}).pieces:

@@ -1,0 +1,275 @@
+"""What scripts get that read or write divided parameters at stage 3 without gathering them."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_engine
+from tests.numerics.divided_reads import WAYS
+from tests.numerics.test_offload import offloading
+from tests.support.fresh import run_module
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.training import (
+    DATASET_SIZE,
+    config,
+    fingerprint,
+    make_engine,
+    run_micro_step,
+    train,
+)
+from tests.support.world import WorldError, WorldPool
+from zero_engine.engine import Engine
+from zero_engine.errors import EngineError
+from zero_engine.zero import GatheredParameters
+
+
+def test_a_script_that_reads_them_in_any_way_gets_nan_and_ends_well() -> None:
+    seen = run_module("tests.numerics.divided_reads")
+    parameters = 2 * len(list(make_model().parameters()))
+    assert seen == [dict.fromkeys(WAYS, True)] * parameters
+
+
+# ---- whenever they are read, training goes on as if nobody had looked ----
+
+
+def train_watched(settings: dict[str, Any], watched: bool) -> tuple[Any, ...]:
+    """Seven micro-batches: in a world of two, two steps and the beginning of a third."""
+    engine = make_engine(settings)
+    look = partial(read_all, engine) if watched else lambda *_: None
+    if watched:
+        watch(engine)
+    look()
+    for _ in range(7):
+        loss = engine(next(iter(engine.training_dataloader)))
+        look()
+        engine.backward(loss)
+        look()
+        engine.step()
+        look()
+    return fingerprint(engine)
+
+
+def watch(engine: Engine) -> None:
+    """Read everything at every hook of every module and at every gradient."""
+    look = partial(read_all, engine)
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    for param in engine.module.parameters():
+        if param.requires_grad:
+            param.register_hook(look)
+
+
+def read_all(engine: Engine, *_: Any) -> None:
+    for param in engine.module.parameters():
+        param.detach().double().norm().item()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "no prefetch": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
+    "far prefetch": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 10**9}},
+    "quantized": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    "nodes": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+}
+
+
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+def test_reading_them_at_any_moment_changes_no_bit(
+    worlds: WorldPool, settings: dict[str, Any]
+) -> None:
+    settings = config(3, **settings)
+    undisturbed = worlds.run(2, train_watched, settings, False)
+    assert worlds.run(2, train_watched, settings, True) == undisturbed
+
+
+@pytest.mark.parametrize("where", ["cpu+cpu", "nvme+nvme"])
+def test_reading_offloaded_ones_at_any_moment_changes_no_bit(
+    worlds: WorldPool, tmp_path: Path, where: str
+) -> None:
+    settings = offloading(3, where, str(tmp_path), bf16=True)
+    undisturbed = worlds.run(2, train_watched, settings, False)
+    assert worlds.run(2, train_watched, settings, True) == undisturbed
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
+def test_compiled_modules_train_to_the_bits_of_stage_2(worlds: WorldPool, whole: bool) -> None:
+    divided, shared = (worlds.run(2, train_compiled, stage, whole) for stage in (3, 2))
+    assert divided == shared
+
+
+def train_compiled(stage: int, whole: bool) -> str:
+    model = make_model()
+    for module in [model] if whole else model.blocks:
+        module.compile(backend="aot_eager")
+    engine, *_ = zero_engine.initialize(
+        model=model, training_data=Tokens(DATASET_SIZE), config=config(stage)
+    )
+    train(engine, 2)
+    return engine.weight_hash()
+
+
+# ---- what they are while they are divided ----
+
+
+class Odd(nn.Module):
+    """Parameters of all sorts: a single element, none, integers, a scalar, a channels-last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        images = torch.randn(4, 3, 2, 2, generator=generator)
+        self.images = nn.Parameter(images.to(memory_format=torch.channels_last))
+        self.across = nn.Parameter(torch.randn(4, 6, generator=generator).t())
+        self.single = nn.Parameter(torch.full((1,), 2.0))
+        self.scalar = nn.Parameter(torch.tensor(3.0))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.counts = nn.Parameter(torch.arange(1, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (self.images.square().mean(), self.across.abs().sum(), self.empty.sum())
+        return torch.stack(sizes).sum() * x.mean() * self.single * self.scalar * self.counts.sum()
+
+
+def make_odd(stage: int) -> Engine:
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = zero_engine.initialize(model=Odd(), config=settings)
+    return engine
+
+
+def step_odd(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(1)).sum())
+    engine.step()
+
+
+def test_they_keep_shape_and_dtype_and_show_nan_or_0(worlds: WorldPool) -> None:
+    nan, shown = "nan", worlds.run(2, shown_by_odd)[0]
+    assert shown == {
+        "images": ((4, 3, 2, 2), "torch.float32", [nan] * 48, 0),
+        "across": ((6, 4), "torch.float32", [nan] * 24, 0),
+        "single": ((1,), "torch.float32", [nan], 0),
+        "scalar": ((), "torch.float32", [nan], 0),
+        "empty": ((0, 5), "torch.float32", [], 0),
+        "counts": ((3,), "torch.int64", ["0", "0", "0"], 0),
+    }
+
+
+def shown_by_odd() -> dict[str, Any]:
+    engine = make_odd(3)
+    step_odd(engine)
+    state = engine.module.state_dict()
+    return {
+        name: (
+            tuple(param.shape),
+            str(param.dtype),
+            [str(value) for value in param.flatten().tolist()],
+            state[name].numel(),
+        )
+        for name, param in engine.module.named_parameters()
+    }
+
+
+def test_gathered_they_are_whole_and_each_is_in_the_state_dict(worlds: WorldPool) -> None:
+    assert worlds.run(2, gather_odd) == [True, True]
+
+
+def gather_odd() -> bool:
+    divided, whole = make_odd(3), make_odd(0)
+    for engine in (divided, whole):
+        step_odd(engine)
+    expected = whole.module.state_dict()
+    with GatheredParameters(divided.module):
+        found = divided.module.state_dict()
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_is_written_to_them_is_refused_or_gone_with_the_next_forward(
+    worlds: WorldPool,
+) -> None:
+    refused, disturbed = worlds.run(1, write_to_divided)[0]
+    assert refused == {"copy_", "add_", "normal_"}
+    assert disturbed == worlds.run(1, train_watched, config(3), False)[0]
+
+
+def write_to_divided() -> tuple[set[str], tuple[Any, ...]]:
+    engine, refused = make_engine(config(3)), set()
+    for _ in range(7):
+        for param in engine.module.parameters():
+            for name, value in [
+                ("copy_", torch.ones_like(param)),
+                ("add_", 1),
+                ("normal_", 0),
+                ("fill_", 7),
+            ]:
+                try:
+                    getattr(param.data, name)(value)
+                except RuntimeError:
+                    refused.add(name)
+            assert bool((param == 7).all())
+        run_micro_step(engine, step=True)
+        assert all(bool(param.isnan().all()) for param in engine.module.parameters())
+    return refused, fingerprint(engine)
+
+
+# ---- modules without their weights ----
+
+
+def test_a_copy_of_the_module_is_refused_in_words(worlds: WorldPool) -> None:
+    messages = worlds.run(1, copy_modules)[0]
+    assert len(messages) == 4
+    assert all(each.startswith("a module cannot be copied or pickled at") for each in messages)
+
+
+def copy_modules() -> list[str]:
+    engine = make_engine(config(3))
+    train(engine, 1)
+    messages = []
+    for module in (engine.module, engine.module.blocks[0].qkv):
+        for way in (copy.deepcopy, lambda module: torch.save(module, BytesIO())):
+            with pytest.raises(EngineError) as error:
+                way(module)
+            messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_engine_for_them_is_refused_even_if_the_first_is_gone(
+    worlds: WorldPool, stage: int
+) -> None:
+    assert worlds.run(1, initialize_twice, 2, stage) == [None]
+    with pytest.raises(WorldError, match="ConfigError: parameter position is divided already, by"):
+        worlds.run(1, initialize_twice, 3, stage)
+
+
+def initialize_twice(first: int, second: int) -> None:
+    model = make_engine(config(first)).module
+    groups = param_groups(model)
+    zero_engine.initialize(model=model, model_parameters=groups, config=config(second))
+
+
+def test_evaluating_in_inference_mode_does_not_spoil_the_next_step(worlds: WorldPool) -> None:
+    assert worlds.run(2, train_and_infer, True) == worlds.run(2, train_and_infer, False)
+
+
+def train_and_infer(infers: bool) -> str:
+    engine = make_engine(config(3))
+    train(engine, 1)
+    if infers:
+        with torch.inference_mode():
+            engine(torch.zeros(1, 5, dtype=torch.long))
+            with GatheredParameters(engine.module):
+                assert not engine.module.embed.weight.isnan().any()
+            engine(torch.zeros(1, 5, dtype=torch.long))
+    train(engine, 3)
+    return engine.weight_hash()
