@@ -7,6 +7,8 @@ never of this rank. A base of `engine.Engine`, which sets the attributes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -105,6 +107,27 @@ class Accessors:
         )
 
     # ---- the optimizer ----
+    # With `step()`, its first three make the engine one: Lightning's Fabric steps what has them.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self._need_optimizer("param_groups").param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self._need_optimizer("defaults").defaults
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The optimizer's: that of shards."""
+        return self._need_optimizer("state").state
+
+    def _need_optimizer(self, name: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise AttributeError(f"engine.{name}: there is no optimizer")
+        return self.optimizer
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group; NaN where the optimizer finds its own."""

@@ -230,6 +230,7 @@ def read_as_in_deepspeed_chat(stage: int) -> tuple[Any, Any]:
             if divided:
                 assert param.ds_shape == param.shape
                 assert param.ds_numel == param.numel()
+                assert param.partition_numel() == -(-param.numel() // engine.world_size)
                 inside = param.ds_status == ZeroParamStatus.AVAILABLE
     return sums, (divided, inside)
 

@@ -106,6 +106,20 @@ def step_with_arguments() -> int:
     return int(engine.lr_scheduler.consumed)
 
 
+def test_the_engine_passes_for_the_optimizer_that_it_steps(worlds: WorldPool) -> None:
+    """Lightning's Fabric steps the engine if it has all that it asks of an optimizer."""
+    assert worlds.run(1, look_for_optimizer) == [(True, [False] * 3)]
+
+
+def look_for_optimizer() -> tuple[bool, list[bool]]:
+    names = ("param_groups", "defaults", "state")
+    engine = make_engine(config(1))
+    theirs = [getattr(engine.optimizer, name) for name in names]
+    engines = [getattr(engine, name) for name in names]
+    for_inference, *_ = zero_engine.initialize(model=make_model(), config={"train_batch_size": 1})
+    return engines == theirs, [hasattr(for_inference, name) for name in names]
+
+
 def test_groups_without_experts_stay_as_they_are() -> None:
     model = make_model()
     group = {"params": list(model.parameters()), "name": "parameters"}
