@@ -45,14 +45,27 @@ def pack(value: Any, path: str = "client_state") -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`."""
+    """The inverse of `pack`.
+
+    Raises:
+        CheckpointError: It is nothing that `pack` returns.
+    """
+    try:
+        return _unpacked(value)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"client_state of the checkpoint is not as it was written: {error}; load another one"
+        ) from error
+
+
+def _unpacked(value: Any) -> Any:
     match value:
         case list():
-            return [unpack(inner) for inner in value]
+            return [_unpacked(inner) for inner in value]
         case dict() if value.keys() & _MARKS:
             return _unmarked(value)
         case dict():
-            return {key: unpack(inner) for key, inner in value.items()}
+            return {key: _unpacked(inner) for key, inner in value.items()}
         case _:
             return value
 
@@ -78,16 +91,16 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
 
 def _unmarked(value: dict[str, Any]) -> Any:
     match value:
-        case {"$tensor": [dtype, shape, text]}:
+        case {"$tensor": [dtype, shape, text]} if len(value) == 1:
             return torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
-        case {"$array": [dtype, shape, text]}:
+        case {"$array": [dtype, shape, text]} if len(value) == 1:
             return _bytes(text).view(dtype).reshape(shape)[()]
-        case {"$tuple": members}:
-            return tuple(unpack(members))
-        case {"$items": items}:
-            return {unpack(key): unpack(inner) for key, inner in items}
+        case {"$tuple": members} if len(value) == 1:
+            return tuple(_unpacked(members))
+        case {"$items": items} if len(value) == 1:
+            return {_unpacked(key): _unpacked(inner) for key, inner in items}
         case _:
-            raise CheckpointError(f"client_state with {sorted(value)}: not written by `pack`")
+            raise ValueError(f"{sorted(value)} with something else in it")
 
 
 def _text(data: np.ndarray[Any, Any] | np.generic, path: str) -> str:

@@ -84,3 +84,19 @@ def test_what_would_not_come_back_is_refused_by_name(value: Any, message: str) -
 
 def test_as_much_as_fits_comes_back() -> None:
     assert again(torch.ones(LARGEST_BYTES, dtype=torch.uint8)).sum() == LARGEST_BYTES
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tensor": ["F32", [3], "AAAA"]},
+        {"$tensor": ["F31", [1], "AAAAAA=="]},
+        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["<f4", [1], "no text"]},
+        {"$items": [[[], 1]]},
+        {"$tuple": [1], "and": 2},
+    ],
+)
+def test_a_damaged_or_hostile_state_is_refused_in_words(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"is not as it was written: .*; load another one"):
+        unpack({"inner": value})
