@@ -1,19 +1,22 @@
-"""The hooks that a divided module has.
+"""The hooks that a divided module has, and those of its inputs.
 
-Must always hold: torch.compile runs them as they are, between the parts that it compiles: they give
-the parameters memory and take it away, which is nothing for a graph. And they stay with their
-module: a copy would come with hooks that gather the parameters of the original.
+Must always hold: torch.compile runs a module's hooks as they are, between the parts that it
+compiles: they give the parameters memory and take it away, which is nothing for a graph. And they
+stay with their module: a copy would come with hooks that gather the parameters of the original.
+A hook on a tensor does not refer to the graph, which refers to it: the graph of a forward without
+a backward goes with its last tensor.
 
 Used by `param_coordinator` and `module_state`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from zero_engine.errors import EngineError
 
@@ -38,3 +41,33 @@ class Hook:
             "a module cannot be copied or pickled at stage 3: its parameters are divided; do it "
             "before initialize(), or make another one and load engine.module_state_dict() into it"
         )
+
+
+def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None:
+    """Call `then` in each backward that has made the gradients of all of some tensors, no leaves.
+
+    torch's `register_multi_grad_hook` knows, too, which of them a backward leaves out; for that it
+    refers to the graph.
+    """
+    count = _Count(len(tensors), then)
+    for position, tensor in enumerate(tensors):
+        tensor.register_hook(partial(count.note, position))
+
+
+class _Count:
+    """Which of some gradients there have been in the backward under way."""
+
+    def __init__(self, size: int, then: Callable[[], None]) -> None:
+        self._size = size
+        self._then = then
+        self._backward = -1
+        self._missing: set[int] = set()
+
+    def note(self, position: int, _gradient: Tensor) -> None:
+        """One is there."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._missing = backward, set(range(self._size))
+        self._missing.discard(position)
+        if not self._missing:
+            self._then()

@@ -29,14 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import FlatUnit
 from zero_engine.gather_order import Pass, ahead, complete
-from zero_engine.module_hooks import Hook
+from zero_engine.module_hooks import Hook, after_gradients
 from zero_engine.module_state import ModuleState
 
 
@@ -75,8 +73,6 @@ class ParamCoordinator:
         self._pass = Pass()
         self._traces: tuple[list[int], list[int]] | None = ([], [])
         """What was needed in forward and backward; None when the order is settled."""
-        self._graph_hooks: list[RemovableHandle] = []
-        """Those that refer to the graph that refers to them: it would stay after backward."""
         if units:
             root.register_forward_pre_hook(Hook(self._before_root))
             root.register_forward_hook(Hook(self._after_root))
@@ -100,8 +96,6 @@ class ParamCoordinator:
     def end_backward(self) -> None:
         """Release everything, the root included."""
         self._in_backward = False
-        while self._graph_hooks:
-            self._graph_hooks.pop().remove()
         self._release(self._units)
         if self._units:
             self._settle_order()
@@ -166,12 +160,13 @@ class ParamCoordinator:
 
     def _watch_untrained(self, units: Sequence[FlatUnit], inputs: Any) -> None:
         # Frozen weights have no gradient of their own to tell that backward has passed them; the
-        # gradients of the module's inputs do. Without such inputs they stay until the end.
+        # gradients of the module's inputs do. Without such inputs they stay until the end; likewise
+        # with a leaf among these, such as a parameter: its gradient is made as soon as its last use
+        # is through, in the middle of one pass through the module as the end of another.
         untrained = [unit for unit in units if not unit.trained]
         tensors = list(_differentiable(inputs))
-        if untrained and tensors:
-            hook = register_multi_grad_hook(tensors, lambda _gradients: self._release(untrained))
-            self._graph_hooks.append(hook)
+        if untrained and tensors and not any(tensor.is_leaf for tensor in tensors):
+            after_gradients(tensors, partial(self._release, untrained))
 
     # ---- gather and release ----
 
