@@ -100,13 +100,10 @@ class EngineState:
         """The parameters that nothing trains."""
         return frozenset(s.fqn for u in self.units if not u.trained for s in u.layout.slots)
 
-    def adopt(self, engine: Mapping[str, Any], loaded: Selection, options: LoadOptions) -> None:
-        """Finish a load whose pieces are filled: everything derived from them. Collective."""
-        loaded.settle()
+    def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
+        """Finish a load whose pieces are filled: all that is no weight. Collective."""
         for name, buffer in persistent_buffers(self.module):
             self.collectives.broadcast(buffer, f"buffer {name}")
-        for unit in self.units:
-            unit.restore()
         if self.zero is not None and options.wants_optimizer:
             self._adopt_groups(engine["groups"])
             if engine.get("loss_scaler"):

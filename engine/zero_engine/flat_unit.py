@@ -251,16 +251,23 @@ class FlatUnit:
         return Pending(self.name)
 
     def restore(self) -> None:
-        """Bring everything up to date after `shard` has been written to (a loaded checkpoint)."""
+        """Bring everything up to date after `shard` has been written to."""
+        self.end_restore(self.begin_restore())
+
+    def begin_restore(self) -> Pending:
+        """Begin it; until `end_restore`, `shard` must stay as it is."""
         if self._replica is not None:
-            wait(self._collectives.all_gather(self._replica, f"loaded weights of {self.name}"))
-            if self.full is not self._replica:
-                self.full.copy_(self._replica)
-        else:
-            self.rests.changed()
-            self.accept(0, self.shard)
-            self.rests.settle()
-            wait(self.refresh())
+            return self._collectives.all_gather(self._replica, f"loaded weights of {self.name}")
+        self.rests.changed()
+        self.accept(0, self.shard)
+        self.rests.settle()
+        return self.refresh()
+
+    def end_restore(self, pending: Pending) -> None:
+        """Wait until the others' weights are there as well."""
+        wait(pending)
+        if self._replica is not None and self.full is not self._replica:
+            self.full.copy_(self._replica)
 
     def accept(self, start: int, values: Tensor) -> None:
         """Begin to take in new values of `shard`, from element `start` on; `rests` settles it."""

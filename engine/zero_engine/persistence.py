@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from zero_engine import checkpoint, run_meta
-from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.background import Outcome
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
@@ -35,6 +34,7 @@ from zero_engine.distributed import group_store
 from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
 from zero_engine.engine_state import EngineState
 from zero_engine.errors import CheckpointError, CommitRefused, EngineError
+from zero_engine.loading import Loading
 from zero_engine.parts import Core, Run
 from zero_engine.ram_tier import RamTier
 from zero_engine.saver import Request, Saver
@@ -245,17 +245,11 @@ class Persistence:
         if self.ram is not None:
             self.ram.prepare()
         self._directory = directory
-        selection = Selection(State({}, ()))
-
-        def wanted(manifest: Manifest) -> State:
-            nonlocal selection
-            selection = self.state.wanted(manifest, options)
-            return selection.state
-
+        loading = Loading(self.state, options)
         # Memory is for going on after a failure; who has trained and loads wants what is on disk.
         recovers = tag is None and options.whole and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
-        loaded = checkpoint.load(directory, self._ballot, wanted, tag=tag, ram=search)
+        loaded = loading.read(directory, self._ballot, tag, search)
         if self.ram is not None and options.whole:
             self._ram_root = directory if recovers else self._ram_root or directory
             step = loaded.manifest.step if loaded is not None else 0
@@ -263,14 +257,14 @@ class Persistence:
         if loaded is None:
             return None, {}
         meta = loaded.manifest.meta
-        self.state.adopt(meta["engine"], selection, options)
+        loading.adopt(meta["engine"])
         if not options.module_only:
             run_meta.adopt(meta["engine"], self._config, self._core, self._run)
             self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
         client = unpack(meta["client"])
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
-            _report_loaded(loaded, selection)
+            _report_loaded(loaded, loading.selection)
         return str(loaded.path), client
 
     # ---- at the end of a step ----

@@ -56,15 +56,16 @@ class Selection:
     """What to fill, and what to do then."""
 
     state: State
-    staged: tuple[tuple[Tensor, Tensor], ...] = ()
+    staged: tuple[tuple[Piece, Tensor], ...] = ()
     """(target, filled): copy, because the checkpoint has another dtype."""
     remarks: tuple[str, ...] = ()
     """What is not loaded, in words."""
 
-    def settle(self) -> None:
-        """Bring what was staged to its place."""
+    def settle(self, *, weights: bool) -> None:
+        """Bring what was staged to its place: of the weights, or of all else."""
         for target, filled in self.staged:
-            target.copy_(filled)
+            if (target.id.kind == PARAM) == weights:
+                target.data.copy_(filled)
 
 
 def without_frozen(state: State, frozen: Set[str]) -> State:
@@ -124,16 +125,14 @@ def _converted(state: State, manifest: Manifest, which: Set[TensorId]) -> Select
     }
     pieces = [_staged(piece, tensors[piece.id].dtype) for piece in state.pieces]
     staged = [
-        (own.data, new.data)
-        for own, new in zip(state.pieces, pieces, strict=True)
-        if new is not own
+        (own, new.data) for own, new in zip(state.pieces, pieces, strict=True) if new is not own
     ]
     return Selection(replace(state, tensors=tensors, pieces=tuple(pieces)), tuple(staged))
 
 
 def _rounding(selection: Selection) -> list[str]:
     """Says so if what is loaded does not fit into the dtype that it is to rest in."""
-    pairs = {(filled.dtype, target.dtype) for target, filled in selection.staged}
+    pairs = {(filled.dtype, target.data.dtype) for target, filled in selection.staged}
     return [
         f"weights or optimizer state in {_short(there)} are rounded to {_short(here)}"
         for there, here in sorted(pairs, key=str)

@@ -1,5 +1,7 @@
 """Fills pieces from the files of a checkpoint, believing no byte that it has not verified.
 
+The weights come first: their owner can pass them on while the rest is read.
+
 Must always hold: `fill` returns only if every block that it touched has the digest that the
 manifest names. Host tensors are read into before that is known, so after a failure the pieces
 hold anything; the caller then fills all of them from another checkpoint. The safetensors
@@ -12,9 +14,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import compress, groupby
+from operator import not_
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from zero_engine.checkpoint.dtypes import byte_view, host_bytes
 from zero_engine.checkpoint.extents import describe, extents
 from zero_engine.checkpoint.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.match import resolve
-from zero_engine.checkpoint.pieces import Piece, State
+from zero_engine.checkpoint.pieces import PARAM, Piece, State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.plan import READ_BYTES, Part, Read, Wants, cut, plan
 from zero_engine.checkpoint.source import Source, Span, open_source
@@ -49,7 +52,12 @@ Copies = Callable[[str], Sequence[Opener]]
 
 
 def fill(
-    directory: Place, manifest: Manifest, state: State, *, copies: Copies | None = None
+    directory: Place,
+    manifest: Manifest,
+    state: State,
+    *,
+    copies: Copies | None = None,
+    weights_filled: Callable[[], None] = lambda: None,
 ) -> int:
     """Read `state.pieces` in place; returns how many bytes were read from files.
 
@@ -58,6 +66,7 @@ def fill(
         manifest: Of the checkpoint.
         state: What to fill.
         copies: Where the files are, if there is more than one copy of each or they are elsewhere.
+        weights_filled: Called when all weights are there, verified, and the rest is to be read.
 
     Raises:
         ModelMismatch: See `match.resolve`; nothing was read.
@@ -65,16 +74,16 @@ def fill(
         DamagedCheckpoint: Names file, block, tensors and ranges of elements.
         OSError: This rank could not read, for a reason other than damage.
     """
-    reads = _plan(state, manifest)
+    weights, others = _plan(state, manifest)
     reader = _Reader(directory, manifest, state.pieces, copies or _only_copy(directory))
-    return sum(
-        reader.read_file(manifest.files[file], list(group))
-        for file, group in groupby(reads, key=lambda read: read.file)
-    )
+    count = reader.read(weights)
+    weights_filled()
+    return count + reader.read(others)
 
 
 @uncollected()
-def _plan(state: State, manifest: Manifest) -> list[Read]:
+def _plan(state: State, manifest: Manifest) -> tuple[list[Read], list[Read]]:
+    """The reads that weights need, and the others; each by file and position."""
     stored, wanted = table_of(manifest.tensors), table_of(state.tensors)
     sources = resolve(state, manifest)
     given = extents(state.pieces, wanted)
@@ -87,7 +96,12 @@ def _plan(state: State, manifest: Manifest) -> list[Read]:
         memory=np.array([p.data.untyped_storage().data_ptr() for p in state.pieces], np.int64),
         address=np.array([p.data.data_ptr() for p in state.pieces], np.int64),
     )
-    return plan(wants, manifest.fragments, len(stored), manifest.block_bytes)
+    reads = plan(wants, manifest.fragments, len(stored), manifest.block_bytes)
+    # A part may reach into targets that follow its own, but only in the same allocation.
+    weights = np.array([piece.id.kind == PARAM for piece in state.pieces], dtype=bool)
+    held = np.isin(wants.memory, wants.memory[weights]).tolist()
+    first = [any(held[part.want] for part in read.parts) for read in reads]
+    return list(compress(reads, first)), list(compress(reads, map(not_, first)))
 
 
 def _only_copy(directory: Place) -> Copies:
@@ -111,8 +125,15 @@ class _Reader:
         read_bytes = max(READ_BYTES, manifest.block_bytes)
         self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8)
 
-    def read_file(self, file: FileRecord, reads: list[Read]) -> int:
-        """Carry out the reads of one file, from its first good copy; returns the bytes read."""
+    def read(self, reads: Iterable[Read]) -> int:
+        """Carry out reads, those of a file together; returns the bytes read."""
+        return sum(
+            self._read_file(self._manifest.files[file], list(group))
+            for file, group in groupby(reads, key=lambda read: read.file)
+        )
+
+    def _read_file(self, file: FileRecord, reads: list[Read]) -> int:
+        """Carry out the reads of one file, from its first good copy."""
         damage: DamagedCheckpoint | None = None
         for copy in self._copies(file.name):
             if damage is not None:

@@ -1,7 +1,8 @@
 """Loads the newest checkpoint that is whole, on all ranks or on none.
 
     rank 0 takes the next candidate            announce: its name, digest and manifest
-    each rank reads and verifies its pieces    vote: good, damaged, mismatched or failed
+    each rank reads and verifies its weights   exchange: the ranks may begin to pass them on
+    and then its other pieces                  vote: good, damaged, mismatched or failed
     rank 0 takes the worst vote                verdict: done; quarantine and try the one before;
                                                or stop
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -38,7 +40,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram_node import age
 from zero_engine.checkpoint.ram_search import RamCheckpoint, RamSearch
 from zero_engine.checkpoint.reader import Copies, fill
-from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
+from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch, PeerLost
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ _InRam = tuple[RamCheckpoint, Manifest]
 _Entry = Candidate | Rejected | _InRam
 Wanted = Callable[[Manifest], State]
 """From a manifest to the state whose pieces are to be filled in place."""
+Exchange = Callable[[bool], None]
+"""Told whether this rank has filled its weights, lets the ranks begin to exchange them."""
 
 
 class Outcome(StrEnum):
@@ -87,6 +91,7 @@ def load(
     ballot: Ballot,
     wanted: Wanted,
     *,
+    exchange: Exchange = lambda _: None,
     tag: str | None = None,
     ram: RamSearch | None = None,
 ) -> Loaded | None:
@@ -97,6 +102,9 @@ def load(
         ballot: The votes of this group, of any size.
         wanted: Called with each manifest that is tried; its pieces are filled in place. After
             an error they hold anything.
+        exchange: Called once for each checkpoint that is tried, on every rank: with True when
+            the weights among its pieces are filled and verified, before the rest is read; with
+            False when they will not be. Must not wait for ranks that have not called it.
         tag: Only checkpoints of this tag, or the one of this name, as `latest` has it.
         ram: To look into the memory of the nodes as well; on all ranks or on none.
 
@@ -107,7 +115,7 @@ def load(
         DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
         ModelMismatch: The newest one is of another model; names the tensors.
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
-        PeerLost: The store of the ballot is gone.
+        PeerLost: The store of the ballot is gone; or the exchange says so.
     """
     search = _Search(root, tag, ram)
     if ram is not None:
@@ -118,7 +126,8 @@ def load(
             _raise(offer)
             return None
         offered = _open(root, ram, offer)
-        attempt = _try(offered, partial(_manifest, offered, offer, search), wanted, ballot.rank)
+        read = partial(_manifest, offered, offer, search)
+        attempt = _try(offered, read, wanted, exchange, ballot.rank)
         verdict = ballot.ask(attempt.vote, partial(search.judge, offered))
         if verdict["outcome"] == Outcome.GOOD:
             assert attempt.loaded is not None
@@ -182,14 +191,26 @@ class _Attempt:
     error: Exception | None = None
 
 
-def _try(offered: _Offered, read: Callable[[], Manifest], wanted: Wanted, rank: int) -> _Attempt:
+def _try(
+    offered: _Offered,
+    read: Callable[[], Manifest],
+    wanted: Wanted,
+    exchange: Exchange,
+    rank: int,
+) -> _Attempt:
     """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
     path = offered.path
     try:
-        manifest = read()
-        count = fill(path, manifest, wanted(manifest), copies=offered.copies)
+        with _sure_to(exchange) as weights_filled:
+            manifest = read()
+            state = wanted(manifest)
+            count = fill(
+                path, manifest, state, copies=offered.copies, weights_filled=weights_filled
+            )
         loaded = Loaded(path, manifest, count, isinstance(offered, RamCheckpoint))
         return _Attempt({"outcome": Outcome.GOOD}, loaded)
+    except PeerLost:
+        raise
     except ModelMismatch as error:
         return _Attempt({"outcome": Outcome.MISMATCHED, "reason": str(error)}, error=error)
     except (DamagedCheckpoint, ManifestError) as error:
@@ -197,6 +218,22 @@ def _try(offered: _Offered, read: Callable[[], Manifest], wanted: Wanted, rank: 
     except Exception as error:
         reason = f"rank {rank} could not load {path}: {error or type(error).__name__}"
         return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
+
+
+@contextmanager
+def _sure_to(exchange: Exchange) -> Iterator[Callable[[], None]]:
+    """What to call when the weights are filled; if nobody does, the exchange begins at the end.
+
+    The other ranks have begun it, or will, and without this one it would never end.
+    """
+    with ExitStack() as otherwise:
+        otherwise.callback(exchange, False)
+
+        def filled() -> None:
+            otherwise.pop_all()
+            exchange(True)
+
+        yield filled
 
 
 @dataclass(slots=True)

@@ -1,0 +1,89 @@
+"""A checkpoint that some rank cannot load, with weights on their way between the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
+from tests.support.world import WorldPool
+from tests.unit.checkpoint.support import flip
+from zero_engine.checkpoint import find
+from zero_engine.checkpoint.pieces import PARAM
+from zero_engine.errors import ModelMismatch
+
+WORLD, ENDS_AT = 3, 4
+
+
+def save_twice(root: str, stage: int, bf16: bool) -> tuple[object, ...]:
+    engine = make_engine(config(stage, bf16=bf16))
+    for step in (1, 2):
+        train(engine, step)
+        engine.save_checkpoint(root)
+    train(engine, ENDS_AT)
+    return fingerprint(engine)
+
+
+def load_and_end(root: str, stage: int, bf16: bool) -> tuple[object, ...]:
+    engine = make_engine(config(stage, bf16=bf16), seed=8)
+    engine.load_checkpoint(root)
+    assert engine.global_steps == 1
+    train(engine, ENDS_AT)
+    return fingerprint(engine)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [PARAM, "exp_avg_sq"])
+def test_damage_that_one_rank_finds_makes_all_go_on_from_the_checkpoint_before(
+    worlds: WorldPool, tmp_path: Path, kind: str, stage: int, bf16: bool
+) -> None:
+    ends = worlds.run(WORLD, save_twice, str(tmp_path), stage, bf16)
+    newest = find(tmp_path).candidates[0]
+    rows, ids = newest.manifest.fragments, list(newest.manifest.tensors)
+    row = next(
+        n for n, t in enumerate(rows.tensor) if ids[t].kind == kind and rows.file[n] == WORLD - 1
+    )
+    flip(newest.path / newest.manifest.files[rows.file[row]].name, int(rows.offset[row]))
+
+    assert worlds.run(WORLD, load_and_end, str(tmp_path), stage, bf16) == ends
+    assert (newest.path / "QUARANTINE").exists()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_who_refuses_the_checkpoint_of_another_model_keeps_the_weights(
+    worlds: WorldPool, tmp_path: Path, stage: int, bf16: bool
+) -> None:
+    worlds.run(WORLD, save_another_model, str(tmp_path))
+    for before, after in worlds.run(WORLD, weights_around_a_refusal, str(tmp_path), stage, bf16):
+        assert before == after
+
+
+def save_another_model(root: str) -> None:
+    import zero_engine
+
+    model = make_model()
+    del model.unused
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        model_parameters=param_groups(model),
+        training_data=Tokens(DATASET_SIZE),
+        config=config(1),
+    )
+    engine.save_checkpoint(root)
+
+
+def weights_around_a_refusal(root: str, stage: int, bf16: bool) -> list[tuple[str, float]]:
+    """What is stepped, by its hash, and what is computed with, by a loss: before and after."""
+    engine = make_engine(config(stage, bf16=bf16))
+    train(engine, 1)
+    assert engine.training_dataloader is not None
+    batch = next(iter(engine.training_dataloader))
+    engine.eval()
+    found = [(engine.weight_hash(), float(engine(batch)))]
+    with pytest.raises(ModelMismatch, match="missing"):
+        engine.load_checkpoint(root)
+    return [*found, (engine.weight_hash(), float(engine(batch)))]
