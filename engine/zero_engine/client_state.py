@@ -90,14 +90,14 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
 
 
 def _unmarked(value: dict[str, Any]) -> Any:
-    match value:
-        case {"$tensor": [dtype, shape, text]} if len(value) == 1:
+    match [*value.items()]:
+        case [("$tensor", [dtype, shape, text])]:
             return torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
-        case {"$array": [dtype, shape, text]} if len(value) == 1:
+        case [("$array", [dtype, shape, text])]:
             return _bytes(text).view(dtype).reshape(shape)[()]
-        case {"$tuple": members} if len(value) == 1:
+        case [("$tuple", members)]:
             return tuple(_unpacked(members))
-        case {"$items": items} if len(value) == 1:
+        case [("$items", items)]:
             return {_unpacked(key): _unpacked(inner) for key, inner in items}
         case _:
             raise ValueError(f"{sorted(value)} with something else in it")
