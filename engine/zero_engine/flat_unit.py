@@ -123,6 +123,7 @@ class FlatUnit:
         local: [padded / world], what the full parameters are gathered from: `shard` where it is
             near, else its copy in the compute dtype.
         rests: The tier of `local`.
+        holders: How many contexts of a script want it gathered: what runs in them leaves it so.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
     """
@@ -165,6 +166,7 @@ class FlatUnit:
         self._views = ParameterViews(self.params, starts, self.full)
         self._views.show()
         self.gathered = True
+        self.holders = 0
         if stage.shards_parameters:
             self.release()
 

@@ -103,7 +103,7 @@ class ParamCoordinator:
     def release_trained(self, unit: FlatUnit) -> None:
         """Release a trained unit: a weight's gradient is the last thing that reads the weight."""
         if not unit.is_root:
-            unit.release()
+            self._release([unit])
 
     def _begin(self, order: Sequence[int]) -> None:
         self._pass = Pass(order)
@@ -202,7 +202,8 @@ class ParamCoordinator:
 
     def _release(self, units: Sequence[FlatUnit]) -> None:
         for unit in units:
-            unit.release()
+            if not unit.holders:
+                unit.release()
 
 
 def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[FlatUnit, ...]]]:

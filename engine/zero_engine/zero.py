@@ -41,7 +41,7 @@ class Init:
 
 
 class GatheredParameters:
-    """Some parameters are whole inside the context.
+    """Some parameters are whole inside the context, and stay so while modules run in it.
 
     Args:
         params: A parameter, several, or a module. A None among them, the bias of a layer that has
@@ -70,9 +70,12 @@ class GatheredParameters:
             with self._units[unit].guard():
                 unit.gather()
             tell_status(self._units[unit], unit)
+        for unit in self._units:
+            unit.holders += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for unit, core in self._units.items():
+            unit.holders -= 1
             if self._modifier is not None and kind is None:
                 with core.guard():
                     unit.adopt_full(self._modifier)

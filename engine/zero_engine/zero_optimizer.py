@@ -29,6 +29,7 @@ from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.loss_scaler import LossScaling
 from zero_engine.owner_steps import StepByOwners
+from zero_engine.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.segments import Segment
 from zero_engine.sharded_whole import ShardedWhole
 from zero_engine.stages import Stage
@@ -108,6 +109,8 @@ class ZeroOptimizer:
         else:
             self.steps = self._step_segments(pace, moments)
         self._tell_scale(overflow=False)
+        if stage.shards_parameters:
+            vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()
 
     @property
     def scale(self) -> float:

@@ -52,6 +52,7 @@ NAMES = {
     "runtime.utils": "see_memory_usage",
     "runtime.zero": "GatheredParameters Init register_external_parameter",
     "runtime.zero.muon.muon_optimizer": "MuonWithAuxAdam",
+    "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus",
     "utils": "logger log_dist RepeatingLoader set_z3_leaf_modules unset_z3_leaf_modules "
     "get_z3_leaf_modules z3_leaf_module set_z3_leaf_module safe_get_full_fp32_param",

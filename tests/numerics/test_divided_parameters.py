@@ -273,3 +273,44 @@ def train_and_infer(infers: bool) -> str:
             engine(torch.zeros(1, 5, dtype=torch.long))
     train(engine, 3)
     return engine.weight_hash()
+
+
+def test_what_a_script_has_gathered_stays_while_modules_run(worlds: WorldPool) -> None:
+    """As in generating from a model in training: token by token, from one gather."""
+    assert worlds.run(2, train_and_generate, True) == worlds.run(2, train_and_generate, False)
+
+
+def train_and_generate(generates: bool) -> str:
+    engine = make_engine(config(3))
+    train(engine, 1)
+    if generates:
+        with GatheredParameters(engine.module):
+            take_the_hooks_away(engine)
+            sent = sum(engine._core.collectives.bytes_sent.values())
+            for tokens in range(1, 4):
+                with torch.no_grad():
+                    engine.module(torch.zeros(1, tokens, dtype=torch.long))
+                assert not any(param.isnan().any() for param in engine.module.parameters())
+            assert sum(engine._core.collectives.bytes_sent.values()) == sent
+            put_the_hooks_back(engine)
+        assert all(param.isnan().all() for param in engine.module.parameters())
+    train(engine, 3)
+    return engine.weight_hash()
+
+
+def take_the_hooks_away(engine: Engine) -> None:
+    """In the words of TRL's `remove_hooks`."""
+    offload = engine.optimizer.parameter_offload
+    for _, param in [
+        *offload.module.named_parameters(recurse=True),
+        *offload.module.ds_external_parameters(),
+    ]:
+        param.ds_active_sub_modules.clear()
+    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []
+
+
+def put_the_hooks_back(engine: Engine) -> None:
+    offload = engine.optimizer.parameter_offload
+    offload._register_deepspeed_module(offload.module)
