@@ -241,7 +241,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved; training goes on as if nothing had been."""
-        self._core.moved.restore(non_blocking=non_blocking)
+        self._core.moved.restore(self._core, non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Finish a save in flight; close curves, ledger and the connection to the agent."""

@@ -235,6 +235,13 @@ class FlatUnit:
             self._leave_memory()
         self.release()
 
+    def show_what_is_there(self) -> None:
+        """Follow `full`, which has been moved away or is back: NaN while it has no memory."""
+        if self.gathered and self.full.untyped_storage().nbytes():
+            self._views.show()
+        else:
+            self._views.hide()
+
     def _leave_memory(self) -> None:
         """Leave the buffer's memory to those who look at it, and go on with another."""
         with torch.inference_mode(False):  # else nothing outside that mode could write to it

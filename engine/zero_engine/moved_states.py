@@ -3,7 +3,8 @@
 Owns what has been moved to host memory. A moved tensor keeps everything but its bytes: its storage
 is empty until the reload, so every view of it is right again afterwards. Must always hold: after
 a reload all bytes are what they were; whoever needs a moved tensor gets an error that names what
-is missing, and does not read an empty storage.
+is missing, and does not read an empty storage. A module's parameters, which scripts read without
+asking, show NaN meanwhile.
 
 Called by `engine`; `parts.Core` holds one. Source of the names: DeepSpeed.
 """
@@ -71,6 +72,7 @@ class MovedStates:
             if kind in include:
                 for tensor in tensors_of(core, kind):
                     self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
+        _show_what_is_there(core)
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
         storage = tensor.untyped_storage()
@@ -83,12 +85,13 @@ class MovedStates:
         storage.resize_(0)
         self._copies[storage._cdata] = (storage, copy)
 
-    def restore(self, *, non_blocking: bool) -> None:
+    def restore(self, core: Core, *, non_blocking: bool) -> None:
         """Bring everything back."""
         while self._copies:
             _, (storage, copy) = self._copies.popitem()
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
+        _show_what_is_there(core)
 
     def need(self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING) -> None:
         """Let `what` go on only if nothing of these kinds is away.
@@ -153,6 +156,11 @@ def offload(
         raise EngineError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
     chosen = EVERYTHING if include is None else {kind for kind in Kind if kind in include}
     core.moved.move(core, chosen, pin_memory=pin_memory, non_blocking=non_blocking)
+
+
+def _show_what_is_there(core: Core) -> None:
+    for unit in core.units:
+        unit.show_what_is_there()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

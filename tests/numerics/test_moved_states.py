@@ -79,6 +79,40 @@ def test_numpy_may_look_at_weights_and_a_save_at_states_that_are_freed_afterward
     assert looked == worlds.run(2, look_at_weights, stage, str(tmp_path), False)
 
 
+def read_while_away(stage: int, bf16: bool, include: Any) -> tuple[list[bool], ...]:
+    """Of each parameter: whether it is NaN before, meanwhile and afterwards."""
+    engine = make_engine(config(stage, bf16=bf16))
+    train(engine, 1)
+
+    def look() -> list[bool]:
+        return [bool(param.isnan().all()) for param in engine.module.parameters()]
+
+    before = look()
+    engine.offload_states(include)
+    meanwhile = look()
+    engine.reload_states()
+    return before, meanwhile, look()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("bf16", "include", "away"),
+    [
+        (True, None, {True}),
+        (True, ["optim_states"], {False}),
+        # In fp32 the master weights are those that the model computes with; frozen ones have none.
+        (False, ["hp_params"], {True, False}),
+    ],
+)
+def test_parameters_that_are_away_show_nan_until_they_are_back(
+    worlds: WorldPool, stage: int, bf16: bool, include: Any, away: set[bool]
+) -> None:
+    before, meanwhile, after = worlds.run(1, read_while_away, stage, bf16, include)[0]
+    divided = stage == 3
+    assert set(before) == set(after) == {divided}
+    assert set(meanwhile) == ({True} if divided else away)
+
+
 def move_everything(stage: int) -> tuple[int, int]:
     engine = make_engine(config(stage, bf16=True))
     train(engine, 1)
