@@ -38,7 +38,6 @@ from zero_engine.ledger import Ledger
 from zero_engine.loaders import training_loader
 from zero_engine.loss_scaler import LossScaling
 from zero_engine.lr_schedules import make_schedule
-from zero_engine.module_state import check_undivided
 from zero_engine.node_group import node_exchanges
 from zero_engine.optimizers import (
     Parameters,
@@ -53,6 +52,7 @@ from zero_engine.partition import UnitSpec, aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES, check_dtypes, prepare_buffers
 from zero_engine.stages import STAGES, Stage
+from zero_engine.takeover import leave_weights, take_over
 from zero_engine.tiers.choose import Tiers, pace_of, unit_sizes
 from zero_engine.waiting import Interrupt
 from zero_engine.zero_optimizer import ZeroOptimizer
@@ -84,7 +84,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
 
     Args:
         args: Parsed command line; its `deepspeed_config` is the config if none is given.
-        model: The module to train. Rank 0's weights are everybody's.
+        model: The module to train. Rank 0's weights are everybody's. One that another engine has
+            trained is taken from it, and goes on from there.
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
             `model_parameters`. None: the config's.
         model_parameters: Parameters or param groups; by default all that require gradients.
@@ -123,6 +124,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     init_distributed()
     link = AgentLink(dist.get_rank())
     with peers_may_vanish(link):
+        take_over(model)
         if model_parameters is None:
             model_parameters = [p for p in model.parameters() if p.requires_grad]
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
@@ -167,7 +169,6 @@ class _Shared:
 def _make_core(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
 ) -> Core:
-    check_undivided(model)
     shared = _meet(config, link)
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)
@@ -194,6 +195,7 @@ def _make_core(
         guard=shared.guard,
     )
     adopt_parameters(core)
+    leave_weights(core)
     mark_divided(model)
     return core
 

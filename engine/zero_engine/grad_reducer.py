@@ -167,11 +167,18 @@ class GradReducer:
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
         self._pool = BufferPool(device)
-        for number, gradient in enumerate(self._order):
-            for position, param in enumerate(gradient.unit.params):
-                param.register_post_accumulate_grad_hook(
-                    partial(_tell, weakref.ref(self), number, position)
-                )
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(
+                partial(_tell, weakref.ref(self), number, position)
+            )
+            for number, gradient in enumerate(self._order)
+            for position, param in enumerate(gradient.unit.params)
+        ]
+
+    def unhook(self) -> None:
+        """Let go of the parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self, live: int, *, first: bool) -> None:
         """Expect one backward pass.

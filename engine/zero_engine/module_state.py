@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.errors import ConfigError, EngineError
@@ -34,9 +35,8 @@ def check_undivided(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param in _DIVIDED:
             raise ConfigError(
-                f"parameter {name} is divided already, by another engine at stage 3; give "
-                "initialize() a new model, with that engine's module_state_dict() loaded into it "
-                "if it is to go on from there"
+                f"parameter {name} is divided, by an engine at stage 3 that is gone; give "
+                "initialize() all of that engine's module, or a new one"
             )
 
 
@@ -48,9 +48,20 @@ class ModuleState:
         self._units = {id(param): unit for unit in units for param in unit.params}
         self._told = False
         _DIVIDED.update((param, True) for unit in units for param in unit.params)
+        self._hooks: list[RemovableHandle] = []
         for module in root.modules():
-            module.register_state_dict_post_hook(Hook(self._copy_what_is_there))
-            module.register_load_state_dict_pre_hook(Hook(self._refuse_to_load))
+            self._hooks += [
+                module.register_state_dict_post_hook(Hook(self._copy_what_is_there)),
+                module.register_load_state_dict_pre_hook(Hook(self._refuse_to_load)),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off the module, which is going to be whole."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for unit in self._units.values():
+            for param in unit.params:
+                _DIVIDED.pop(param, None)
 
     def _is_there(self, param: nn.Parameter) -> bool:
         unit = self._units.get(id(param))

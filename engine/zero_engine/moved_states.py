@@ -63,6 +63,7 @@ class MovedStates:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._given_away = False
 
     def move(
         self, core: Core, include: Container[Kind], *, pin_memory: bool, non_blocking: bool
@@ -93,12 +94,21 @@ class MovedStates:
             _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
         _show_what_is_there(core)
 
+    def give_away(self) -> None:
+        """All of it belongs to another engine from now on."""
+        self._given_away = True
+
     def need(self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING) -> None:
         """Let `what` go on only if nothing of these kinds is away.
 
         Raises:
-            EngineError: Something is.
+            EngineError: Something is, or another engine has the module.
         """
+        if self._given_away:
+            raise EngineError(
+                f"{what}: the module has been given to initialize() once more; use the engine that "
+                "came from there"
+            )
         if not self._copies:
             return
         away = [kind.value for kind in kinds if self._is_away(core, kind)]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.config import Config, OptimizerConfig
 from zero_engine.config.nearest import check_params
@@ -30,6 +31,9 @@ from zero_engine.torch_muon import TORCH_MUON
 from zero_engine.whole import LooksAtWhole
 
 _log = logging.getLogger(__name__)
+
+_FROZEN = WeakTensorKeyDictionary()
+"""The parameters that require no gradients because an engine does not train them."""
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -216,10 +220,17 @@ def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
     return groups
 
 
+def thaw(model: nn.Module) -> None:
+    """Let parameters require gradients again that an engine before did not train."""
+    for param in model.parameters():
+        if _FROZEN.pop(param, False):
+            param.requires_grad_()
+
+
 def _freeze_the_rest(model: nn.Module, groups: dict[int, int]) -> None:
     stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     for _, param in stray:
-        param.requires_grad_(False)
+        _FROZEN[param.requires_grad_(False)] = True
     if stray and groups:
         _log.warning(
             "%d parameters are in no param group and will not be trained: %s",

@@ -34,6 +34,8 @@ from zero_engine.segments import Segment, elementwise_keys
 _PLACES = WeakTensorKeyDictionary()
 """Parameter -> (weak reference to the core, unit, slot). No attribute of the parameter: scripts
 pickle parameters with all that hangs on them."""
+_TOLD = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
+"""What DeepSpeed's parameters have, and so ours at stage 3."""
 
 
 class ZeroParamStatus(Enum):
@@ -61,6 +63,15 @@ def adopt_parameters(core: Core) -> None:
                     partition_numel=partial(int, -(-slot.numel // world)),  # can be pickled
                 )
         tell_status(core, unit)
+
+
+def disown_parameters(core: Core) -> None:
+    """The inverse: they are nobody's."""
+    for unit in core.units:
+        for param in unit.params:
+            _PLACES.pop(param, None)
+            for name in _TOLD:
+                vars(param).pop(name, None)
 
 
 def tell_status(core: Core, unit: FlatUnit) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zero_engine.collectives import Collectives, wait
 from zero_engine.flat_unit import FlatUnit
@@ -73,14 +74,25 @@ class ParamCoordinator:
         self._pass = Pass()
         self._traces: tuple[list[int], list[int]] | None = ([], [])
         """What was needed in forward and backward; None when the order is settled."""
+        self._hooks: list[RemovableHandle | ModuleState] = []
         if units:
-            root.register_forward_pre_hook(Hook(self._before_root))
-            root.register_forward_hook(Hook(self._after_root))
-            ModuleState(root, units)
+            self._hooks += [
+                root.register_forward_pre_hook(Hook(self._before_root)),
+                root.register_forward_hook(Hook(self._after_root)),
+                ModuleState(root, units),
+            ]
         for module, members in _by_module(units):
             if module is not root:
-                module.register_forward_pre_hook(Hook(self._before_forward, members))
-                module.register_forward_hook(Hook(self._after_forward, members), with_kwargs=True)
+                after = Hook(self._after_forward, members)
+                self._hooks += [
+                    module.register_forward_pre_hook(Hook(self._before_forward, members)),
+                    module.register_forward_hook(after, with_kwargs=True),
+                ]
+
+    def unhook(self) -> None:
+        """Let go of the modules, which are going to be whole."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # ---- passes ----
 

@@ -16,7 +16,7 @@ import zero_engine
 from tests.numerics.divided_reads import WAYS
 from tests.numerics.test_offload import offloading
 from tests.support.fresh import run_module
-from tests.support.models import Tokens, make_model, param_groups
+from tests.support.models import Tokens, make_model
 from tests.support.training import (
     DATASET_SIZE,
     config,
@@ -25,7 +25,7 @@ from tests.support.training import (
     run_micro_step,
     train,
 )
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import WorldPool
 from zero_engine.engine import Engine
 from zero_engine.errors import EngineError
 from zero_engine.zero import GatheredParameters
@@ -241,21 +241,6 @@ def copy_modules() -> list[str]:
                 way(module)
             messages.append(str(error.value))
     return messages
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_second_engine_for_them_is_refused_even_if_the_first_is_gone(
-    worlds: WorldPool, stage: int
-) -> None:
-    assert worlds.run(1, initialize_twice, 2, stage) == [None]
-    with pytest.raises(WorldError, match="ConfigError: parameter position is divided already, by"):
-        worlds.run(1, initialize_twice, 3, stage)
-
-
-def initialize_twice(first: int, second: int) -> None:
-    model = make_engine(config(first)).module
-    groups = param_groups(model)
-    zero_engine.initialize(model=model, model_parameters=groups, config=config(second))
 
 
 def test_evaluating_in_inference_mode_does_not_spoil_the_next_step(worlds: WorldPool) -> None:
