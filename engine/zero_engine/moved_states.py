@@ -1,10 +1,10 @@
 """`engine.offload_states` and `reload_states`: the device lent to somebody else for a while.
 
-Owns what has been moved to host memory. A moved tensor keeps everything but its bytes: its storage
-is empty until the reload, so every view of it is right again afterwards. Must always hold: after
-a reload all bytes are what they were; whoever needs a moved tensor gets an error that names what
-is missing, and does not read an empty storage. A module's parameters, which scripts read without
-asking, show NaN meanwhile.
+Owns what has been moved to host memory, or has gone to another engine with the module. A moved
+tensor keeps everything but its bytes: its storage is empty until the reload, so every view of it is
+right again afterwards. Must always hold: after a reload all bytes are what they were; whoever needs
+a moved tensor gets an error that names what is missing, and does not read an empty storage. A
+module's parameters, which scripts read without asking, show NaN meanwhile.
 
 Called by `engine`; `parts.Core` holds one. Source of the names: DeepSpeed.
 """
