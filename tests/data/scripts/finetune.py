@@ -122,14 +122,7 @@ def save_zero_three_model(model_ema, global_rank, save_dir, zero_stage=0):
         torch.save(output_state_dict, path)
 
 
-def main():
-    args = parse_args()
-    deepspeed.init_distributed()
-    args.global_rank = torch.distributed.get_rank()
-    device = torch.device(deepspeed.get_accelerator().device_name(max(args.local_rank, 0)))
-    torch.manual_seed(1234)
-    torch.distributed.barrier()
-
+def make_model(args):
     shape = GPT2Config(
         vocab_size=61,
         n_positions=16,
@@ -141,20 +134,20 @@ def main():
         loss_type="ForCausalLM",
     )
     with deepspeed.zero.Init(config_dict_or_path=get_train_ds_config(args), enabled=False):
-        model = GPT2LMHeadModel(shape)
+        return GPT2LMHeadModel(shape)
 
-    train_dataset, eval_dataset = Counting(24), Counting(8)
-    loaders = []
-    for dataset, cls in ((train_dataset, DistributedSampler), (eval_dataset, SequentialSampler)):
-        size = args.per_device_train_batch_size
-        loaders.append(DataLoader(dataset, sampler=cls(dataset), batch_size=size))
-    train_dataloader, eval_dataloader = loaders
 
+def make_loader(args, dataset, sampler):
+    return DataLoader(dataset, sampler=sampler, batch_size=args.per_device_train_batch_size)
+
+
+def make_engine(args, batches):
+    model = make_model(args)
     AdamOptimizer = DeepSpeedCPUAdam if args.offload else FusedAdam
     optimizer = AdamOptimizer(
         grouped_parameters(model, args.weight_decay), lr=args.learning_rate, betas=(0.9, 0.95)
     )
-    updates = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
+    updates = math.ceil(batches / args.gradient_accumulation_steps)
     lr_scheduler = get_scheduler(
         name="cosine",
         optimizer=optimizer,
@@ -170,17 +163,44 @@ def main():
         dist_init_required=True,
     )
     model.activation_checkpointing_enable()
+    return model, lr_scheduler
+
+
+def train_epoch(model, train_dataloader, device):
+    model.train()
+    for batch in train_dataloader:
+        batch = {k: v.to(device) for k, v in batch.items()}
+        outputs = model(**batch, use_cache=False)
+        loss = outputs.loss
+        model.backward(loss)
+        model.step()
+
+
+def report(args, model):
+    digest = model.weight_hash()
+    if args.global_rank == 0:
+        whole = get_fp32_state_dict_from_zero_checkpoint(args.output_dir)
+        total = sum(value.double().sum().item() for value in whole.values())
+        print(json.dumps({"weights": digest, "steps": model.global_steps, "sum": total}))
+
+
+def main():
+    args = parse_args()
+    deepspeed.init_distributed()
+    args.global_rank = torch.distributed.get_rank()
+    device = torch.device(deepspeed.get_accelerator().device_name(max(args.local_rank, 0)))
+    torch.manual_seed(1234)
+    torch.distributed.barrier()
+
+    train_dataset, eval_dataset = Counting(24), Counting(8)
+    train_dataloader = make_loader(args, train_dataset, DistributedSampler(train_dataset))
+    eval_dataloader = make_loader(args, eval_dataset, SequentialSampler(eval_dataset))
+    model, lr_scheduler = make_engine(args, len(train_dataloader))
 
     _, client_sd = model.load_checkpoint(args.output_dir)
     for epoch in range((client_sd or {}).get("epoch", 0), args.num_train_epochs):
         train_dataloader.sampler.set_epoch(epoch)
-        model.train()
-        for batch in train_dataloader:
-            batch = {k: v.to(device) for k, v in batch.items()}
-            outputs = model(**batch, use_cache=False)
-            loss = outputs.loss
-            model.backward(loss)
-            model.step()
+        train_epoch(model, train_dataloader, device)
         perplexity = evaluation(model, eval_dataloader, device)
         see_memory_usage(f"epoch {epoch}", force=True)
         if args.global_rank == 0:
@@ -189,11 +209,7 @@ def main():
 
     save_zero_three_model(model, args.global_rank, args.output_dir, zero_stage=args.zero_stage)
     model.save_16bit_model(args.output_dir, "half.bin")
-    digest = model.weight_hash()
-    if args.global_rank == 0:
-        whole = get_fp32_state_dict_from_zero_checkpoint(args.output_dir)
-        total = sum(value.double().sum().item() for value in whole.values())
-        print(json.dumps({"weights": digest, "steps": model.global_steps, "sum": total}))
+    report(args, model)
 
 
 if __name__ == "__main__":
