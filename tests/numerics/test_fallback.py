@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import Tokens, make_model, param_groups
-from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
+from tests.support.models import make_model
+from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
 from zero_engine.checkpoint import find
@@ -63,17 +63,9 @@ def test_who_refuses_the_checkpoint_of_another_model_keeps_the_weights(
 
 
 def save_another_model(root: str) -> None:
-    import zero_engine
-
     model = make_model()
     del model.unused
-    engine, *_ = zero_engine.initialize(
-        model=model,
-        model_parameters=param_groups(model),
-        training_data=Tokens(DATASET_SIZE),
-        config=config(1),
-    )
-    engine.save_checkpoint(root)
+    make_engine(config(1), model=model).save_checkpoint(root)
 
 
 def weights_around_a_refusal(root: str, stage: int, bf16: bool) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models import Tokens, make_model, param_groups
+from tests.support.models import make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.checkpoint.pieces import BUFFER
@@ -299,14 +299,6 @@ def test_a_model_that_has_changed_is_refused_by_name(worlds: WorldPool, tmp_path
 
 
 def load_into_another_model(root: str) -> None:
-    import zero_engine
-
     model = make_model()
     del model.unused
-    engine, *_ = zero_engine.initialize(
-        model=model,
-        model_parameters=param_groups(model),
-        training_data=Tokens(DATASET_SIZE),
-        config=config(1),
-    )
-    engine.load_checkpoint(root)
+    make_engine(config(1), model=model).load_checkpoint(root)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from zero_engine.engine import Engine
@@ -25,9 +27,11 @@ def config(stage: int = 0, *, bf16: bool = False, **more: Any) -> dict[str, Any]
     }
 
 
-def make_engine(settings: dict[str, Any], *, seed: int = 7, **more: Any) -> Engine:
-    """An engine for the tiny model with two param groups and its own data."""
-    model = make_model(seed)
+def make_engine(
+    settings: dict[str, Any], *, seed: int = 7, model: nn.Module | None = None, **more: Any
+) -> Engine:
+    """An engine for the tiny model, or this one, with two param groups and its own data."""
+    model = model or make_model(seed)
     more = {"model_parameters": param_groups(model), "training_data": Tokens(DATASET_SIZE)} | more
     engine, _, _, _ = zero_engine.initialize(model=model, config=settings, **more)
     return engine
