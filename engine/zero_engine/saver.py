@@ -1,8 +1,9 @@
 """The saves of one rank: copied and written in the background, or written while training waits.
 
-Both are one path: a save always runs on the thread of `Background`. If the state could be copied
-first, training goes on; if not, it waits for the end. Must always hold: at most one save is in
-flight; its failure is reported once and stops nothing; rank 0 tidies up after each commit.
+Both are one path: a save always runs on the thread of `Background`. Where the state can be copied,
+that thread begins with what is copied already, and training goes on after the copy; if not, it
+waits for the end. Must always hold: at most one save is in flight; its failure is reported once
+and stops nothing; rank 0 tidies up after each commit.
 
 Called by `persistence`.
 """
@@ -26,6 +27,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.room import NoArena, PrivateRoom
+from zero_engine.checkpoint.slabs import two_rooms
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import Image, LiveImage
 from zero_engine.config.saving import Checkpoint
@@ -64,6 +66,7 @@ class Saver:
         self._background = Background()
         self._in_flight_step = 0
         self._copies = True
+        self._rooms = two_rooms()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
     @property
@@ -76,16 +79,21 @@ class Saver:
 
         Args:
             request: The save.
-            copy: Copy the state first, if there is room for it.
+            copy: Copy the state, if there is room for it.
 
         Returns:
             Whether it was copied; if not, nothing may change before `wait`.
         """
-        copied = self._freeze(request.state) if copy else None
-        image = copied or self._live(request.state)
         self._in_flight_step = request.step
-        self._background.start(request.step, partial(self._save, request, image))
-        return copied is not None
+        try:
+            layout = self.lay_out(request.state)
+        except CheckpointError:  # the save itself will say it, to all ranks
+            self._start(request, None)
+            return False
+        copied = copy and self._freeze(request, layout)
+        if not copied:
+            self._start(request, LiveImage(layout, self._rooms))
+        return copied
 
     def wait(self) -> Outcome | None:
         """How the save in flight has ended, once it has; None if there is none to tell of."""
@@ -131,24 +139,19 @@ class Saver:
             self.last_step = outcome.step
         return outcome
 
-    def _freeze(self, state: State) -> Image | None:
-        """A copy of this rank's share; None if it cannot be copied, or not be stored."""
+    def _freeze(self, request: Request, layout: FileLayout) -> bool:
+        """Copy this rank's share, which is written meanwhile; False if there is no room."""
         try:
-            return self.arena.freeze(self.lay_out(state))
+            self.arena.freeze(layout, begin=partial(self._start, request))
         except NoArena as error:
             if self._copies:
                 _log.warning("training waits for checkpoints to be written: %s", error)
             self._copies = False
-        except CheckpointError:
-            pass  # the save itself will say it, to all ranks
-        return None
+            return False
+        return True
 
-    def _live(self, state: State) -> Image | None:
-        """This rank's share where it lies; None if it cannot be stored."""
-        try:
-            return LiveImage(self.lay_out(state))
-        except CheckpointError:
-            return None  # the save itself will say it, to all ranks
+    def _start(self, request: Request, image: Image | None) -> None:
+        self._background.start(request.step, partial(self._save, request, image))
 
     def lay_out(self, state: State) -> FileLayout:
         """The layout; where tensors are many it takes as long as the copy, so it is kept."""

@@ -3,25 +3,27 @@
 An arena is mapped memory, reused from save to save; a frozen image in it is byte for byte the file
 that goes to disk, or that is a checkpoint in memory. `room` says where the memory comes from.
 
+Must always hold: a slab of an image is read only when all of it is copied; who waits for one hears
+of it when the copy is broken off.
+
 Called by `saver` and `ram_tier`, on every rank.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from zero_engine.checkpoint.layout import FileLayout, parts
+from zero_engine.checkpoint.layout import FileLayout
 from zero_engine.checkpoint.room import Room
+from zero_engine.checkpoint.slabs import Copy, copies, halves, slabs_of
+from zero_engine.errors import CheckpointError
 
 _GRAIN_BYTES = 2 << 20
 """Capacities are multiples of it: a step count that grows by a digit needs no new arena."""
-_SLAB_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,23 @@ class FrozenImage:
     """A copy of the state as of one moment, see `writer.Image`."""
 
     layout: FileLayout
-    memory: mmap.mmap
-    """Begins with the image; may be longer."""
     path: Path | None
-    """The file of this memory, if it has one, for as long as the arena is not closed."""
+    """The file of its memory, if it has one, for as long as the arena is not closed."""
+    copied: Sequence[Future[memoryview]]
+    """Its memory in halves, each once it is copied. To read it from the first slab on would make
+    it durable sooner, but slow the copy, for which training waits, by a fifth."""
 
     def slabs(self) -> Iterator[memoryview]:
-        """Parts of 16 MiB, each beginning on a page, as direct writing wants it."""
-        whole = memoryview(self.memory)[: self.layout.size_bytes]
-        for begin in range(0, len(whole), _SLAB_BYTES):
-            yield whole[begin : begin + _SLAB_BYTES]
+        """As `writer.Image.slabs`, each once it is copied.
+
+        Raises:
+            CheckpointError: The copy was broken off.
+        """
+        for part in self.copied:
+            try:
+                yield from slabs_of(part.result())
+            except CancelledError:
+                raise CheckpointError("the copy of the state was broken off") from None
 
 
 class Arena:
@@ -48,49 +57,50 @@ class Arena:
         """Nothing is reserved before the first `freeze`."""
         self._room = room
         self._memory: mmap.mmap | None = None
-        self._bytes: Tensor | None = None
-        self._copy: _Copy | None = None
+        self._plan: _Plan | None = None
 
-    def freeze(self, layout: FileLayout) -> FrozenImage:
+    def freeze(
+        self, layout: FileLayout, begin: Callable[[FrozenImage], object] = lambda _: None
+    ) -> FrozenImage:
         """Copy what is placed in a layout; when this returns, the tensors may change.
 
+        Args:
+            layout: Says what goes where.
+            begin: Given the image before anything is copied, to begin reading it elsewhere.
+
         Raises:
-            NoArena: There is no room.
+            NoArena: There is no room; `begin` was not called.
         """
         if self._memory is None or len(self._memory) < layout.size_bytes:
-            self._reserve(layout.size_bytes)
-        assert self._memory is not None
-        assert self._bytes is not None
-        if self._copy is None or self._copy.layout is not layout:
-            self._copy = _plan(layout, self._bytes)
-        torch._foreach_copy_(self._copy.targets, self._copy.sources)  # tensors may be many
-        return FrozenImage(layout, self._memory, self._room.path)
+            self.close()
+            grains = -(-layout.size_bytes // _GRAIN_BYTES)
+            self._memory = self._room.reserve(grains * _GRAIN_BYTES)
+        if self._plan is None or self._plan.layout is not layout:
+            rooms = halves(memoryview(self._memory)[: layout.size_bytes])
+            self._plan = _Plan(layout, list(copies(layout, rooms)))
+        image = FrozenImage(layout, self._room.path, [Future() for _ in self._plan.copies])
+        try:
+            begin(image)
+            for part, copy in zip(image.copied, self._plan.copies, strict=True):
+                part.set_result(copy.make())
+        finally:
+            for part in image.copied:
+                part.cancel()  # does nothing to those that are done
+        return image
 
     def forget(self) -> None:
         """Let go of the tensors of the last image, but not of its memory."""
-        self._copy = None
+        self._plan = None
 
     def close(self) -> None:
         """Give the memory back; an image that is still being read stays until it is not."""
         self._room.release()
-        self._memory = self._bytes = self._copy = None
-
-    def _reserve(self, size_bytes: int) -> None:
-        self.close()
-        self._memory = self._room.reserve(-(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._memory = self._plan = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _Plan:
     """What to copy where, kept for the next image of the same layout."""
 
     layout: FileLayout
-    targets: tuple[Tensor, ...]
-    sources: list[Tensor]
-
-
-def _plan(layout: FileLayout, memory: Tensor) -> _Copy:
-    sources = list(parts(layout))
-    targets = memory[: layout.size_bytes].split([part.numel() for part in sources])
-    return _Copy(layout, targets, sources)
+    copies: Sequence[Copy]

@@ -3,7 +3,10 @@
 Direct writes to a disk cost less from them. Where the kernel has no huge pages to give, it is
 memory like any other.
 
-Used by `checkpoint` in `writer` and `room`.
+Must always hold: a child process does not inherit it, or each page that is written to meanwhile
+would be copied once.
+
+Called by `slabs` and `room`.
 """
 
 from __future__ import annotations
@@ -17,4 +20,5 @@ def zeros(size_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)
     return memory

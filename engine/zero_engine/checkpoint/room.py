@@ -4,9 +4,9 @@ A save to disk needs it only while its process lives: `PrivateRoom` is plain mem
 which is copied into and written from the fastest, and as large as the machine's, whatever the size
 of /dev/shm. A checkpoint in memory outlives its process: `SharedRoom` is a file in a tmpfs.
 
-Must always hold: what a child process inherits is not a copy; a shared file is locked for as long
-as its process lives. The kernel drops the lock with the process, whatever ends it, so `sweep`
-removes exactly what the dead have left, of any job and in any pid namespace.
+Must always hold: a shared file is locked for as long as its process lives. The kernel drops the
+lock with the process, whatever ends it, so `sweep` removes exactly what the dead have left, of any
+job and in any pid namespace.
 
 Called by `arena`.
 """
@@ -64,9 +64,7 @@ class PrivateRoom:
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
                 f"{size_bytes >> 20} MiB; give it, or the container that this is in, more"
             )
-        memory = zeros(size_bytes)
-        memory.madvise(mmap.MADV_DONTFORK)  # else each page would be copied once for a child
-        return memory
+        return zeros(size_bytes)
 
     def release(self) -> None:
         """The memory goes when nobody maps it any more."""

@@ -14,22 +14,18 @@ Called by `commit` on every rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 import xxhash
 
-from zero_engine.checkpoint.huge_pages import zeros
-from zero_engine.checkpoint.layout import FileLayout, parts
+from zero_engine.checkpoint.layout import FileLayout
 from zero_engine.checkpoint.manifest import FileRecord
 from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.slabs import copies, two_rooms
 from zero_engine.checkpoint.storage import Disk
-
-_SLAB_BYTES = 16 << 20
-"""Large enough to be written past the page cache, see `direct`."""
 
 
 class Image(Protocol):
@@ -51,24 +47,13 @@ class LiveImage:
     """The tensors themselves; they must not change until the file is written."""
 
     layout: FileLayout
+    rooms: Sequence[memoryview] = field(default_factory=two_rooms)
+    """For two slabs; whoever saves again keeps them, because fresh memory costs time."""
 
     def slabs(self) -> Iterator[memoryview]:
-        """Slabs that begin on a page, gathered in two buffers in turn."""
-        slab_bytes = min(_SLAB_BYTES, self.layout.size_bytes)
-        buffers = itertools.cycle([zeros(slab_bytes), zeros(slab_bytes)])
-        buffer, filled = next(buffers), 0
-        for part in parts(self.layout):
-            done = 0
-            while done < len(part):
-                count = min(len(part) - done, slab_bytes - filled)
-                room = torch.frombuffer(buffer, dtype=torch.uint8, offset=filled, count=count)
-                room.copy_(part[done : done + count])
-                done, filled = done + count, filled + count
-                if filled == slab_bytes:
-                    yield memoryview(buffer)
-                    buffer, filled = next(buffers), 0
-        if filled:
-            yield memoryview(buffer)[:filled]
+        """As `Image.slabs`, gathered in two rooms in turn."""
+        for copy in copies(self.layout, itertools.cycle(self.rooms)):
+            yield copy.make()
 
 
 class BlockHasher:

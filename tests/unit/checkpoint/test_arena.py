@@ -6,18 +6,30 @@ import multiprocessing
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.saving import full_container
-from tests.unit.checkpoint.support import adam_state, every_dtype, random_bits, share
-from zero_engine.checkpoint import own_layout
+from tests.unit.checkpoint.support import (
+    SMALL,
+    adam_state,
+    every_dtype,
+    names,
+    on_ranks,
+    random_bits,
+    share,
+)
+from zero_engine.checkpoint import own_layout, save
 from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.checkpoint.room import NoArena, PrivateRoom, SharedRoom, sweep
+from zero_engine.checkpoint.slabs import SLAB_BYTES
 from zero_engine.checkpoint.storage import Disk
 from zero_engine.checkpoint.writer import LiveImage, write_file
+from zero_engine.errors import CheckpointError
 
 
 def arenas(directory: Path) -> list[str]:
@@ -49,6 +61,93 @@ def test_the_copy_does_not_change_when_the_tensors_do(room):
     for data in full.values():
         data.zero_()
     assert b"".join(image.slabs()) == before
+
+
+def large() -> State:
+    """A state of three slabs."""
+    return share({TensorId(PARAM, "w"): random_bits((5 << 19, 4), torch.float32, 2)}, 0, 1)
+
+
+def unreadable() -> State:
+    """A state whose last tensor cannot be copied, after more than two slabs that can."""
+    first, last = TensorId(PARAM, "a"), TensorId(PARAM, "b")
+    data = {first: torch.ones(10 << 20), last: torch.ones(4, device="meta")}
+    info = {tensor: TensorInfo(tuple(d.shape), d.dtype) for tensor, d in data.items()}
+    return State(info, tuple(Piece(tensor, 0, d) for tensor, d in data.items()))
+
+
+def test_an_image_is_read_from_when_its_copy_begins(room):
+    layout = own_layout(large(), 0)
+    with ThreadPoolExecutor(1) as reader:
+        begun = []
+
+        def begin(image):
+            assert not any(part.done() for part in image.copied)
+            begun.append(reader.submit(lambda: [bytes(slab) for slab in image.slabs()]))
+
+        image = Arena(room).freeze(layout, begin)
+        assert begun[0].result(60) == [bytes(slab) for slab in LiveImage(layout).slabs()]
+    assert [len(slab) for slab in image.slabs()] == [
+        SLAB_BYTES,
+        SLAB_BYTES,
+        len(layout.head) + (8 << 20),
+    ]
+
+
+def test_who_reads_an_image_hears_that_its_copy_was_broken_off(room):
+    with ThreadPoolExecutor(1) as reader:
+        seen, begun = [], []
+
+        def read(image):
+            seen.extend(map(len, image.slabs()))
+
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            Arena(room).freeze(
+                own_layout(unreadable(), 0), lambda image: begun.append(reader.submit(read, image))
+            )
+        with pytest.raises(CheckpointError, match="the copy of the state was broken off"):
+            begun[0].result(60)
+    assert seen == [SLAB_BYTES]
+
+
+def test_who_is_interrupted_before_the_copy_leaves_nobody_waiting_for_it(room):
+    images = []
+
+    def interrupted(image):
+        images.append(image)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Arena(room).freeze(own_layout(large(), 0), interrupted)
+    with pytest.raises(CheckpointError, match="the copy of the state was broken off"):
+        next(images[0].slabs())
+
+
+def test_a_copy_that_is_broken_off_on_one_rank_fails_the_save_on_all(tmp_path):
+    full = adam_state()
+
+    def work(ballot):
+        state, images = share(full, ballot.rank, 2), []
+
+        def interrupted(image):
+            images.append(image)
+            raise KeyboardInterrupt
+
+        arena = Arena(PrivateRoom())
+        if ballot.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                arena.freeze(own_layout(state, 1), interrupted)
+        else:
+            arena.freeze(own_layout(state, 0), images.append)
+        settings = {"step": 1, "tag": "t", "round": 0, "fence": None, "disk": SMALL}
+        return save(tmp_path, state, ballot, image=images[0], **settings)
+
+    errors = on_ranks(2, work)
+    says = r"rank 1: .*r00001.safetensors: the copy of the state was broken off"
+    for error in errors:
+        with pytest.raises(CheckpointError, match=says):
+            raise error
+    assert names(tmp_path) == []
 
 
 def test_the_memory_is_used_again_and_grows_if_need_be(tmp_path):
