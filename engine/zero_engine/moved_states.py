@@ -3,8 +3,9 @@
 Owns what has been moved to host memory, or has gone to another engine with the module. A moved
 tensor keeps everything but its bytes: its storage is empty until the reload, so every view of it is
 right again afterwards. Must always hold: after a reload all bytes are what they were; whoever needs
-a moved tensor gets an error that names what is missing, and does not read an empty storage. A
-module's parameters, which scripts read without asking, show NaN meanwhile.
+a moved tensor gets an error that names what is missing, and does not read an empty storage. What
+scripts read without asking is never empty: a module's parameters show NaN meanwhile, and the
+optimizer's tensors are in host memory, as in DeepSpeed.
 
 Called by `engine`; `parts.Core` holds one. Source of the names: DeepSpeed.
 """
@@ -63,6 +64,8 @@ class MovedStates:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._homes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
         self._given_away = False
 
     def move(
@@ -73,10 +76,12 @@ class MovedStates:
             if kind in include:
                 for tensor in tensors_of(core, kind):
                     self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
+        for tensor in _of_optimizer(core):
+            self._show_copy(tensor)
         _show_what_is_there(core)
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
-        storage = tensor.untyped_storage()
+        storage = self._storage(tensor)
         if storage._cdata in self._copies or not storage.nbytes() or not storage.resizable():
             return  # the last: on a CPU, numpy() looks at this memory, as a save does
         pin = pin_memory and tensor.is_cuda
@@ -86,8 +91,18 @@ class MovedStates:
         storage.resize_(0)
         self._copies[storage._cdata] = (storage, copy)
 
+    def _show_copy(self, tensor: Tensor) -> None:
+        _, copy = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
+        if copy is not None:
+            self._homes[id(tensor)] = (tensor, tensor.detach())
+            whole = copy.view(tensor.dtype)
+            tensor.data = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
     def restore(self, core: Core, *, non_blocking: bool) -> None:
         """Bring everything back."""
+        while self._homes:
+            _, (tensor, home) = self._homes.popitem()
+            tensor.data = home
         while self._copies:
             _, (storage, copy) = self._copies.popitem()
             storage.resize_(copy.numel())
@@ -119,7 +134,12 @@ class MovedStates:
             )
 
     def _is_away(self, core: Core, kind: Kind) -> bool:
-        return any(t.untyped_storage()._cdata in self._copies for t in tensors_of(core, kind))
+        return any(self._storage(t)._cdata in self._copies for t in tensors_of(core, kind))
+
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
+        """Of the tensor on the device, whatever it shows."""
+        _, home = self._homes.get(id(tensor), (tensor, tensor))
+        return home.untyped_storage()
 
 
 def tensors_of(core: Core, kind: Kind) -> Iterator[Tensor]:
@@ -166,6 +186,15 @@ def offload(
         raise EngineError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
     chosen = EVERYTHING if include is None else {kind for kind in Kind if kind in include}
     core.moved.move(core, chosen, pin_memory=pin_memory, non_blocking=non_blocking)
+
+
+def _of_optimizer(core: Core) -> Iterator[Tensor]:
+    """What a script finds in the optimizer."""
+    if core.zero is not None:
+        for group in core.zero.optimizer.param_groups:
+            yield from group["params"]
+        for state in core.zero.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _show_what_is_there(core: Core) -> None:

@@ -24,12 +24,9 @@ INCLUDES: list[Any] = [None, ["optim_states"], [OffloadStateTypeEnum.hp_params, 
 
 def bytes_here(engine: Engine) -> int:
     """Of all storages that can be moved."""
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for kind in OffloadStateTypeEnum
-        for tensor in tensors_of(engine._core, kind)
-    }
-    return sum(storages.values())
+    core = engine._core
+    here = [core.moved._storage(t) for kind in OffloadStateTypeEnum for t in tensors_of(core, kind)]
+    return sum({storage._cdata: storage.nbytes() for storage in here}.values())
 
 
 def train_and_move(stage: int, bf16: bool, moves: bool) -> tuple[Any, ...]:
@@ -111,6 +108,32 @@ def test_parameters_that_are_away_show_nan_until_they_are_back(
     divided = stage == 3
     assert set(before) == set(after) == {divided}
     assert set(meanwhile) == ({True} if divided else away)
+
+
+def read_the_optimizer_while_away(stage: int) -> tuple[Any, ...]:
+    engine = make_engine(config(stage, bf16=True))
+    train(engine, 2)
+
+    def look() -> list[list[float]]:
+        group = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        state = [v for s in engine.optimizer.state_dict()["state"].values() for v in s.values()]
+        return [tensor.double().flatten().tolist() for tensor in (*group, *state)]
+
+    before = look()
+    engine.offload_states(["optim_states"])
+    engine.offload_states()
+    meanwhile = look()
+    engine.reload_states()
+    return before, meanwhile, look()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimizers_tensors_can_be_read_while_they_are_away(
+    worlds: WorldPool, stage: int
+) -> None:
+    for before, meanwhile, after in worlds.run(2, read_the_optimizer_while_away, stage):
+        assert before == meanwhile == after
+        assert any(any(values) for values in before)
 
 
 def move_everything(stage: int) -> tuple[int, int]:
