@@ -1,4 +1,4 @@
-"""A process that trains and tells how many page faults its last step took."""
+"""A process that trains and tells how many page faults a step takes when it has settled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ ROWS = 512
 
 
 def faults_of_a_step() -> int:
-    """Page faults of the fourth step."""
+    """The least page faults of a step: in which order two threads allocate decides whether the
+    heap grows once more in a later one, and on a busy machine that may be any of the first."""
     settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
     engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
-    before = 0
-    for _ in range(4):
+
+    def step() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         engine.backward(engine(torch.ones(ROWS, WIDTH)))
         engine.step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return min(step() for _ in range(8))
 
 
 def main() -> None:
