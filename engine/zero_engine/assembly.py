@@ -46,8 +46,8 @@ from zero_engine.optimizers import (
     needs_whole,
     trained_groups,
 )
-from zero_engine.param_access import adopt_parameters
 from zero_engine.param_coordinator import ParamCoordinator, Prefetch
+from zero_engine.param_places import adopt_parameters
 from zero_engine.partition import UnitSpec, aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES, check_dtypes, prepare_buffers

@@ -11,16 +11,12 @@ the same order, between steps. Called through `utils` and `zero`, which have Dee
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.collectives import wait
 from zero_engine.errors import EngineError
@@ -28,70 +24,20 @@ from zero_engine.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.owner_state import fetch
 from zero_engine.owner_steps import StepByOwners
+from zero_engine.param_places import place_of
 from zero_engine.parts import Core
 from zero_engine.segments import Segment, elementwise_keys
-
-_PLACES = WeakTensorKeyDictionary()
-"""Parameter -> (weak reference to the core, unit, slot). No attribute of the parameter: scripts
-pickle parameters with all that hangs on them."""
-_TOLD = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
-"""What DeepSpeed's parameters have, and so ours at stage 3."""
-
-
-class ZeroParamStatus(Enum):
-    """DeepSpeed's names for whether a parameter of stage 3 can be read."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-def adopt_parameters(core: Core) -> None:
-    """Let the parameters of an engine know where they lie.
-
-    At stage 3 they get the attributes by which scripts tell that they must be gathered first.
-    """
-    world = core.collectives.world
-    for number, unit in enumerate(core.units):
-        for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
-            _PLACES[param] = (weakref.ref(core), number, place)
-            if core.stage.shards_parameters:
-                vars(param).update(
-                    ds_id=id(param),
-                    ds_shape=slot.shape,
-                    ds_numel=slot.numel,
-                    partition_numel=partial(int, -(-slot.numel // world)),  # can be pickled
-                )
-        tell_status(core, unit)
-
-
-def disown_parameters(core: Core) -> None:
-    """The inverse: they are nobody's."""
-    for unit in core.units:
-        for param in unit.params:
-            _PLACES.pop(param, None)
-            for name in _TOLD:
-                vars(param).pop(name, None)
-
-
-def tell_status(core: Core, unit: FlatUnit) -> None:
-    """Set the parameters' `ds_status`; inside forward and backward it is not kept up."""
-    if core.stage.shards_parameters:
-        status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
-        for param in unit.params:
-            vars(param)["ds_status"] = status
 
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:
     """Where a parameter lies; None if no engine has it."""
-    reference, number, place = _PLACES.get(param, (lambda: None, 0, 0))
-    core: Core | None = reference()
-    if core is None:
+    found = place_of(param)
+    if found is None:
         return None
-    unit = core.units[number]
+    core, unit, slot = found
     steps = core.zero.steps if core.zero is not None and unit.trained else None
     kind = SteppedWhole if isinstance(steps, StepByOwners) else OwnedParam
-    return kind(core, unit, unit.layout.slots[place])
+    return kind(core, unit, slot)
 
 
 def owned(param: nn.Parameter) -> OwnedParam:

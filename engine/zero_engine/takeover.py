@@ -16,7 +16,7 @@ from torch import nn
 from zero_engine.module_state import check_undivided
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.optimizers import thaw
-from zero_engine.param_access import disown_parameters, owner_of
+from zero_engine.param_places import disown_parameters, place_of
 from zero_engine.parts import Core
 from zero_engine.weights import module_state_dict
 
@@ -38,7 +38,7 @@ def take_over(model: nn.Module) -> None:
         EngineError: Its weights are moved off the device.
     """
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]
-    alive = [owner.core for param in model.parameters() if (owner := owner_of(param)) is not None]
+    alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         _let_go(core)
     check_undivided(model)
