@@ -30,8 +30,8 @@ from zero_engine.checkpoint.ram_commit import RamSave, commit_in_ram
 from zero_engine.checkpoint.ram_node import RamNode
 from zero_engine.checkpoint.ram_peers import Neighbours
 from zero_engine.checkpoint.room import SharedRoom
-from zero_engine.distributed import group_store
 from zero_engine.engine import Engine
+from zero_engine.exchange.distributed import group_store
 
 Took = dict[str, float]
 GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from zero_agent.local_etcd import private_server
 from zero_agent.process_control import children
-from zero_engine.ledger import Report, read_ledger, verify
+from zero_engine.samples.ledger import Report, read_ledger, verify
 
 HERE = Path(__file__).resolve().parent
 JOB = "demo"

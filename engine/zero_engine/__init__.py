@@ -18,7 +18,7 @@ from zero_engine.errors import (
     PeerLost,
 )
 from zero_engine.errors import ConfigError as DeepSpeedConfigError
-from zero_engine.ledger import read_ledger, verify
+from zero_engine.samples.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
 
 __version__ = "0.19.8+zero.elastic"

@@ -14,8 +14,8 @@ import torch
 
 from zero_engine.config import Config
 from zero_engine.micro_steps import MicroSteps
+from zero_engine.optim.zero_optimizer import StepOutcome
 from zero_engine.parts import Core, Run
-from zero_engine.zero_optimizer import StepOutcome
 
 
 class Epochs:

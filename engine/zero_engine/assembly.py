@@ -22,40 +22,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero_engine.collectives import Collectives
-from zero_engine.comms_log import LOG
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
-from zero_engine.distributed import init_distributed, local_device
 from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.engine import Engine
 from zero_engine.errors import ConfigError
-from zero_engine.flat_unit import FlatUnit
-from zero_engine.global_batch import Cursor, resolve_batch
-from zero_engine.grad_reducer import GradReducer
+from zero_engine.exchange.collectives import Collectives
+from zero_engine.exchange.comms_log import LOG
+from zero_engine.exchange.distributed import init_distributed, local_device
+from zero_engine.exchange.node_group import node_exchanges
+from zero_engine.exchange.waiting import Interrupt
 from zero_engine.heap import keep_freed_memory
-from zero_engine.leaf_modules import mark_configured, mark_divided
-from zero_engine.ledger import Ledger
-from zero_engine.loaders import training_loader
-from zero_engine.loss_scaler import LossScaling
-from zero_engine.lr_schedules import make_schedule
-from zero_engine.node_group import node_exchanges
-from zero_engine.optimizers import (
+from zero_engine.optim.loss_scaler import LossScaling
+from zero_engine.optim.lr_schedules import make_schedule
+from zero_engine.optim.optimizers import (
     Parameters,
     check_whole,
     make_optimizer,
     needs_whole,
     trained_groups,
 )
-from zero_engine.param_coordinator import ParamCoordinator, Prefetch
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.param_places import adopt_parameters
-from zero_engine.partition import UnitSpec, aliases, partition
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES, check_dtypes, prepare_buffers
+from zero_engine.samples.global_batch import Cursor, resolve_batch
+from zero_engine.samples.ledger import Ledger
+from zero_engine.samples.loaders import training_loader
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.grad_reducer import GradReducer
+from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
+from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
+from zero_engine.sharding.partition import UnitSpec, aliases, partition
 from zero_engine.stages import STAGES, Stage
 from zero_engine.takeover import leave_weights, take_over
 from zero_engine.tiers.choose import Tiers, pace_of, unit_sizes
-from zero_engine.waiting import Interrupt
-from zero_engine.zero_optimizer import ZeroOptimizer
 
 _log = logging.getLogger(__name__)
 

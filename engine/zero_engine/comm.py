@@ -41,10 +41,10 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
-from zero_engine.comms_log import LOG
-from zero_engine.distributed import group_timeout_s
-from zero_engine.distributed import init_distributed as _init_from_environment
-from zero_engine.distributed import local_rank as get_local_rank
+from zero_engine.exchange.comms_log import LOG
+from zero_engine.exchange.distributed import group_timeout_s
+from zero_engine.exchange.distributed import init_distributed as _init_from_environment
+from zero_engine.exchange.distributed import local_rank as get_local_rank
 
 __all__ = [
     "ReduceOp",

@@ -23,7 +23,7 @@ from enum import StrEnum
 import torch.distributed as dist
 
 from zero_engine.errors import CommitRefused, PeerLost
-from zero_engine.waiting import Interrupt
+from zero_engine.exchange.waiting import Interrupt
 from zero_orchestrator import contract
 from zero_orchestrator.contract import (
     Ability,

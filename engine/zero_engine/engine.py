@@ -20,12 +20,10 @@ from torch import Tensor
 from zero_engine.accessors import Accessors
 from zero_engine.batching import Batching
 from zero_engine.config import Config
-from zero_engine.distributed import local_rank
 from zero_engine.elastic import AgentLink, peers_may_vanish
-from zero_engine.engine_state import EngineState
 from zero_engine.errors import EngineError
+from zero_engine.exchange.distributed import local_rank
 from zero_engine.flops_profiler import Profile
-from zero_engine.global_batch import mix
 from zero_engine.micro_steps import Loss, MicroSteps
 from zero_engine.moved_states import (
     FOR_FORWARD,
@@ -34,13 +32,15 @@ from zero_engine.moved_states import (
     OffloadStateTypeEnum,
     offload,
 )
+from zero_engine.optim.zero_optimizer import StepOutcome
 from zero_engine.parts import Core, Run
-from zero_engine.persistence import NOTES, Persistence
 from zero_engine.precision import Precision
 from zero_engine.reporting import Reporter, Stopwatch
+from zero_engine.samples.global_batch import mix
 from zero_engine.saving import Checkpointing
+from zero_engine.state.engine_state import EngineState
+from zero_engine.state.persistence import NOTES, Persistence
 from zero_engine.wrapper import Wrapper
-from zero_engine.zero_optimizer import StepOutcome
 
 _log = logging.getLogger(__name__)
 

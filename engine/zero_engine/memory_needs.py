@@ -16,7 +16,7 @@ from torch import nn
 from zero_engine.config.offload import CPU, NONE, OffloadOptimizer, OffloadParam
 from zero_engine.config.schema import ZeroOptimization
 from zero_engine.memory import estimate
-from zero_engine.partition import wrapped_modules
+from zero_engine.sharding.partition import wrapped_modules
 
 _GIB = 1 << 30
 _FP32_BYTES = 4

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_engine.collectives import wait
 from zero_engine.errors import EngineError
-from zero_engine.flat_unit import FlatUnit, Slot, overlap
+from zero_engine.exchange.collectives import wait
 from zero_engine.moved_states import WEIGHTS
-from zero_engine.owner_state import fetch
-from zero_engine.owner_steps import StepByOwners
+from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.param_places import place_of
 from zero_engine.parts import Core
-from zero_engine.segments import Segment, elementwise_keys
+from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
+from zero_engine.sharding.segments import Segment, elementwise_keys
+from zero_engine.state.owner_state import fetch
 
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:

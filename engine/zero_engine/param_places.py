@@ -15,8 +15,8 @@ from functools import partial
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_engine.flat_unit import FlatUnit, Slot
 from zero_engine.parts import Core
+from zero_engine.sharding.flat_unit import FlatUnit, Slot
 
 _PLACES = WeakTensorKeyDictionary()
 """Parameter -> (weak reference to the core, unit, slot). No attribute of the parameter: scripts

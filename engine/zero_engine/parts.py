@@ -9,16 +9,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero_engine.collectives import Collectives
-from zero_engine.data import Feed
-from zero_engine.flat_unit import FlatUnit
-from zero_engine.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_rest, plan_step
-from zero_engine.grad_reducer import GradReducer
-from zero_engine.ledger import Ledger
+from zero_engine.exchange.collectives import Collectives
 from zero_engine.moved_states import MovedStates
-from zero_engine.param_coordinator import ParamCoordinator
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.samples.elastic_loader import Feed
+from zero_engine.samples.global_batch import (
+    BatchShape,
+    Cursor,
+    Leaf,
+    StepPlan,
+    plan_rest,
+    plan_step,
+)
+from zero_engine.samples.ledger import Ledger
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.grad_reducer import GradReducer
+from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
-from zero_engine.zero_optimizer import ZeroOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)

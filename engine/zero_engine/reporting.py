@@ -19,8 +19,8 @@ import torch
 from zero_engine.config import Config
 from zero_engine.config.explain import resolved
 from zero_engine.errors import ConfigError
-from zero_engine.global_batch import Cursor
 from zero_engine.monitors import Event, Monitors
+from zero_engine.samples.global_batch import Cursor
 
 _log = logging.getLogger(__name__)
 _PACKAGE = "zero_engine"

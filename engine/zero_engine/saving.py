@@ -21,10 +21,10 @@ from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.parts import Core
-from zero_engine.persistence import ClientSource, Persistence
-from zero_engine.selection import LoadOptions
-from zero_engine.tags import agree_on_tag
-from zero_engine.weights import module_state_dict, weight_hash
+from zero_engine.sharding.weights import module_state_dict, weight_hash
+from zero_engine.state.persistence import ClientSource, Persistence
+from zero_engine.state.selection import LoadOptions
+from zero_engine.state.tags import agree_on_tag
 from zero_engine.wrapper import Wrapper
 from zero_engine.zero import GatheredParameters
 

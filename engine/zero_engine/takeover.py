@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from zero_engine.module_state import check_undivided
 from zero_engine.moved_states import WEIGHTS
-from zero_engine.optimizers import thaw
+from zero_engine.optim.optimizers import thaw
 from zero_engine.param_places import disown_parameters, place_of
 from zero_engine.parts import Core
-from zero_engine.weights import module_state_dict
+from zero_engine.sharding.module_state import check_undivided
+from zero_engine.sharding.weights import module_state_dict
 
 _LEFT = "_zero_left"
 """The attribute of a divided module by which its weights are found when the engine is gone."""

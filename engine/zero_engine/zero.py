@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from zero_engine.errors import EngineError
-from zero_engine.flat_unit import FlatUnit
 from zero_engine.param_access import owner_of, units_of
 from zero_engine.param_places import ZeroParamStatus, tell_status
-from zero_engine.partition import make_external
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.partition import make_external
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 

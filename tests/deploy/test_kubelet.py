@@ -26,7 +26,7 @@ from tests.support.controllers import Verdict, verdict
 from tests.support.kubelet import Cluster, expand
 from tests.support.sandbox import Image
 from zero_agent.etcd_process import find_etcd
-from zero_engine.ledger import read_ledger, verify
+from zero_engine.samples.ledger import read_ledger, verify
 from zero_orchestrator.jobfile import kubernetes, schema
 
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/sys", "/etc/passwd", "/etc/ld.so.cache")

@@ -23,7 +23,7 @@ from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.storage import Disk
-from zero_engine.ledger import read_ledger, verify
+from zero_engine.samples.ledger import read_ledger, verify
 from zero_orchestrator import contract
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -13,8 +13,8 @@ import zero_engine
 from tests.support.world import WorldPool
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.grad_reducer import BufferPool
 from zero_engine.memory import estimate
+from zero_engine.sharding.grad_reducer import BufferPool
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3

@@ -27,7 +27,7 @@ def own_state_dicts() -> tuple[list[str], set[int], set[int]]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_engine.module_state").addHandler(handler)
+    logging.getLogger("zero_engine.sharding.module_state").addHandler(handler)
     whole, part = engine.module.state_dict(), engine.module.blocks[0].state_dict()
     sizes = [
         {state[name].numel() for name, _ in module.named_parameters()}

@@ -13,8 +13,8 @@ import zero_engine
 from tests.support.models import Tokens, make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
-from zero_engine.muon import Muon
-from zero_engine.newton_schulz import QUINTIC, orthogonalized
+from zero_engine.optim.muon import Muon
+from zero_engine.optim.newton_schulz import QUINTIC, orthogonalized
 from zero_engine.utils import safe_get_full_optimizer_state
 
 STAGES = (0, 1, 2, 3)

@@ -20,7 +20,7 @@ from zero_engine.checkpoint.place import place
 from zero_engine.config import load_config
 from zero_engine.engine import Engine
 from zero_engine.errors import ConfigError
-from zero_engine.segments import elementwise_keys
+from zero_engine.sharding.segments import elementwise_keys
 from zero_engine.utils import safe_get_full_optimizer_state
 from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zero_engine
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.lamb import Lamb
-from zero_engine.lion import Lion
+from zero_engine.optim.lamb import Lamb
+from zero_engine.optim.lion import Lion
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4

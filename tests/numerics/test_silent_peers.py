@@ -20,7 +20,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.engine import Engine
-from zero_engine.waiting import Waiter
+from zero_engine.exchange.waiting import Waiter
 from zero_orchestrator import contract
 from zero_orchestrator.contract import ExitCode, Leave, When
 

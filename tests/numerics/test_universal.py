@@ -23,7 +23,7 @@ from zero_engine.checkpoint import Loaded, Manifest, find
 from zero_engine.checkpoint.dtypes import byte_view
 from zero_engine.checkpoint.pieces import BUFFER
 from zero_engine.engine import Engine
-from zero_engine.segments import elementwise_keys
+from zero_engine.sharding.segments import elementwise_keys
 
 STAGES, SAVED_BY, LOADED_BY = (0, 1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 8)
 SAVED_AT = 2

@@ -23,7 +23,7 @@ from tests.support.cluster import (
     training,
 )
 from tests.support.waiting import wait_for
-from zero_engine.ledger import read_ledger, verify
+from zero_engine.samples.ledger import read_ledger, verify
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from zero_engine.checkpoint.dtypes import DTYPES
-from zero_engine.client_state import LARGEST_BYTES, pack, unpack
 from zero_engine.errors import CheckpointError
+from zero_engine.state.client_state import LARGEST_BYTES, pack, unpack
 
 
 def again(value: Any) -> Any:

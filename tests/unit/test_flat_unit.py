@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.models import make_model
-from zero_engine.flat_unit import ALIGN, BLOCK, overlap, plan_layout, round_up
-from zero_engine.partition import aliases, partition, wrapped_modules
+from zero_engine.sharding.flat_unit import ALIGN, BLOCK, overlap, plan_layout, round_up
+from zero_engine.sharding.partition import aliases, partition, wrapped_modules
 
 shapes = st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=6)
 

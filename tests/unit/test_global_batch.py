@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_engine.errors import ConfigError
-from zero_engine.global_batch import (
+from zero_engine.samples.global_batch import (
     BatchShape,
     Leaf,
     StepPlan,

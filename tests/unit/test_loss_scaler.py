@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero_engine.config.schema import Fp16
-from zero_engine.loss_scaler import LossScaling
+from zero_engine.optim.loss_scaler import LossScaling
 
 
 def scales(steps: str, **fp16: Any) -> list[float]:

@@ -10,7 +10,7 @@ import torch
 
 from zero_engine.config import SchedulerConfig
 from zero_engine.errors import ConfigError
-from zero_engine.lr_schedules import Schedule, make_schedule
+from zero_engine.optim.lr_schedules import Schedule, make_schedule
 
 
 def optimizer(*rates: float) -> torch.optim.Optimizer:

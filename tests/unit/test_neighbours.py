@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_engine.neighbourhood import runs
-from zero_engine.neighbours import Neighbour, Neighbours, Reading, key_of
+from zero_engine.exchange.neighbourhood import runs
+from zero_engine.exchange.neighbours import Neighbour, Neighbours, Reading, key_of
 
 NOBODY = 2**22 + 1
 """A process id that no kernel gives."""

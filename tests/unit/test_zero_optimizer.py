@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_engine.flat_unit import BLOCK, plan_layout
-from zero_engine.zero_optimizer import _block_order
+from zero_engine.optim.zero_optimizer import _block_order
+from zero_engine.sharding.flat_unit import BLOCK, plan_layout
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

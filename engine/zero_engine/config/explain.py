@@ -13,8 +13,8 @@ from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
-from zero_engine.global_batch import BatchShape, resolve_batch
 from zero_engine.memory import estimate_for, is_stepped_whole, optimizer_states
+from zero_engine.samples.global_batch import BatchShape, resolve_batch
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")

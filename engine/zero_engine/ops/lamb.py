@@ -1,5 +1,5 @@
 """DeepSpeed's `deepspeed.ops.lamb`."""
 
-from zero_engine.lamb import Lamb as FusedLamb
+from zero_engine.optim.lamb import Lamb as FusedLamb
 
 __all__ = ["FusedLamb"]

@@ -1,6 +1,6 @@
 """DeepSpeed's `deepspeed.runtime.lr_schedules`."""
 
-from zero_engine.lr_schedules import (
+from zero_engine.optim.lr_schedules import (
     BY_NAME,
     LRRangeTest,
     OneCycle,

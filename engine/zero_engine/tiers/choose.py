@@ -22,8 +22,8 @@ from zero_engine.config.offload import (
     OffloadParam,
 )
 from zero_engine.config.schema import ZeroOptimization
-from zero_engine.flat_unit import UnitTiers, plan_layout
-from zero_engine.partition import UnitSpec
+from zero_engine.sharding.flat_unit import UnitTiers, plan_layout
+from zero_engine.sharding.partition import UnitSpec
 from zero_engine.tiers.ahead import ReadAhead
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier

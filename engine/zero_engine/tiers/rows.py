@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_engine.flat_unit import BLOCK, FlatUnit, round_up
-from zero_engine.segments import Segment
+from zero_engine.sharding.flat_unit import BLOCK, FlatUnit, round_up
+from zero_engine.sharding.segments import Segment
 from zero_engine.tiers.narrow import Moments
 from zero_engine.tiers.places import Tier
 

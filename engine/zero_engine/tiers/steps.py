@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_engine.segments import Segment
-from zero_engine.whole import LooksAtWhole
+from zero_engine.optim.whole import LooksAtWhole
+from zero_engine.sharding.segments import Segment
 
 
 class Steps(Protocol):

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from zero_engine.errors import TierError
-from zero_engine.flat_unit import FlatUnit, overlap
-from zero_engine.segments import Segment, elementwise_keys
+from zero_engine.optim.whole import LooksAtWhole
+from zero_engine.sharding.flat_unit import FlatUnit, overlap
+from zero_engine.sharding.segments import Segment, elementwise_keys
 from zero_engine.tiers.narrow import Moments, brought, widened
 from zero_engine.tiers.places import Lease, Tier, wait
 from zero_engine.tiers.rows import GRAIN, WEIGHTS, rows_of
 from zero_engine.tiers.steps import StepAtOnce, only, step
-from zero_engine.whole import LooksAtWhole
 
 _GRADIENT = ".gradient"
 

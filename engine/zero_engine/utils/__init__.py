@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_engine.leaf_modules import (
+from zero_engine.param_access import owned
+from zero_engine.samples.loaders import RepeatingLoader
+from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-from zero_engine.loaders import RepeatingLoader
-from zero_engine.param_access import owned
 from zero_engine.utils.logging import log_dist, logger
 
 __all__ = [

@@ -23,7 +23,7 @@ from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_engine.checkpoint import find
-from zero_engine.ram_tier import needed_bytes, over_budget
+from zero_engine.state.ram_tier import needed_bytes, over_budget
 from zero_orchestrator.contract import RamReply, RamRequest
 
 

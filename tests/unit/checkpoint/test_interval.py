@@ -11,7 +11,7 @@ from tests.support.training import config
 from zero_engine.checkpoint.interval import Costs, Failures, best_interval_s, daly_s
 from zero_engine.config import load_config
 from zero_engine.errors import ConfigError, EngineError
-from zero_engine.schedule import Schedule
+from zero_engine.state.schedule import Schedule
 
 HOUR_S = 3600.0
 

@@ -160,7 +160,7 @@ def _completed(foreign: Foreign) -> dict[str, dict[str, Tensor]]:
 
 
 def weight_hash(params: Mapping[str, Tensor]) -> str:
-    """The hash that the engine prints for these weights, see `zero_engine.weights.weight_hash`."""
+    """The hash that the engine prints for these weights, see `sharding.weights.weight_hash`."""
     digests = []
     for name in sorted(params):
         data = params[name].contiguous()

@@ -1,0 +1,83 @@
+"""The process group and the device of this worker.
+
+Owns how a worker finds its place: from the environment that torchrun and zero-agent give, or mpirun
+and srun (`discovery`), or alone as a world of one. Called by `assembly` and, for scripts that need
+the group earlier, by `comm`.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from zero_engine.errors import ConfigError
+from zero_engine.exchange.discovery import discover
+
+GROUP_TIMEOUT_S = 600.0
+"""How long a collective may take; DeepSpeed's default as well."""
+MPI_PORT = 29500
+"""Where rank 0's store listens under mpirun and srun; DeepSpeed's default as well."""
+
+
+def group_timeout_s() -> float:
+    """What the environment says of it, in minutes as for DeepSpeed; else the default."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    try:
+        return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
+    except ValueError:
+        raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
+
+
+def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = MPI_PORT) -> None:
+    """Join the default process group, unless this process is in one already.
+
+    With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it, or as
+    mpirun or srun do; without, this process is a world of its own and needs no network.
+
+    Args:
+        timeout_s: How long a collective may take.
+        mpi_port: Of rank 0's store under mpirun and srun; None: these are not looked for.
+
+    Raises:
+        ConfigError: mpirun has started this worker and does not say where rank 0 is.
+    """
+    if dist.is_initialized():
+        return
+    if mpi_port is not None and "RANK" not in os.environ:
+        os.environ |= discover(os.environ, mpi_port)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_s or group_timeout_s())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def group_store(name: str) -> Store:
+    """A part of the default group's store that nothing else uses.
+
+    Every rank gets the same part for its first, second, ... call with this name.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"zero/{name}/calls/{dist.get_rank()}", 1)
+    return PrefixStore(f"zero/{name}/{turn}", store)
+
+
+def local_rank() -> int:
+    """This worker's number on its node; 0 outside torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_device() -> torch.device:
+    """The device that this worker computes on."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")

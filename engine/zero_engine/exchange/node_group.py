@@ -1,0 +1,42 @@
+"""ZeRO++'s hpZ: the ranks of one node, which gather from each other what they have seen once.
+
+Called by `assembly`; `flat_unit` keeps the node's secondary shard. Source of the idea: ZeRO++
+(arXiv 2306.10209), hierarchical partitioning.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from zero_engine.exchange.collectives import Collectives
+from zero_engine.exchange.waiting import Interrupt
+
+_log = logging.getLogger(__name__)
+
+
+def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives | None:
+    """The exchanges among this rank and its neighbours, `size` consecutive ranks. Collective.
+
+    None where there are no smaller groups to make: the bits are the same, and weights are then
+    gathered from all ranks every time.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return None
+    if world % size or world == size:
+        if rank == 0:
+            _log.info(
+                "zero_hpz_partition_size %d: %d ranks are not several such groups; weights are "
+                "gathered from all of them",
+                size,
+                world,
+            )
+        return None
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    node = Collectives(groups[rank // size], interrupt, name=f"standstill/{rank // size}")
+    if not torch.cuda.is_available():
+        node.meet_neighbours()
+    return node

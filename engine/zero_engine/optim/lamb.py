@@ -1,0 +1,101 @@
+"""The LAMB optimizer: Adam's direction, its length taken from each whole parameter's norm.
+
+Source: You et al. (arXiv 1904.00962); the trust ratio, its bounds and the bias correction, which
+enters the rate and not the ratio, as in DeepSpeed's FusedLamb.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.optim.whole import Directed, LooksAtWhole, chunk_norms
+
+
+class Lamb(LooksAtWhole):
+    """Layerwise adaptive moments."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"Lamb: lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0, "
+                f"betas {betas} in [0, 1)"
+            )
+        if not 0 < min_coeff <= max_coeff:
+            raise ValueError(
+                f"Lamb: min_coeff {min_coeff} and max_coeff {max_coeff}: 0 < min <= max"
+            )
+        options = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, options)
+        self._measured: defaultdict[Tensor, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        """Chunk norms of weights and directions, part by part, from `direct` to `look`."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy: there is nothing measured between steps."""
+        super().__setstate__(state)
+        self._measured = defaultdict(list)
+
+    def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Adam's direction, without bias correction."""
+        state = self.state[param]
+        if not state:
+            state.update(
+                step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
+            )
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        torch.div(first, second.sqrt().add_(group["eps"]), out=gradient)
+        gradient.add_(param, alpha=group["weight_decay"])
+        self._measured[param].append((chunk_norms(param), chunk_norms(gradient)))
+
+    def look(self, directions: Sequence[Directed]) -> None:
+        """Give each direction the length that its parameter's norm allows."""
+        measured = [self._measured.pop(param) for param, _, _ in directions]
+        weights = self.whole.norms([torch.cat([w for w, _ in parts]) for parts in measured])
+        lengths = self.whole.norms([torch.cat([d for _, d in parts]) for parts in measured])
+        for (_, direction, group), weight, length in zip(directions, weights, lengths, strict=True):
+            for (piece, weight_norm), (_, length_norm) in zip(weight, length, strict=True):
+                direction[piece].mul_(_trust(weight_norm, length_norm, group))
+
+    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        """Move weights at the group's rate, corrected for the bias of young moments."""
+        param.add_(direction, alpha=-_rate(group, self.state[param]["step"]))
+
+
+def _rate(group: dict[str, Any], step: int) -> float:
+    if not group["bias_correction"]:
+        return float(group["lr"])
+    beta1, beta2 = group["betas"]
+    return float(group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+
+
+def _trust(weight: float, length: float, group: dict[str, Any]) -> float:
+    """The ratio of the norms within its bounds; 1 where one of them is 0."""
+    if weight == 0 or length == 0:
+        return 1.0
+    return float(min(max(weight / length, group["min_coeff"]), group["max_coeff"]))

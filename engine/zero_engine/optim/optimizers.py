@@ -1,0 +1,239 @@
+"""Which torch optimizer steps the shards: made from the config, or the user's own.
+
+Owns the names of the config, and what an optimizer may be given: pieces of parameters if it is
+elementwise or one of `whole`, which know how to ask for the rest; whole parameters, on the rank
+that owns each, if it looks at them one by one. The optimizer is made on the user's parameters, so
+that groups, defaults and schedulers come out as in plain torch; `zero_optimizer` then puts what the
+rank steps in their place.
+
+Called by `assembly`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_engine.config import Config, OptimizerConfig
+from zero_engine.config.nearest import check_params
+from zero_engine.config.offload import NONE
+from zero_engine.errors import ConfigError
+from zero_engine.optim.lamb import Lamb
+from zero_engine.optim.lion import Lion
+from zero_engine.optim.muon import Muon, mark
+from zero_engine.optim.torch_muon import TORCH_MUON
+from zero_engine.optim.whole import LooksAtWhole
+
+_log = logging.getLogger(__name__)
+
+_FROZEN = WeakTensorKeyDictionary()
+"""The parameters that require no gradients because an engine does not train them."""
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.AdamW,  # as in DeepSpeed, unless "adam_w_mode" is false
+    "adamw": torch.optim.AdamW,
+    "lamb": Lamb,
+    "lion": Lion,
+    "muon": Muon,  # DeepSpeed's, which is not torch's: it has an Adam for what are no matrices
+    # Every other optimizer of torch.optim goes by its own name.
+    **{
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and name not in ("Adam", "AdamW", "Muon", "Optimizer")
+    },
+}
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+NEEDS_WHOLE = "needs_whole_parameters"
+"""The attribute by which an optimizer or its class says whether it does."""
+_SAY_SO = f", or, if yours looks at one parameter at a time, set its attribute {NEEDS_WHOLE} = True"
+_ELEMENTWISE = (
+    f"; if what it does to an element depends on that element alone, set {NEEDS_WHOLE} = False: "
+    "then it steps shards, which takes less memory and can be offloaded"
+)
+_KNOWN = ("torch.optim.", "zero_engine.")
+"""Where the optimizers come from of which it is known whether they are elementwise."""
+
+_AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"
+_OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
+_REFUSED = {
+    _AT_ONCE: "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy",
+    ("calls the model again within a step, and sees all parameters as one vector", _AT_ONCE[1]): (
+        "LBFGS"
+    ),
+    ("takes sparse gradients, and those here are dense", "Adam or AdamW"): "SparseAdam",
+    (_AT_ONCE[0], _OURS.format("lamb")): "FusedLAMB FusedMixedPrecisionLamb LAMB Lamb",
+    ("divides parameters among the ranks by itself", _OURS.format("muon")): "Muon MuonWithAuxAdam",
+    (
+        "keeps what no checkpoint can hold",
+        '"adafactor", "muon" or "lion" of the config, which keep little state on each rank',
+    ): "GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit FusedNovoGrad",
+}
+_WHY_NOT = {name: why for why, names in _REFUSED.items() for name in names.split()}
+"""Class -> why it cannot be used, and what to use instead."""
+
+
+def make_optimizer(
+    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    config: OptimizerConfig | None,
+    parameters: Parameters,
+    model: nn.Module,
+) -> torch.optim.Optimizer | None:
+    """The optimizer of this run: the user's object or callable, else the config's, else None.
+
+    Muon of the config marks the matrices of `model`, where the script has not.
+
+    Raises:
+        ConfigError: Two were given, or one that cannot work on shards.
+    """
+    if given is not None and config is not None:
+        raise ConfigError("an optimizer is given both to initialize() and in the config; keep one")
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif given is not None:
+        optimizer = given(parameters)
+    elif config is not None:
+        if config.type.lower() == "muon":
+            mark(model)
+        optimizer = _from_config(config, parameters)
+    else:
+        return None
+    _check(type(optimizer), getattr(optimizer, NEEDS_WHOLE, None))
+    return optimizer
+
+
+def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
+    name = config.type.lower()
+    cls = BY_NAME.get(name)
+    if cls is None:
+        known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
+        raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
+    _check(cls)
+    params = {key: value for key, value in config.params.items() if value != "auto"}
+    if name in ("adam", "adamw"):
+        cls, params = _adam(name, params)
+    if params.pop("max_grad_norm", 0):
+        raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
+    if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
+        params["fused"] = True
+    check_params("optimizer.params", cls, params)
+    try:
+        return cls(parameters, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params of {config.type}: {error}") from error
+
+
+def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default."""
+    params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
+    if not params.pop("bias_correction", True):
+        raise ConfigError("optimizer.params.bias_correction: Adam is always corrected here")
+    decoupled = params.pop("adam_w_mode", True) or name == "adamw"
+    return torch.optim.AdamW if decoupled else torch.optim.Adam, {"weight_decay": 0.0, **params}
+
+
+def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is to be given whole parameters, on the ranks that own them.
+
+    Of one that nobody knows that is right in any case: also an elementwise one gives its bits.
+    """
+    says = getattr(optimizer, NEEDS_WHOLE, None)
+    if says is not None:
+        return bool(says)
+    if _is_known(type(optimizer)):
+        return isinstance(optimizer, torch.optim.Adafactor)
+    if dist.get_rank() == 0:
+        _log.info("%s is given whole parameters%s", type(optimizer).__name__, _ELEMENTWISE)
+    return True
+
+
+def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
+    return cls.step.__module__.startswith(_KNOWN)  # a subclass may have inherited it
+
+
+def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Refuse what cannot be had beside an optimizer that is given whole parameters.
+
+    Raises:
+        ConfigError: Its state is to rest elsewhere, or in 16 bits.
+    """
+    offloads = config.zero_optimization.offload_optimizer.device != NONE
+    wanted = {
+        "zero_optimization.offload_optimizer": offloads,
+        "bf16.bf16_optimizer_states": config.moments != "fp32",
+    }
+    for key in (key for key, is_wanted in wanted.items() if is_wanted):
+        cls = type(optimizer)
+        raise ConfigError(
+            f"{key}: {cls.__name__} is given whole parameters, and what it keeps of them stays in "
+            "fp32 on the device of the rank that owns them; remove the key, or use AdamW, Lion, "
+            f"Lamb or Muon of the config{'' if _is_known(cls) else _ELEMENTWISE}"
+        )
+
+
+def _why_not(cls: type) -> tuple[str, str] | None:
+    """Why an optimizer cannot be used, and what can; None if it can."""
+    knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
+    return None if knows_how else _WHY_NOT.get(cls.__name__)
+
+
+def _check(cls: type, says: Any = None) -> None:
+    """Refuse what is known not to work, unless it says itself what it needs."""
+    why_not = _why_not(cls)
+    if why_not is None or says is not None:
+        return
+    others = "" if cls.__module__.startswith("torch.") else _SAY_SO
+    raise ConfigError(f"optimizer {cls.__name__} {why_not[0]}; use {why_not[1]}{others}")
+
+
+def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:
+    """id(parameter) -> param group, for what the optimizer trains.
+
+    A parameter in a group that does not require gradients is left alone, as in plain torch. One
+    that requires gradients but is in no group stops requiring them.
+
+    Raises:
+        ConfigError: A group holds a parameter that is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer: parameter {position} of param group {index}, shape "
+                    f"{tuple(param.shape)}, is not one of the model's; make the optimizer from "
+                    "the parameters of the model that is given to initialize()"
+                )
+            if param.requires_grad:
+                groups[id(param)] = index
+    _freeze_the_rest(model, groups)
+    return groups
+
+
+def thaw(model: nn.Module) -> None:
+    """Let parameters require gradients again that an engine before did not train."""
+    for param in model.parameters():
+        if _FROZEN.pop(param, False):
+            param.requires_grad_()
+
+
+def _freeze_the_rest(model: nn.Module, groups: dict[int, int]) -> None:
+    stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
+    for _, param in stray:
+        _FROZEN[param.requires_grad_(False)] = True
+    if stray and groups:
+        _log.warning(
+            "%d parameters are in no param group and will not be trained: %s",
+            len(stray),
+            ", ".join(name for name, _ in stray[:5]) + (", ..." if len(stray) > 5 else ""),
+        )

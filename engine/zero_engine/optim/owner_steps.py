@@ -1,0 +1,217 @@
+"""Steps whole parameters, each on the rank that owns it, by an optimizer that knows of no shards.
+
+For optimizers that look at more of a parameter than one element, such as torch's Adafactor. In a
+step, weights and gradients come to their owners, and new weights go back. Must always hold:
+
+- An optimizer is called once a step, on every rank, with the parameters that the rank owns:
+  whole, in their shape, in fp32, in memory of their own. So the bits are those of a process alone,
+  and what an optimizer counts in its groups are steps.
+- Who owns what follows from layout and world size alone.
+- Between steps a parameter of the optimizer has its shape and no memory; its state stays with the
+  owner, in whatever shape the optimizer gives it.
+
+Made by `zero_optimizer`; `owner_state` saves and loads the state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_engine.errors import CheckpointError
+from zero_engine.exchange.collectives import Collectives, Pending, wait
+from zero_engine.exchange.telling import tell
+from zero_engine.optim.sketches import mark_of, sketch, tensors_in
+from zero_engine.optim.waves import Shared, Wave, WaveExchange, in_waves
+from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
+from zero_engine.tiers.narrow import widened
+
+_log = logging.getLogger(__name__)
+
+PROBLEM = "problem"
+"""Of a sketch: why there is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """A parameter of this rank's optimizer."""
+
+    unit: FlatUnit
+    slot: Slot
+    param: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One parameter for each rank, or fewer in the last turn."""
+
+    weights: Wave
+    gradients: Wave
+    owned: Owned | None
+    """This rank's."""
+
+
+class StepByOwners:
+    """Steps all parameters of the trained units."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[FlatUnit],
+        gradients: Sequence[Tensor],
+        collectives: Collectives,
+    ) -> None:
+        """Put what this rank owns in the place of the optimizer's parameters.
+
+        Args:
+            optimizer: Made on the module's parameters.
+            units: All that are trained.
+            gradients: For each unit the gradient of its master weights.
+            collectives: The ranks that share the units.
+        """
+        self.optimizer = optimizer
+        self._collectives = collectives
+        self._device = units[0].full.device
+        self._exchange = WaveExchange(collectives)
+        masters = [unit.master for unit in units]
+        waves = zip(
+            in_waves(_shared(units, masters), collectives.world),
+            in_waves(_shared(units, gradients), collectives.world),
+            strict=True,
+        )
+        self._turns = [Turn(weights, grads, self._own(weights)) for weights, grads in waves]
+        self.owned = tuple(turn.owned for turn in self._turns if turn.owned is not None)
+        self.sketches: dict[str, Any] = {}
+        """Name of a parameter -> the sketch of its state, as all ranks know it."""
+        self.marks: list[int] | None = None
+        """By rank, of what it owns: they change when the sketches do."""
+        self._names = [slot.fqn for unit in units for slot in unit.layout.slots]
+        self._attach(units)
+        self._agree()
+
+    def _own(self, wave: Wave) -> Owned | None:
+        shared = self._exchange.owned(wave)
+        if shared is None:
+            return None
+        param = nn.Parameter(_hollow(shared.slot, shared.mine.device))
+        return Owned(shared.unit, shared.slot, param)
+
+    def _attach(self, units: Sequence[FlatUnit]) -> None:
+        given = {
+            slot.fqn: param
+            for unit in units
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+        }
+        made = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [each.param for each in self.owned if each.slot.group == index]
+        for each in self.owned:
+            if state := made.get(given[each.slot.fqn]):
+                self.optimizer.state[each.param] = {
+                    key: value.to(each.param.device)
+                    if isinstance(value, Tensor) and value.dim()
+                    else value
+                    for key, value in state.items()
+                }
+
+    def state_of(self, owned: Owned) -> dict[str, Any]:
+        """What the optimizer remembers of a parameter; empty before its first step."""
+        state: dict[str, Any] = self.optimizer.state.get(owned.param, {})
+        return state
+
+    def remembered(self, units: Container[FlatUnit]) -> Iterator[Tensor]:
+        """The tensors of the state that belong to some units."""
+        for each in self.owned:
+            if each.unit in units:
+                yield from (t for t in tensors_in(self.state_of(each)) if t.dim())
+
+    def step(self) -> None:
+        """One step of the optimizer. Collective."""
+        coming = [
+            (
+                self._exchange.collect(turn.weights, f"whole weights, wave {number}"),
+                self._exchange.collect(turn.gradients, f"whole gradients, wave {number}"),
+            )
+            for number, turn in enumerate(self._turns)
+        ]
+        for turn, ((weights, arriving), (gradient, following)) in zip(
+            self._turns, coming, strict=True
+        ):
+            wait(arriving)
+            wait(following)
+            if turn.owned is not None:
+                shape = turn.owned.slot.shape
+                turn.owned.param.data = widened(weights).view(shape)
+                turn.owned.param.grad = gradient.view(shape)
+        self.optimizer.step()
+        for each in self.owned:
+            _straighten(tensors_in(self.state_of(each)))
+        going = [self._give_back(number, turn) for number, turn in enumerate(self._turns)]
+        for pending in going:
+            wait(pending)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Let every rank know the sketches of all: a save cannot ask, as it is no collective."""
+        mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
+        own_mark = torch.tensor([mark], device=self._device)
+        gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
+        marks = gathered.flatten().tolist()
+        if marks != self.marks:
+            own = {each.slot.fqn: self._sketch(each) for each in self.owned if self.state_of(each)}
+            self.know(tell(own, "sketches of optimizer state", self._collectives, self._device))
+            self.marks = marks
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say at once, not when hours are to be saved, what no checkpoint can hold."""
+        problems = [known[PROBLEM] for known in self.sketches.values() if PROBLEM in known]
+        if problems and self._collectives.rank == 0:
+            _log.warning("checkpoints will be refused: %s", problems[0])
+
+    def know(self, sketches: Iterable[Mapping[str, Any]]) -> None:
+        """Take sketches for those of all parameters, and have them compared in the next step."""
+        known = {fqn: each for some in sketches for fqn, each in some.items()}
+        self.sketches = {fqn: known[fqn] for fqn in self._names if fqn in known}
+        self.marks = None
+
+    def _sketch(self, owned: Owned) -> Any:
+        try:
+            return sketch(self.state_of(owned), owned.slot.fqn)
+        except CheckpointError as error:
+            return {PROBLEM: str(error)}  # of whoever saves; training need not end for it
+
+    def _give_back(self, number: int, turn: Turn) -> Pending:
+        whole = torch.empty(0)
+        if turn.owned is not None:
+            param, dtype = turn.owned.param, turn.weights[0].mine.dtype
+            whole = param.data.to(dtype).contiguous().view(-1)
+            param.data, param.grad = _hollow(turn.owned.slot, param.device), None
+        return self._exchange.give_back(turn.weights, whole, f"new weights, wave {number}")
+
+
+def _shared(units: Sequence[FlatUnit], tensors: Sequence[Tensor]) -> Iterator[Shared]:
+    """What is laid out like the master weights of each unit, by parameters."""
+    for unit, tensor in zip(units, tensors, strict=True):
+        low = unit.interval[0] if tensor.numel() != unit.padded else 0
+        for slot in unit.layout.slots:
+            start, stop = overlap(slot.start, slot.stop, low, low + tensor.numel())
+            yield Shared(unit, slot, tensor[start - low : stop - low])
+
+
+def _straighten(tensors: Iterable[Tensor]) -> None:
+    """Lay state out as a checkpoint brings it back: how it lies may decide how it is rounded."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.contiguous()
+
+
+def _hollow(slot: Slot, device: torch.device) -> Tensor:
+    """A tensor of a parameter's shape that takes no memory."""
+    return torch.zeros((), device=device).expand(slot.shape)

@@ -1,0 +1,96 @@
+"""Whole parameters, each on one rank for a moment, from the pieces that all ranks hold, and back.
+
+Owns who gets which. Must always hold: parameters go round in *waves* of one per rank, largest
+first, in the same order on every rank; a whole one is contiguous, in memory of its own, so what is
+computed of it is the same bits whichever rank computes it and however it was divided.
+
+Called by `parameter_owners` and `owner_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_engine.exchange.collectives import Collectives, Pending
+from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """One whole parameter, or what is laid out like it, of which each rank holds a piece."""
+
+    unit: FlatUnit
+    slot: Slot
+    mine: Tensor
+    """This rank's piece: a view, [its elements]."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether no rank holds all of its unit."""
+        return self.unit.master.numel() != self.unit.padded
+
+    def piece(self, rank: int) -> slice:
+        """What a rank holds of it, possibly nothing, as elements of the parameter."""
+        size = self.unit.master.numel()
+        low = rank * size if self.divided else 0
+        start, stop = overlap(self.slot.start, self.slot.stop, low, low + size)
+        return slice(start - self.slot.start, stop - self.slot.start)
+
+
+Wave = Sequence[Shared]
+"""By the rank that owns each; the last wave may have fewer than there are ranks."""
+
+
+def in_waves(shared: Iterable[Shared], world: int) -> list[Wave]:
+    """Largest first, so that those of a wave take about as long."""
+    found = sorted(shared, key=lambda each: -each.slot.numel)
+    return [found[begin : begin + world] for begin in range(0, len(found), world)]
+
+
+class WaveExchange:
+    """Brings the parameters of a wave to their owners, and back to everybody."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._rank = collectives.rank
+
+    def owned(self, wave: Wave) -> Shared | None:
+        """What this rank owns of a wave."""
+        return wave[self._rank] if self._rank < len(wave) else None
+
+    def collect(self, wave: Wave, what: str) -> tuple[Tensor, Pending]:
+        """Begin to bring the pieces of each parameter to its owner.
+
+        Returns:
+            This rank's, flat, and its coming; empty where it owns none.
+        """
+        owned = self.owned(wave)
+        whole, wanted = torch.empty(0), {}
+        held = {owner: shared.mine for owner, shared in enumerate(wave) if shared.divided}
+        if owned is not None:
+            whole = owned.mine.new_empty(owned.slot.numel)
+            whole[owned.piece(self._rank)] = owned.mine
+            wanted = self._pieces(owned, whole) if owned.divided else {}
+        return whole, self._collectives.exchange_pieces(held, wanted, what)
+
+    def give_back(self, wave: Wave, whole: Tensor, what: str) -> Pending:
+        """Begin to put the pieces of whole parameters in the place of those there are.
+
+        Args:
+            wave: As it was collected.
+            whole: What this rank owns of it, flat.
+            what: For messages; another one for each exchange under way.
+        """
+        owned = self.owned(wave)
+        held = {} if owned is None else self._pieces(owned, whole)
+        if owned is not None:
+            owned.mine.copy_(whole[owned.piece(self._rank)])
+        wanted = {owner: shared.mine for owner, shared in enumerate(wave)}
+        return self._collectives.exchange_pieces(held, wanted, what)
+
+    def _pieces(self, shared: Shared, whole: Tensor) -> dict[int, Tensor]:
+        return {rank: whole[shared.piece(rank)] for rank in range(self._collectives.world)}

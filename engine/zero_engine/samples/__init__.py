@@ -1,0 +1,1 @@
+"""Which rank runs which samples in which step, and the proof that each was run once."""

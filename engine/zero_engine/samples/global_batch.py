@@ -1,0 +1,263 @@
+"""The global batch: which rank runs which samples of which step, as pure functions.
+
+Owns the arithmetic from (position, batch, world) to sample ids and seeds. Must always hold:
+
+- A step is cut into *leaves*, micro-batches of a fixed size. Which samples a leaf holds, its
+  weight and its random seeds depend on the step and the leaf, never on rank or world.
+- At micro-step s, rank r runs leaf s * world + r. A number past the last leaf is a *ghost*: the
+  rank runs the last leaf again and joins the collectives, but is not summed. So every world
+  size works, with no divisibility rule.
+- A step never straddles two epochs: the last step of an epoch is shorter. Nothing is dropped,
+  padded or repeated.
+
+`elastic_loader` walks the plans, `engine` weights the losses with them.
+
+Source of the idea: fixed virtual workers (VirtualFlow, arXiv 2009.09523; EasyScale, arXiv
+2208.14228).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_engine.errors import ConfigError
+
+_MASK = (1 << 64) - 1
+_FEISTEL_ROUNDS = 6
+_ENDLESS = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """The global batch: `leaves` micro-batches of `micro_batch` samples."""
+
+    leaves: int
+    micro_batch: int
+
+    @property
+    def samples(self) -> int:
+        """Samples in a full step: DeepSpeed's train_batch_size."""
+        return self.leaves * self.micro_batch
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where the run is: the one mutable record, advanced by the engine alone.
+
+    A checkpoint is taken between steps, where `micro` is 0, and holds the rest.
+    """
+
+    step: int = 0
+    """Optimizer steps ended, skipped ones included."""
+    samples: int = 0
+    """Samples consumed by those steps since the run began."""
+    micro: int = 0
+    """Micro-steps of the current step that have ended on this rank."""
+    skipped: int = 0
+    """Steps whose gradients were not finite: the data were consumed, the weights not changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A rank's share of one micro-step: `size` samples from `start` of its step."""
+
+    index: int
+    start: int
+    size: int
+    ghost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: `samples` samples from `position` on, in leaves of `micro_batch`."""
+
+    position: int
+    samples: int
+    micro_batch: int
+    weighed_as: int | None = None
+    """Samples that a leaf's weight is its share of; None: those of the step."""
+
+    @property
+    def base(self) -> int:
+        """Samples that weights are relative to."""
+        return self.samples if self.weighed_as is None else self.weighed_as
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves; the last one may be smaller."""
+        return -(-self.samples // self.micro_batch)
+
+    def micro_steps(self, world: int) -> int:
+        """Micro-steps that every rank runs."""
+        return -(-self.leaves // world)
+
+    def live(self, micro: int, world: int) -> int:
+        """Leaves summed at this micro-step: those of ranks [0, live)."""
+        return min(world, self.leaves - micro * world)
+
+    def leaf(self, micro: int, rank: int, world: int) -> Leaf:
+        """What `rank` runs at this micro-step."""
+        number = micro * world + rank
+        index = min(number, self.leaves - 1)
+        start = index * self.micro_batch
+        size = min(self.micro_batch, self.samples - start)
+        return Leaf(index, start, size, ghost=number >= self.leaves)
+
+    def weight(self, leaf: Leaf) -> float:
+        """The share of a leaf's mean loss in the mean loss of the step."""
+        return leaf.size / self.base
+
+    def first(self, micro_steps: int, world: int) -> StepPlan:
+        """The part of it that so many micro-steps run."""
+        samples = min(self.samples, micro_steps * world * self.micro_batch)
+        return replace(self, samples=samples)
+
+
+def plan_step(position: int, batch: BatchShape, epoch_size: int | None = None) -> StepPlan:
+    """The step that starts at `position`; without an epoch size every step is full."""
+    samples = batch.samples
+    if epoch_size is not None:
+        samples = min(samples, epoch_size - position % epoch_size)
+    return StepPlan(position, samples, batch.micro_batch)
+
+
+def plan_rest(position: int, batch: BatchShape, epoch_size: int | None = None) -> StepPlan:
+    """All from `position` to the end of its epoch: the script decides how much of it is a step.
+
+    Weights are those of a step of `batch`.
+    """
+    samples = _ENDLESS if epoch_size is None else epoch_size - position % epoch_size
+    return StepPlan(position, samples, batch.micro_batch, weighed_as=batch.samples)
+
+
+def plan_epoch(position: int, batch: BatchShape, epoch_size: int) -> Iterator[StepPlan]:
+    """The steps from `position` to the end of its epoch."""
+    end = (position // epoch_size + 1) * epoch_size
+    while position < end:
+        plan = plan_step(position, batch, epoch_size)
+        yield plan
+        position += plan.samples
+
+
+def micro_steps_left(position: int, batch: BatchShape, epoch_size: int, world: int) -> int:
+    """Micro-steps of the steps from `position` to the end of its epoch."""
+    left = epoch_size - position % epoch_size
+    full, tail = divmod(left, batch.samples)
+    whole, last = (StepPlan(0, samples, batch.micro_batch) for samples in (batch.samples, tail))
+    return full * whole.micro_steps(world) + last.micro_steps(world)
+
+
+def resolve_batch(
+    train_batch: int | None,
+    micro_batch: int | None,
+    accumulation: int | None,
+    world: int,
+    *,
+    first_round: bool,
+) -> tuple[BatchShape, bool]:
+    """The batch that the three DeepSpeed numbers describe, and whether it depends on the world.
+
+    A batch that depends on the world is fixed by the first round and then kept through the
+    checkpoint. Given both batch sizes, `accumulation` follows from them: in the first round of a
+    job it must fit, as in DeepSpeed; after a change of the world it is ignored.
+
+    Raises:
+        ConfigError: The numbers do not describe a batch.
+    """
+    if train_batch is not None and micro_batch is not None:
+        product = micro_batch * (accumulation or 1) * world
+        if first_round and accumulation is not None and train_batch != product:
+            raise ConfigError(
+                "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
+                f"world_size: {train_batch} != {micro_batch} * {accumulation} * {world}; leave "
+                "out gradient_accumulation_steps, which follows from the others at every world size"
+            )
+        leaves = _divide(train_batch, micro_batch, "train_micro_batch_size_per_gpu")
+        return BatchShape(leaves=leaves, micro_batch=micro_batch), False
+    leaves = (accumulation or 1) * world
+    if train_batch is not None:
+        factors = f"gradient_accumulation_steps * world ({accumulation or 1} * {world})"
+        return BatchShape(leaves=leaves, micro_batch=_divide(train_batch, leaves, factors)), True
+    if micro_batch is not None:
+        return BatchShape(leaves=leaves, micro_batch=micro_batch), True
+    raise ConfigError(
+        "the config gives no batch size: set train_batch_size and train_micro_batch_size_per_gpu"
+    )
+
+
+def _divide(train_batch: int, divisor: int, name: str) -> int:
+    if train_batch % divisor:
+        raise ConfigError(
+            f"train_batch_size {train_batch} is not a multiple of {name} {divisor}; "
+            f"the nearest that is: {max(1, round(train_batch / divisor)) * divisor}"
+        )
+    return train_batch // divisor
+
+
+# ---- seeds and sample order: stable forever, checkpoints and ledgers depend on them ----
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit hash of some integers, by chained splitmix64 finalizers (Steele et al., 2014)."""
+    state = 0
+    for number in numbers:
+        z = ((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = z ^ (z >> 31)
+    return state
+
+
+def permute(offsets: npt.NDArray[np.int64], size: int, *key: int) -> npt.NDArray[np.int64]:
+    """The images of `offsets` under the permutation of [0, size) that `key` names.
+
+    A Feistel network over the smallest power of two that holds `size`, with cycle walking for
+    what falls outside: any part of a shuffled epoch in O(1) memory.
+
+    Source: Luby and Rackoff (1988); cycle walking from Black and Rogaway (CT-RSA 2002).
+    """
+    values = offsets.astype(np.uint64)
+    bits = max(2, (size - 1).bit_length())
+    keys = [mix(*key, round_) for round_ in range(_FEISTEL_ROUNDS)]
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], bits, keys)
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
+    # The two halves trade places each round; with an odd number of bits they differ in width,
+    # and an even number of rounds brings the widths back to where they were.
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
+    for key in keys:
+        mask = np.uint64((1 << left_bits) - 1)
+        left, right = right, left ^ (_scramble(right, key) & mask)
+        left_bits, right_bits = right_bits, left_bits
+    return (left << np.uint64(right_bits)) | right
+
+
+def _scramble(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    z = values + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def sample_ids(
+    plan: StepPlan, leaf: Leaf, dataset_size: int, epoch_size: int, key: int | None
+) -> list[int]:
+    """The samples of one leaf. `key` is the seed of the shuffle; None keeps the dataset's order.
+
+    `epoch_size` < `dataset_size` when the tail of every epoch is dropped.
+    """
+    epoch, offset = divmod(plan.position, epoch_size)
+    first = offset + leaf.start
+    offsets = np.arange(first, first + leaf.size, dtype=np.int64)
+    ids = offsets if key is None else permute(offsets, dataset_size, key, epoch)
+    return [int(i) for i in ids]

@@ -1,0 +1,58 @@
+"""The engine's order for a DataLoader of the script's own.
+
+Must always hold: an iteration begins at the committed position and ends with the epoch, as that of
+the engine's loader; what was prefetched and not run is handed out again.
+
+What it cannot know is which batch the script really ran: the ledger has the samples that the order
+says. Made by `Engine.batch_sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from zero_engine.samples.elastic_loader import LeafSampler, Ticket
+from zero_engine.samples.global_batch import BatchShape
+
+
+class LeafBatches(Sampler[list[int]]):
+    """This rank's micro-batches as lists of indices: `DataLoader(batch_sampler=...)`."""
+
+    def __init__(self, sampler: LeafSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(ticket.ids) for ticket in self._sampler)
+
+    def __len__(self) -> int:
+        """Micro-batches from the committed position to the end of the epoch."""
+        return len(self._sampler)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+        return self._sampler.epoch
+
+    @property
+    def last(self) -> Ticket | None:
+        """The micro-batch that is to be run now."""
+        return next(iter(self._sampler), None)
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples used per epoch."""
+        return self._sampler.source.epoch_size
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples in the dataset."""
+        return self._sampler.source.size
+
+    def expect(self, dataset_size: int) -> None:
+        """Nothing to do: the dataset has a length."""
+
+    def adopt_batch(self, batch: BatchShape) -> None:
+        """Go on with another global batch, from the next iteration on."""
+        self._sampler.batch = batch

@@ -1,0 +1,81 @@
+"""Micro-batches with unequal numbers of tokens, each token counting the same.
+
+Owns two factors. The tokens of a whole step are known only when its last micro-batch has run, so
+a loss is first weighted as if every sample had NOMINAL tokens, and the sums are corrected in the
+step. Must always hold: the weight of a leaf depends on the leaf alone and the correction on all
+leaves, so neither depends on the world size; NOMINAL is a power of two, so it rounds nothing.
+
+Called by `engine`.
+
+Source of the problem: averaging per-rank means weighs short sequences more, and differently at
+every world size (huggingface/accelerate issue 3780).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zero_engine.errors import EngineError
+from zero_engine.samples.global_batch import StepPlan
+
+NOMINAL = 256
+"""Tokens per sample that weights are relative to; only the loss scale of fp16 notices."""
+
+NOT_GIVEN = -1.0
+"""In the place of a count: this loss is weighted by its samples."""
+BY_SCRIPT = -2.0
+"""In the place of a count: the script has divided this loss over its micro-steps."""
+
+_LARGEST = 1 << 24  # counts travel as fp32
+
+
+def checked(tokens: int | Tensor) -> int:
+    """A number of tokens as an integer.
+
+    Raises:
+        EngineError: It is none, or too large.
+    """
+    count = int(tokens)
+    if count != float(tokens) or not 0 <= count <= _LARGEST:
+        raise EngineError(
+            f"backward(): {float(tokens):g} is not a number of tokens; give a whole number from 0 "
+            f"to {_LARGEST}"
+        )
+    return count
+
+
+def nominal(plan: StepPlan) -> int:
+    """The tokens that a step is taken to have until they are counted."""
+    return plan.base * NOMINAL
+
+
+def correction(counts: Tensor, plan: StepPlan) -> float:
+    """What the sums over a step are multiplied with.
+
+    Whoever divides over micro-steps and ranks takes all their leaves for full ones; where some are
+    short or ghosts, the mean over the samples that there are stands for that.
+
+    Args:
+        counts: [world, micro-steps], the tokens of every leaf, or NOT_GIVEN, or BY_SCRIPT.
+        plan: The step; what is beyond its leaves is ghosts.
+
+    Raises:
+        EngineError: Not all leaves are weighted in the same way.
+    """
+    leaves = counts.t().flatten()[: plan.leaves].tolist()
+    without = sum(count < 0 for count in leaves)
+    if without == len(leaves):
+        if len(set(leaves)) > 1:
+            raise EngineError(
+                "scale_wrt_gas is true in some micro-batches of this step and false in others; "
+                "give the same to every backward()"
+            )
+        full = counts.numel() * plan.micro_batch / plan.samples
+        return full if BY_SCRIPT in leaves or plan.weighed_as is not None else 1.0
+    if without:
+        raise EngineError(
+            f"{without} of the {len(leaves)} micro-batches of this step have no number of tokens, "
+            "the others have; give it to every backward() or to none"
+        )
+    total = sum(int(count) for count in leaves)
+    return nominal(plan) / total if total else 1.0

@@ -1,0 +1,1 @@
+"""A module's parameters and gradients, in flat buffers that the ranks share."""

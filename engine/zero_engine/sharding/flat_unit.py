@@ -1,0 +1,337 @@
+"""A unit: the parameters of one module in one flat buffer, and this rank's share of them.
+
+Owns the layout and the buffers. Must always hold:
+
+- Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
+  and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
+- Parameters are views of the buffer while it holds them, and show NaN while it does not
+  (`parameter_views`), so that a script can read them at any time. Refilling the buffer does not
+  touch the versions that autograd checks. A buffer is freed by resizing its storage, never by
+  dropping it, so that views saved by autograd come alive again with it.
+- Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
+  computes in are the buffer itself.
+- The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
+  rank's interval in the compute dtype, which `accept` keeps up to date.
+
+Built by `assembly`; used by reducer, coordinator and optimizer.
+
+Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned tails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_engine.exchange.collectives import Collectives, Pending, wait
+from zero_engine.exchange.quantization import pack, packed_size, unpack
+from zero_engine.sharding.parameter_views import ParameterViews
+from zero_engine.sharding.partition import UnitSpec
+from zero_engine.stages import Stage
+from zero_engine.tiers.places import Memory, Tier
+
+ALIGN = 64
+"""Elements; one parameter's start. 256 bytes in fp32, 128 in bf16: whole cache lines."""
+BLOCK = 1024
+"""Elements; shards begin on multiples of it, and gradient norms are taken per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its unit: [start, start + numel)."""
+
+    fqn: str
+    shape: torch.Size
+    group: int | None
+    start: int
+    stop: int
+    """One past the last element."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of a unit, in order, and the aligned end of the last one."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+
+    def padded(self, world: int) -> int:
+        """The length of the buffer when `world` ranks share it."""
+        return round_up(self.numel, world * BLOCK)
+
+    def runs(self) -> dict[int, tuple[int, int]]:
+        """Param group -> the one run [start, stop) of the unit that it covers, aligned."""
+        runs: dict[int, tuple[int, int]] = {}
+        for slot in self.slots:
+            if slot.group is not None:
+                start, _ = runs.get(slot.group, (slot.start, 0))
+                runs[slot.group] = (start, round_up(slot.stop, ALIGN))
+        return runs
+
+
+def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> Layout:
+    """Lay (fqn, shape, group) out in the order given."""
+    slots, end = [], 0
+    for fqn, shape, group in members:
+        slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
+        end = round_up(slots[-1].stop, ALIGN)
+    return Layout(tuple(slots), end)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+def overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
+    """[start, stop) cut to [low, high); empty as (x, x)."""
+    start, stop = max(start, low), min(stop, high)
+    return start, max(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTiers:
+    """Where the shard of a unit rests."""
+
+    state: Tier
+    """The master weights; of a unit that is not trained, its weights."""
+    weights: Tier
+    """At stage 3, a copy in the compute dtype, if the master weights are far."""
+    offloaded: bool = False
+    """The optimizer steps this unit where its state rests, by sub-groups."""
+
+
+class FlatUnit:
+    """One unit on one rank.
+
+    Attributes:
+        label: The name, with the first and the last parameter.
+        full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
+            between uses at stage 3, and the parameters then show NaN.
+        shard: [padded / world], this rank's interval in the highest precision there is: for
+            trained units that of master weights, the compute dtype for others. A view wherever it
+            can be one.
+        master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
+        local: [padded / world], what the full parameters are gathered from: `shard` where it is
+            near, else its copy in the compute dtype.
+        rests: The tier of `local`.
+        holders: How many contexts of a script want it gathered: what runs in them leaves it so.
+        secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
+            the full parameters, from which they are gathered within the node.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        stage: Stage,
+        collectives: Collectives,
+        device: torch.device,
+        tiers: UnitTiers | None = None,
+        *,
+        master: torch.dtype = torch.float32,
+        quantized: bool = False,
+        node: Collectives | None = None,
+    ) -> None:
+        self.name = spec.name
+        self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
+        self.module = spec.module
+        self.is_root = spec.is_root
+        self.trained = spec.trained
+        self.params = tuple(member.param for member in spec.members)
+        self.layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
+        self.padded = self.layout.padded(collectives.world)
+        self.interval = (
+            collectives.rank * self.padded // collectives.world,
+            (collectives.rank + 1) * self.padded // collectives.world,
+        )
+        self._stage = stage
+        self._collectives = collectives
+        near = Memory(device, used_on=device)
+        self.tiers = tiers or UnitTiers(near, near)
+        self._arriving: Pending | None = None
+        self._packed: Tensor | None = None
+        self._node = node if stage.shards_parameters else None
+        self.secondary: Tensor | None = None
+        self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
+        self._build(spec, device, master if spec.trained else spec.dtype)
+        starts = [slot.start for slot in self.layout.slots]
+        self._views = ParameterViews(self.params, starts, self.full)
+        self._views.show()
+        self.gathered = True
+        self.holders = 0
+        if stage.shards_parameters:
+            self.release()
+
+    def _build(self, spec: UnitSpec, device: torch.device, highest: torch.dtype) -> None:
+        source = torch.zeros(self.padded, dtype=highest, device=device)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            source[slot.start : slot.stop].copy_(param.data.flatten())
+        self._collectives.broadcast(source, f"initial weights of {self.name}")
+        self.full = source.to(spec.dtype)
+        # `source` stays if it is the buffer itself or if every rank keeps all master weights. The
+        # buffer serves as master weights only where the optimizer steps.
+        steps_here = not self.tiers.state.far or device.type == "cpu"
+        aliased = self.full is source and not self._stage.shards_parameters and steps_here
+        self._replica = source if aliased or not self._stage.shards_optimizer else None
+        own = self._collectives.own(source)
+        self.shard = own if self._replica is not None else self.tiers.state.hold(own)
+        self.master = self.shard if self._stage.shards_optimizer else source
+        self.local, self.rests = self._make_local(own)
+
+    def _make_local(self, own: Tensor) -> tuple[Tensor, Tier]:
+        """What to gather from, and where that rests."""
+        state, weights = self.tiers.state, self.tiers.weights
+        near = Memory(self.full.device, used_on=self.full.device)
+        if self._replica is not None:
+            return self.shard, near
+        if not state.far or (state is weights and self.full.dtype == self.shard.dtype):
+            return self.shard, state
+        if not self._stage.shards_parameters:
+            return self._collectives.own(self.full), near
+        return weights.hold(own.to(self.full.dtype)), weights
+
+    def begin_gather(self) -> None:
+        """Let the full parameters come (stage 3); `gather` waits for them."""
+        if not self.gathered and self._arriving is None:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self._arriving = self._publish()
+
+    def gather(self) -> None:
+        """Make the full parameters be there (stage 3)."""
+        self.begin_gather()
+        if self._arriving is not None:
+            wait(self._arriving)
+            self._unpack()
+            if self._node is not None and self.secondary is None:
+                self.secondary = self._node.own(self.full).clone()
+            self._views.show()
+            self._arriving, self.gathered = None, True
+
+    def release(self) -> None:
+        """Free the full parameters (stage 3); a gather brings them back."""
+        if self._arriving is not None:  # they must not arrive in memory that is freed
+            self.gather()
+        if self.gathered:
+            self._views.hide()
+        if not self.full.untyped_storage().resizable():  # somebody looks at it through numpy()
+            self._leave_memory()
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def let_go(self) -> None:
+        """Release what a script has seen: tensors that it has kept stay what they are.
+
+        Memory that is freed under them would end the process when they are read.
+        """
+        if self.gathered:
+            self._leave_memory()
+        self.release()
+
+    def show_what_is_there(self) -> None:
+        """Follow `full`, which has been moved away or is back: NaN while it has no memory."""
+        if self.gathered and self.full.untyped_storage().nbytes():
+            self._views.show()
+        else:
+            self._views.hide()
+
+    def _leave_memory(self) -> None:
+        """Leave the buffer's memory to those who look at it, and go on with another."""
+        with torch.inference_mode(False):  # else nothing outside that mode could write to it
+            self.full = torch.empty_like(self.full)
+            self._views.cut(self.full)
+
+    def refresh(self) -> Pending:
+        """Begin to bring the full parameters up to date after `master` has been stepped."""
+        if self._stage.shards_parameters:
+            self.release()
+            self.secondary = None
+        elif self._stage.shards_optimizer:
+            return self._publish()
+        elif self.full is not self.master:
+            self.full.copy_(self.master)
+        return Pending(self.name)
+
+    def restore(self) -> None:
+        """Bring everything up to date after `shard` has been written to."""
+        self.end_restore(self.begin_restore())
+
+    def begin_restore(self) -> Pending:
+        """Begin it; until `end_restore`, `shard` must stay as it is."""
+        if self._replica is not None:
+            return self._collectives.all_gather(self._replica, f"loaded weights of {self.name}")
+        self.rests.changed()
+        self.accept(0, self.shard)
+        self.rests.settle()
+        return self.refresh()
+
+    def end_restore(self, pending: Pending) -> None:
+        """Wait until the others' weights are there as well."""
+        wait(pending)
+        if self._replica is not None and self.full is not self._replica:
+            self.full.copy_(self._replica)
+
+    def accept(self, start: int, values: Tensor) -> None:
+        """Begin to take in new values of `shard`, from element `start` on; `rests` settles it."""
+        if self.local is not self.shard:
+            self.rests.put(self.local[start : start + values.numel()], values)
+
+    def adopt_full(self, source: int) -> None:
+        """Take in what rank `source` has written into its full parameters. Collective.
+
+        Only elements that differ from the shard's in the compute dtype: the others keep the
+        precision that they have in the shard.
+        """
+        self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
+        own = self._collectives.own(self.full)
+        shard = self.shard.to(own.device)
+        changed = own != self._as_published(shard)
+        self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+        if self._stage.shards_parameters:
+            self.let_go()
+        self.restore()
+
+    def gather_highest(self) -> Tensor:
+        """All weights [padded] in the highest precision; do not write to them. Collective."""
+        if self._replica is not None:
+            return self._replica
+        whole = self.full.new_empty(self.padded, dtype=self.shard.dtype)
+        self._collectives.own(whole).copy_(self.shard)
+        wait(self._collectives.all_gather(whole, f"weights of {self.name}"))
+        return whole
+
+    def _publish(self) -> Pending:
+        own, what = self._collectives.own(self.full), f"parameters of {self.label}"
+        if self._node is not None and self.secondary is not None:
+            self._node.own(self.full).copy_(self.secondary)
+            return self._node.all_gather(self.full, what)
+        self.rests.fetch(self.local, own)
+        if not self._quantized:
+            return self._collectives.all_gather(self.full, what)
+        size = packed_size(own.numel())
+        self._packed = self.full.new_empty(self._collectives.world * size, dtype=torch.uint8)
+        pack(own.view(1, -1), self._collectives.own(self._packed).view(1, -1))
+        return self._collectives.all_gather(self._packed, what)
+
+    def _unpack(self) -> None:
+        """Make weights of what has arrived quantized; this rank's own are rounded as well."""
+        if self._packed is not None:
+            world = self._collectives.world
+            unpack(self._packed.view(world, -1), self.full.view(world, -1))
+            self._packed = None
+
+    def _as_published(self, shard: Tensor) -> Tensor:
+        """What `shard` is in the full parameters."""
+        published = shard.to(self.full.dtype)
+        if self._quantized:
+            packed = published.new_empty((1, packed_size(shard.numel())), dtype=torch.uint8)
+            pack(published.view(1, -1), packed)
+            unpack(packed, published.view(1, -1))
+        return published

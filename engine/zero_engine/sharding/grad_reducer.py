@@ -1,0 +1,335 @@
+"""From autograd's gradients to sums on the shards: hooks, exchange, ordered fold.
+
+Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
+
+- Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
+  unit that is ready early waits for its turn; one that lacks gradients when backward ends is
+  completed with zeros. So a rank that skipped a branch stays in step with the others.
+- The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
+
+`engine.backward` calls `begin`, lets autograd run, and calls `finish`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from zero_engine.errors import EngineError
+from zero_engine.exchange.collectives import Collectives, Pending, has_ended, wait
+from zero_engine.exchange.quantization import pack, packed_size, unpack
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.stages import Stage
+
+_MAX_IN_FLIGHT = 1
+"""More would take memory and no time off: the network is never idle while a unit is under way."""
+
+
+_PIECE = 1 << 18
+"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
+
+
+class BufferPool:
+    """Flat buffers that are used again within a backward: fresh ones cost page faults."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer with undefined contents."""
+        idle = self._idle[numel, dtype]
+        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that nobody reads any more."""
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+    def free(self) -> None:
+        """Give back the memory of the idle buffers."""
+        self._idle.clear()
+
+
+class UnitGradient:
+    """The gradient of one unit in one micro-step, and the sum over the micro-steps.
+
+    Attributes:
+        buffer: [padded] in the compute dtype, or None while there is none.
+        total: [padded / world] in fp32, this rank's interval of the sum over leaves.
+        whole: [padded] in fp32, of which `total` is an interval and which nobody reads before the
+            step; None where gradients are divided.
+    """
+
+    def __init__(self, unit: FlatUnit, total: Tensor, whole: Tensor | None) -> None:
+        self.unit = unit
+        self.total = total
+        self.whole = whole
+        self.buffer: Tensor | None = None
+        self._gaps = _gaps(unit)
+        self.missing = set(range(len(unit.layout.slots)))
+
+    def reset(self) -> None:
+        """Expect the gradient of every parameter again."""
+        self.missing = set(range(len(self.unit.layout.slots)))
+
+    def start(self, buffer: Tensor) -> None:
+        """Take a buffer with undefined contents: all of it will be written."""
+        self.buffer = buffer
+        for start, stop in self._gaps:  # they take part in norms
+            buffer[start:stop].zero_()
+
+    def write(self, position: int, gradient: Tensor) -> None:
+        """Put in the gradient of one parameter; an embedding's may be sparse."""
+        self.view(position).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self.missing.discard(position)
+
+    def fill_missing(self) -> None:
+        """Put in zeros for every parameter without a gradient."""
+        for position in self.missing:
+            self.view(position).zero_()
+        self.missing.clear()
+
+    def view(self, position: int) -> Tensor:
+        """The part of the buffer that belongs to one parameter, in its shape."""
+        assert self.buffer is not None
+        slot = self.unit.layout.slots[position]
+        return self.buffer[slot.start : slot.stop].view(slot.shape)
+
+
+def _gaps(unit: FlatUnit) -> tuple[tuple[int, int], ...]:
+    """The parts of a unit's buffer that belong to no parameter."""
+    slots = unit.layout.slots
+    starts = [slot.start for slot in slots[1:]] + [unit.padded]
+    gaps = zip((slot.stop for slot in slots), starts, strict=True)
+    return tuple((stop, start) for stop, start in gaps if stop < start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    pending: Pending | None
+    gradient: UnitGradient
+    received: Tensor
+    sent: Tensor
+
+
+class GradReducer:
+    """Reduces the gradients of the trained units of one model."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        totals: Sequence[Tensor],
+        collectives: Collectives,
+        stage: Stage,
+        wholes: Sequence[Tensor] = (),
+        on_ready: Callable[[FlatUnit], None] | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        quantized: bool = False,
+    ) -> None:
+        """Hook the parameters.
+
+        Args:
+            units: The trained units, in module order.
+            totals: For each unit its accumulator [padded / world], fp32.
+            collectives: The group to reduce over.
+            stage: Whether parameters are gathered in backward.
+            wholes: For each unit what its accumulator is an interval of, [padded], if every rank
+                has that.
+            on_ready: Called when a unit's weights are not needed any more by this backward.
+            guard: Around exchanges, which may find a peer gone.
+            quantized: Leaves travel as int8.
+        """
+        self._quantized = quantized
+        self._collectives = collectives
+        self._stage = stage
+        self._guard = guard
+        self._on_ready = on_ready or (lambda _: None)
+        gradients = [
+            UnitGradient(unit, total, whole)
+            for unit, total, whole in zip(units, totals, wholes or repeat(None), strict=False)
+        ]
+        # Backward meets the modules in about the reverse of their order, and ends with the root.
+        blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
+        self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
+        self._next = 0
+        self._live = 0
+        self._first = True
+        self._running = False
+        self._in_flight: deque[_Exchange] = deque()
+        device = totals[0].device
+        self._pool = BufferPool(device)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(
+                partial(_tell, weakref.ref(self), number, position)
+            )
+            for number, gradient in enumerate(self._order)
+            for position, param in enumerate(gradient.unit.params)
+        ]
+
+    def unhook(self) -> None:
+        """Let go of the parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def begin(self, live: int, *, first: bool) -> None:
+        """Expect one backward pass.
+
+        Args:
+            live: The leaves of ranks [0, live) count; at least one.
+            first: It is the first of its step: what the totals hold is of the step before.
+        """
+        self._live = live
+        self._first = first
+        self._next = 0
+        self._running = True
+
+    def finish(self) -> None:
+        """Complete the units that lack gradients and end every exchange."""
+        for gradient in self._order[self._next :]:
+            if gradient.missing:
+                self._ensure_buffer(gradient)
+                gradient.fill_missing()
+                self._on_ready(gradient.unit)
+        self._issue_ready()
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+        self._pool.free()  # the next forward needs the memory
+        self._running = False
+
+    def on_gradient(self, number: int, position: int, param: Tensor) -> None:
+        """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
+        if not self._running:
+            raise EngineError(
+                "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
+                "call engine.scale(loss).backward()"
+            )
+        assert param.grad is not None
+        gradient = self._order[number]
+        self._ensure_buffer(gradient)
+        gradient.write(position, param.grad)
+        param.grad = None
+        if not gradient.missing:
+            self._on_ready(gradient.unit)
+            with self._guard():
+                self._issue_ready()
+
+    def _ensure_buffer(self, gradient: UnitGradient) -> None:
+        if gradient.buffer is None:
+            unit = gradient.unit
+            gradient.start(
+                gradient.whole
+                if gradient.whole is not None and self._may_use_whole(gradient.whole, unit)
+                else self._pool.take(unit.padded, unit.full.dtype)
+            )
+
+    def _may_use_whole(self, whole: Tensor, unit: FlatUnit) -> bool:
+        """Whether a leaf can be where its sum is going to be: nothing has been summed there yet."""
+        return self._first and not self._quantized and whole.dtype == unit.full.dtype
+
+    def _issue_ready(self) -> None:
+        while self._next < len(self._order) and not self._order[self._next].missing:
+            self._issue(self._order[self._next])
+            self._next += 1
+
+    def _issue(self, gradient: UnitGradient) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_wait():
+            self._complete(self._in_flight.popleft())
+        leaves = gradient.buffer
+        assert leaves is not None
+        if self._quantized:
+            leaves = self._pack(leaves)
+        world = self._collectives.world
+        received = self._pool.take(leaves.numel() // world * (world - 1), leaves.dtype)
+        if world == 1:
+            self._complete(_Exchange(None, gradient, received, leaves))
+            return
+        what = f"gradients of {gradient.unit.label}"
+        pending = self._collectives.exchange_leaves(leaves, received, what)
+        self._in_flight.append(_Exchange(pending, gradient, received, leaves))
+
+    def _pack(self, leaves: Tensor) -> Tensor:
+        """A leaf as int8, one row for each rank that it goes to. At world 1 as well: one result."""
+        rows = leaves.view(self._collectives.world, -1)
+        packed = self._pool.take(len(rows) * packed_size(rows.shape[1]), torch.uint8)
+        pack(rows, packed.view(len(rows), -1))
+        return packed
+
+    def _may_wait(self) -> bool:
+        """Whether to wait for the oldest exchange.
+
+        Where parameters are gathered in backward, a rank that waits here for another could keep
+        it waiting there: one whose branch left this unit out sends its zeros at the end.
+        """
+        pending = self._in_flight[0].pending
+        return not self._stage.shards_parameters or pending is None or has_ended(pending)
+
+    def _complete(self, exchange: _Exchange) -> None:
+        """Wait for the leaves of a unit, add them to its total, give the buffers back."""
+        gradient = exchange.gradient
+        if exchange.pending is not None:
+            wait(exchange.pending)
+        leaves = self._collectives.in_leaf_order(exchange.sent, exchange.received)
+        self._fold(leaves[: self._live], gradient.total)
+        assert gradient.buffer is not None
+        used = (exchange.received, exchange.sent, gradient.buffer)  # the last two may be one
+        for buffer in {id(buffer): buffer for buffer in used}.values():
+            if buffer is not gradient.whole:
+                self._pool.give(buffer)
+        gradient.buffer = None
+        gradient.reset()
+
+    def _fold(self, leaves: list[Tensor], total: Tensor) -> None:
+        if self._quantized:  # a packed leaf can only be unpacked as a whole
+            self._fold_widened(leaves, total)
+        elif leaves[0].dtype != total.dtype:
+            size = total.numel() if total.is_cuda else _PIECE
+            for pieces in zip(*(leaf.split(size) for leaf in (total, *leaves)), strict=True):
+                self._fold_widened(list(pieces[1:]), pieces[0])
+        elif self._first:
+            _sum(leaves, total)
+        else:
+            for leaf in leaves:
+                total.add_(leaf)
+
+    def _fold_widened(self, leaves: list[Tensor], total: Tensor) -> None:
+        if self._first:
+            self._widen(leaves.pop(0), total)
+        # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
+        wide = self._pool.take(total.numel(), total.dtype)
+        for leaf in leaves:
+            total.add_(self._widen(leaf, wide))
+        self._pool.give(wide)
+
+    def _widen(self, leaf: Tensor, into: Tensor) -> Tensor:
+        if self._quantized:
+            return unpack(leaf.view(1, -1), into.view(1, -1)).view(-1)
+        return into.copy_(leaf)
+
+
+def _sum(leaves: list[Tensor], total: Tensor) -> None:
+    """Add leaves up in their order. `total` may be one of them; all others are used up."""
+    first, *others = leaves
+    if not others and first.data_ptr() != total.data_ptr():
+        total.copy_(first)
+    for number, leaf in enumerate(others, start=1):
+        torch.add(first, leaf, out=total if number == len(others) else first)
+
+
+def _tell(reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor) -> None:
+    """The hook of a parameter: it must not keep the reducer and all of its buffers alive.
+
+    Python's collector does not see what a hook of autograd refers to, so an engine that its script
+    has let go of would otherwise stay, with its memory and the threads of its group.
+    """
+    alive = reducer()
+    if alive is not None:
+        alive.on_gradient(number, position, param)

@@ -1,0 +1,101 @@
+"""Stage 3: what a script gets that saves or loads a module without asking the engine.
+
+Owns torch's hooks for that. Must always hold: what a script gets is not taken for weights where
+there are none, and what it writes is not lost without a word.
+
+Made by `param_coordinator`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_engine.errors import ConfigError, EngineError
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.module_hooks import Hook
+
+_log = logging.getLogger(__name__)
+
+_DIVIDED = WeakTensorKeyDictionary()
+"""The parameters that some engine has divided, also if that engine is gone."""
+
+
+def check_undivided(model: nn.Module) -> None:
+    """Refuse a model without weights.
+
+    Raises:
+        ConfigError: An engine has divided a parameter of it.
+    """
+    for name, param in model.named_parameters():
+        if param in _DIVIDED:
+            raise ConfigError(
+                f"parameter {name} is divided, by an engine at stage 3 that is gone; give "
+                "initialize() all of that engine's module, or a new one"
+            )
+
+
+class ModuleState:
+    """The hooks of one model, which ask the units whether a parameter is there."""
+
+    def __init__(self, root: nn.Module, units: Sequence[FlatUnit]) -> None:
+        """Hook every module of `root`."""
+        self._units = {id(param): unit for unit in units for param in unit.params}
+        self._told = False
+        _DIVIDED.update((param, True) for unit in units for param in unit.params)
+        self._hooks: list[RemovableHandle] = []
+        for module in root.modules():
+            self._hooks += [
+                module.register_state_dict_post_hook(Hook(self._copy_what_is_there)),
+                module.register_load_state_dict_pre_hook(Hook(self._refuse_to_load)),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off the module, which is going to be whole."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for unit in self._units.values():
+            for param in unit.params:
+                _DIVIDED.pop(param, None)
+
+    def _is_there(self, param: nn.Parameter) -> bool:
+        unit = self._units.get(id(param))
+        return unit is None or unit.gathered or param.numel() == 0
+
+    def _copy_what_is_there(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """A module's state_dict: copies of gathered parameters; empty tensors for the others.
+
+        A parameter itself would be freed, or show NaN, as soon as it is divided again.
+        """
+        for name, param in module._parameters.items():
+            shown = state.get(prefix + name)
+            if param is None or shown is None or shown is param:  # itself with keep_vars
+                continue
+            there = self._is_there(param)
+            state[prefix + name] = param.detach().clone() if there else param.new_empty(0)
+            if not there and not self._told:
+                self._told = True
+                _log.warning(
+                    "state_dict() at stage 3: the parameters are divided, and where they are not "
+                    "gathered there is an empty tensor, as in DeepSpeed; call "
+                    "engine.module_state_dict() or engine.save_16bit_model() on every rank"
+                )
+
+    def _refuse_to_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *_details: object
+    ) -> None:
+        """Weights are only written where there is memory for them."""
+        for name, param in module._parameters.items():
+            if param is not None and prefix + name in state and not self._is_there(param):
+                raise EngineError(
+                    f"load_state_dict() at stage 3: {prefix}{name} is divided; load the weights "
+                    "before initialize(), or inside zero.GatheredParameters(parameters, "
+                    "modifier_rank=0)"
+                )

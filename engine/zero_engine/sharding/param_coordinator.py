@@ -1,0 +1,231 @@
+"""Stage 3: when the full parameters of a unit are there.
+
+Owns the gather and release hooks. Must always hold:
+
+- A unit is gathered before its module's forward and before the backward of that module's
+  outputs, and is released when the pass through the module ends. The root stays gathered from the
+  beginning of forward to the end of backward, because tied and stray parameters live there.
+- Every rank gathers every unit in the order of `gather_order`, the ones that its branch leaves out
+  as well: it takes part and lets go. What is asked for out of that order is gathered on the spot;
+  if the ranks do not agree in that, they wait for each other, and `collectives` says so.
+- While a unit computes, the next ones are on their way.
+
+Gathering before backward hangs on the module's output tensors, not on a module backward hook:
+that works for any output structure, and with non-reentrant activation checkpointing, whose
+recomputation runs forward inside backward and must not release.
+
+Called by `engine`. Source of the idea: FSDP2's pre- and post-backward hooks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zero_engine.exchange.collectives import Collectives, wait
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.gather_order import Pass, ahead, complete
+from zero_engine.sharding.module_hooks import Hook, after_gradients
+from zero_engine.sharding.module_state import ModuleState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """How far ahead units are gathered, in elements."""
+
+    budget: int | None = None
+    """For the units on their way; None: one unit."""
+    max_live: int = 10**9
+    """For all that is gathered at a time."""
+
+
+class ParamCoordinator:
+    """Gathers and releases the units of one model."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[FlatUnit],
+        collectives: Collectives,
+        prefetch: Prefetch | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._guard = guard
+        self._units = tuple(units)
+        self._collectives = collectives
+        self._prefetch = prefetch or Prefetch()
+        self._in_backward = False
+        self._root_units = tuple(unit for unit in units if unit.is_root)
+        self._blocks = tuple(unit for unit in units if not unit.is_root)
+        self._numbers = {id(unit): number for number, unit in enumerate(self._blocks)}
+        self._sizes = [unit.padded for unit in self._blocks]
+        self._forward: Sequence[int] = range(len(self._blocks))
+        self._backward: Sequence[int] = self._forward[::-1]
+        self._pass = Pass()
+        self._traces: tuple[list[int], list[int]] | None = ([], [])
+        """What was needed in forward and backward; None when the order is settled."""
+        self._hooks: list[RemovableHandle | ModuleState] = []
+        if units:
+            self._hooks += [
+                root.register_forward_pre_hook(Hook(self._before_root)),
+                root.register_forward_hook(Hook(self._after_root)),
+                ModuleState(root, units),
+            ]
+        for module, members in _by_module(units):
+            if module is not root:
+                after = Hook(self._after_forward, members)
+                self._hooks += [
+                    module.register_forward_pre_hook(Hook(self._before_forward, members)),
+                    module.register_forward_hook(after, with_kwargs=True),
+                ]
+
+    def unhook(self) -> None:
+        """Let go of the modules, which are going to be whole."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    # ---- passes ----
+
+    def begin_backward(self) -> None:
+        """Forwards from here on are recomputations: they gather, but do not release."""
+        self._in_backward = True
+        self._begin(self._backward)
+
+    def end_gathers(self) -> None:
+        """Backward has run: take part in what this rank has left out. Before the reducer ends."""
+        self._end()
+
+    def end_backward(self) -> None:
+        """Release everything, the root included."""
+        self._in_backward = False
+        self._release(self._units)
+        if self._units:
+            self._settle_order()
+
+    def release_trained(self, unit: FlatUnit) -> None:
+        """Release a trained unit: a weight's gradient is the last thing that reads the weight."""
+        if not unit.is_root:
+            self._release([unit])
+
+    def _begin(self, order: Sequence[int]) -> None:
+        self._pass = Pass(order)
+        if self._traces is not None:
+            self._traces[self._in_backward].clear()
+        with self._guard():
+            self._look_ahead()
+
+    def _end(self) -> None:
+        with self._guard():
+            self._take_part(self._pass.end())
+
+    def _settle_order(self) -> None:
+        """After the first step: the order in which the modules ran, if it was one on all ranks."""
+        if self._traces is None:
+            return
+        (forward, backward), self._traces = self._traces, None
+        seen = torch.zeros(self._collectives.world, dtype=torch.int64)
+        self._collectives.own(seen).fill_(zlib.crc32(repr((forward, backward)).encode()))
+        with self._guard():
+            wait(self._collectives.all_gather(seen, "the order of the modules"))
+        if bool((seen == seen[0]).all()):
+            self._forward = complete(forward, self._forward)
+            self._backward = complete(backward, self._backward)
+
+    # ---- hooks ----
+
+    def _before_root(self, _module: nn.Module, _args: Any) -> None:
+        self._gather(self._root_units)
+        if not self._in_backward:
+            self._begin(self._forward)
+
+    def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._in_backward:
+            self._end()
+        if not torch.is_grad_enabled():
+            self._release(self._root_units)
+
+    def _before_forward(self, units: Sequence[FlatUnit], _module: nn.Module, _args: Any) -> None:
+        self._gather(units)
+
+    def _after_forward(
+        self, units: Sequence[FlatUnit], _module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if self._in_backward:
+            return
+        for tensor in _differentiable(output):
+            tensor.register_hook(partial(self._before_backward, units))
+        self._watch_untrained(units, (args, kwargs))
+        self._release(units)
+
+    def _before_backward(self, units: Sequence[FlatUnit], _gradient: Tensor) -> None:
+        self._gather(units)
+
+    def _watch_untrained(self, units: Sequence[FlatUnit], inputs: Any) -> None:
+        # Frozen weights have no gradient of their own to tell that backward has passed them; the
+        # gradients of the module's inputs do. Without such inputs they stay until the end; likewise
+        # with a leaf among these, such as a parameter: its gradient is made as soon as its last use
+        # is through, in the middle of one pass through the module as the end of another.
+        untrained = [unit for unit in units if not unit.trained]
+        tensors = list(_differentiable(inputs))
+        if untrained and tensors and not any(tensor.is_leaf for tensor in tensors):
+            after_gradients(tensors, partial(self._release, untrained))
+
+    # ---- gather and release ----
+
+    def _gather(self, units: Sequence[FlatUnit]) -> None:
+        with self._guard():
+            for unit in units:
+                if not unit.gathered:
+                    self._fetch(unit)
+
+    def _fetch(self, unit: FlatUnit) -> None:
+        number = self._numbers.get(id(unit))
+        if number is not None:
+            if self._traces is not None:
+                self._traces[self._in_backward].append(number)
+            self._take_part(self._pass.seek(number))
+        unit.gather()
+        if number is not None:
+            self._look_ahead()
+
+    def _take_part(self, numbers: Iterable[int]) -> None:
+        """Gather units that this rank does not use: others may."""
+        for number in numbers:
+            unit = self._blocks[number]
+            if not unit.gathered:  # by a script's GatheredParameters, perhaps
+                unit.gather()
+                unit.release()
+
+    def _look_ahead(self) -> None:
+        live = sum(unit.padded for unit in self._units if unit.gathered)
+        room = self._prefetch.max_live - live
+        for number in ahead(self._pass.coming(), self._sizes, self._prefetch.budget, room):
+            self._blocks[number].begin_gather()
+
+    def _release(self, units: Sequence[FlatUnit]) -> None:
+        for unit in units:
+            if not unit.holders:
+                unit.release()
+
+
+def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[FlatUnit, ...]]]:
+    members: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
+    for unit in units:
+        members[unit.module].append(unit)
+    return ((module, tuple(group)) for module, group in members.items())
+
+
+def _differentiable(structure: Any) -> Iterator[Tensor]:
+    return (
+        leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor) and leaf.requires_grad
+    )

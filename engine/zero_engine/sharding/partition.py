@@ -1,0 +1,149 @@
+"""Which parameters form which unit.
+
+Owns the choice, as data: names, groups and owners, before any buffer exists. Must always hold:
+every parameter is in exactly one unit; the units and the order inside them depend on the model
+and the optimizer's groups alone, never on rank, world or stage.
+
+Every element of an outermost ModuleList is a unit of its own, as is a module that is marked as a
+leaf; everything else is the root unit.
+A parameter that two units use (tied weights) belongs to the root, which is there from the
+beginning of forward to the end of backward. Trained and untrained parameters, and those of
+different dtypes, are kept apart, so that a unit has one dtype and either travels as a gradient
+in whole or not at all.
+
+Called by `assembly`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_engine.sharding.leaf_modules import z3_leaf_module
+
+ROOT = ""
+"""The name of the root unit's module: the model itself."""
+
+
+_EXTERNAL = "zero_external"
+
+
+def make_external(param: nn.Parameter) -> None:
+    """Note that modules other than its own use a parameter: it will belong to the root."""
+    setattr(param, _EXTERNAL, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter; `group` is its param group, None if no optimizer trains it."""
+
+    fqn: str
+    param: nn.Parameter
+    group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """The members of one unit, in (param group, module) order, and the module that uses them."""
+
+    name: str
+    module: nn.Module
+    is_root: bool
+    members: tuple[Member, ...]
+    dtype: torch.dtype
+
+    @property
+    def trained(self) -> bool:
+        """Whether the members get gradients; all or none do."""
+        return self.members[0].group is not None
+
+
+def wrapped_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules that become units: callable elements of outermost ModuleLists, leaf modules."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            listed = isinstance(module, nn.ModuleList) and _is_callable(child)
+            if listed or z3_leaf_module(child):
+                found[path] = child
+            else:
+                visit(path, child)
+
+    visit(ROOT, root)
+    return found
+
+
+def _is_callable(module: nn.Module) -> bool:
+    # Containers without a forward are never called, so no hook of theirs would ever run.
+    return type(module).forward is not nn.Module.forward
+
+
+def aliases(root: nn.Module) -> dict[str, str]:
+    """Tied parameters: every further name -> the first name."""
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            others[name] = first[id(param)]
+    return others
+
+
+def partition(
+    root: nn.Module, groups: Mapping[int, int], compute_dtype: torch.dtype
+) -> list[UnitSpec]:
+    """The units of a model, in module order with the root last.
+
+    Args:
+        root: The model.
+        groups: id(parameter) -> param group, for the parameters that are trained.
+        compute_dtype: The dtype of the trained parameters; in bf16 and fp16 training also
+            that of the other floating-point ones.
+    """
+    modules = {**wrapped_modules(root), ROOT: root}
+    owners = _owners(root, modules)
+    units: dict[tuple[str, bool, torch.dtype], list[Member]] = defaultdict(list)
+    for fqn, param in root.named_parameters():
+        group = groups.get(id(param))
+        dtype = _dtype_of(param, compute_dtype)
+        units[owners[id(param)], group is None, dtype].append(Member(fqn, param, group))
+    order = {name: position for position, name in enumerate(modules)}
+    return [
+        UnitSpec(_unit_name(*key), modules[key[0]], key[0] == ROOT, _by_group(members), key[2])
+        for key, members in sorted(units.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def _owners(root: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """id(parameter) -> the unit module that alone uses it, else the root."""
+    unit_of = {
+        f"{unit}.{name}": unit
+        for unit, module in modules.items()
+        if unit != ROOT
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+    users: dict[int, set[str]] = defaultdict(set)
+    for name, param in root.named_parameters(remove_duplicate=False):
+        external = hasattr(param, _EXTERNAL)
+        users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
+    return {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}
+
+
+def _dtype_of(param: nn.Parameter, compute_dtype: torch.dtype) -> torch.dtype:
+    narrows = compute_dtype != torch.float32 and param.is_floating_point()
+    return compute_dtype if narrows else param.dtype
+
+
+def _unit_name(module: str, untrained: bool, dtype: torch.dtype) -> str:
+    suffix = f" (untrained, {str(dtype).removeprefix('torch.')})" if untrained else ""
+    return (module or "root") + suffix
+
+
+def _by_group(members: list[Member]) -> tuple[Member, ...]:
+    # A stable sort: inside a group, module order. Each group is then one run of the unit.
+    return tuple(sorted(members, key=lambda member: -1 if member.group is None else member.group))

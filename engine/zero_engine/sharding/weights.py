@@ -1,0 +1,72 @@
+"""The weights of a whole model, put together from the shards.
+
+Owns the weight hash, by which two runs are known to be the same, and the plain state_dict. Must
+always hold: both are the same at every world size and stage. Everything here is collective, and
+one unit is whole at a time.
+
+Called by `engine_state` and `engine`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_engine.sharding.flat_unit import FlatUnit
+
+
+def weight_hash(units: Sequence[FlatUnit]) -> str:
+    """SHA-256 (hex) over the digest of each parameter, in the order of their names.
+
+    A parameter's digest covers its name, dtype, shape and unpadded bytes in the highest
+    precision there is, so it does not depend on which unit holds it.
+    """
+    digests = {}
+    for unit in units:
+        weights = unit.gather_highest()
+        for slot in unit.layout.slots:
+            part = weights[slot.start : slot.stop].cpu()
+            header = f"{slot.fqn}\0{part.dtype}\0{tuple(slot.shape)}\0".encode()
+            digests[slot.fqn] = hashlib.sha256(header + _bytes(part)).digest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+
+def module_state_dict(
+    module: nn.Module,
+    units: Sequence[FlatUnit],
+    aliases: Mapping[str, str],
+    *,
+    highest: bool = False,
+) -> dict[str, Tensor]:
+    """The state_dict of the module on the CPU.
+
+    In the dtypes that it computes in, or with `highest` floating-point tensors in fp32 and the
+    trained ones in their full precision.
+    """
+    whole = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(module)}
+    for unit in units:
+        weights = unit.gather_highest()
+        for slot in unit.layout.slots:
+            part = weights[slot.start : slot.stop].view(slot.shape)
+            dtype = part.dtype if highest else unit.full.dtype
+            whole[slot.fqn] = part.to("cpu", dtype, copy=True)
+    if highest:
+        whole = {n: v.float() if v.is_floating_point() else v for n, v in whole.items()}
+    return whole | {other: whole[name] for other, name in aliases.items()}
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that belong into a state_dict, by name; shared ones once."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._buffers.keys() - child._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
+
+
+def _bytes(flat: Tensor) -> bytes:
+    return flat.contiguous().view(torch.uint8).numpy().tobytes()

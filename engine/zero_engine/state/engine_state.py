@@ -1,0 +1,230 @@
+"""The engine's state as checkpoint pieces, and back.
+
+Owns the translation between live buffers and `checkpoint.pieces`. Must always hold: every rank
+contributes exactly its interval of every unit, at every stage (stage 0 pretends to own no
+more), so that stages 0-3 write the same atoms; what is loaded is bit-equal to what was saved,
+for parameters trained or not, tied or not, optimizer state, hyperparameters of every group,
+buffers, scheduler and loss scale.
+
+Called by `engine`, which adds the counters and the client's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.bulk import uncollected
+from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.table import TensorTable
+from zero_engine.errors import ModelMismatch
+from zero_engine.exchange.collectives import Collectives
+from zero_engine.optim.owner_steps import StepByOwners
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.weights import persistent_buffers
+from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut, plain
+from zero_engine.state.owner_state import WHOLE, StateOfOwners
+from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """The parts of an engine that a checkpoint holds."""
+
+    module: nn.Module
+    units: Sequence[FlatUnit]
+    zero: ZeroOptimizer | None
+    collectives: Collectives
+    scheduler: Any
+    aliases: Mapping[str, str]
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """Tensors and pieces of the last capture: the same again while the memory is the same."""
+
+    @property
+    def _optimizer(self) -> OptimizerState | None:
+        if self.zero is None:
+            return None
+        steps = self.zero.steps
+        if isinstance(steps, StepByOwners):
+            return StateOfOwners(self.zero, steps)
+        return StateOfSegments(self.zero, steps, self.collectives)
+
+    @uncollected()
+    def capture(
+        self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
+    ) -> State:
+        """The state to save; the pieces are views.
+
+        Args:
+            run: Counters, batch and environment, from the engine.
+            client: The script's own state, as JSON.
+            exclude_frozen: Leave out the parameters that are not trained.
+        """
+        engine = {
+            **run,
+            "groups": self._groups(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
+            "excludes_frozen": exclude_frozen,
+        }
+        state = self._state({"engine": engine, "client": dict(client)})
+        return without_frozen(state, self._frozen()) if exclude_frozen else state
+
+    @uncollected()
+    def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
+        """The pieces to fill from a checkpoint, in a fresh optimizer state made to its measure.
+
+        Raises:
+            ModelMismatch: The parameters are grouped in another way.
+        """
+        weights_only = self.zero is None or not options.wants_optimizer
+        if not weights_only and self._optimizer is not None:
+            self._check_groups(manifest, options)
+            self._check_form(manifest)
+            self._optimizer.make(manifest)
+            self.forget()
+        return select(
+            self._state({}),
+            manifest,
+            strict=options.strict,
+            weights_only=weights_only,
+            frozen=self._frozen(),
+        )
+
+    def _frozen(self) -> frozenset[str]:
+        """The parameters that nothing trains."""
+        return frozenset(s.fqn for u in self.units if not u.trained for s in u.layout.slots)
+
+    def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
+        """Finish a load whose pieces are filled: all that is no weight. Collective."""
+        for name, buffer in persistent_buffers(self.module):
+            self.collectives.broadcast(buffer, f"buffer {name}")
+        if self.zero is not None and options.wants_optimizer:
+            self._adopt_groups(engine["groups"])
+            if engine.get("loss_scaler"):
+                self.zero.restore_scale(engine["loss_scaler"])
+        saved_scheduler = engine["scheduler"] if options.wants_scheduler else None
+        if self.scheduler is not None and saved_scheduler is not None:
+            self.scheduler.load_state_dict(saved_scheduler)
+
+    # ---- tensors and pieces ----
+
+    def _state(self, meta: Mapping[str, Any]) -> State:
+        mark = self._optimizer.mark() if self._optimizer is not None else None
+        memory = (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
+        if self._kept.get("memory") != memory:
+            pieces = tuple(self._pieces())
+            self._kept.update(memory=memory, tensors=self._tensors(), pieces=pieces)
+        return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
+
+    def _live(self) -> Iterator[Tensor]:
+        """All that the pieces are views of, in one order."""
+        for unit in self.units:
+            yield unit.shard
+        if self._optimizer is not None:
+            yield from self._optimizer.live()
+        yield from (buffer for _, buffer in persistent_buffers(self.module))
+
+    def forget(self) -> None:
+        """Let go of the memory of the last capture: a load makes new optimizer state."""
+        self._kept.clear()
+
+    def _tensors(self) -> TensorTable:
+        tensors = TensorTable(
+            (TensorId(PARAM, slot.fqn), TensorInfo(tuple(slot.shape), unit.shard.dtype))
+            for unit in self.units
+            for slot in unit.layout.slots
+        )
+        if self._optimizer is not None:
+            tensors.update(self._optimizer.tensors())
+        for name, buffer in persistent_buffers(self.module):
+            tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
+        return tensors
+
+    def _pieces(self) -> Iterator[Piece]:
+        for unit in self.units:
+            yield from cut(unit, PARAM, unit.shard, unit.interval[0], None)
+        if self._optimizer is not None:
+            yield from self._optimizer.pieces()
+        if self.collectives.rank == 0:
+            for name, buffer in persistent_buffers(self.module):
+                yield Piece(TensorId(BUFFER, name), 0, buffer.view(-1))
+
+    # ---- param groups ----
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.zero is None or self._optimizer is None:
+            return []
+        return [
+            {
+                "params": names,
+                "hyperparameters": {
+                    key: plain(value, f"param group option {key}")
+                    for key, value in group.items()
+                    if key != "params"
+                },
+                **record,
+            }
+            for names, group, record in zip(
+                self.zero.names_by_group(),
+                self.zero.optimizer.param_groups,
+                self._optimizer.records(),
+                strict=True,
+            )
+        ]
+
+    def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
+        saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
+        if not saved:  # weights alone, such as imported ones: the optimizer begins afresh
+            return
+        assert self.zero is not None
+        ours = {frozenset(names) for names in self.zero.names_by_group()}
+        params = {slot.fqn for unit in self.units for slot in unit.layout.slots}
+        same_model = params == {t.fqn for t in manifest.tensors if t.kind == PARAM}
+        # With strict loading another model is refused later, tensor by tensor.
+        if saved != ours and (same_model or not options.strict):
+            name = min(frozenset().union(*(saved ^ ours)))
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: the parameters are in other param groups or "
+                f"trained where they are now frozen (for example {name}); give the optimizer the "
+                "groups that it had, or load with load_optimizer_states=False"
+            )
+
+    def _check_form(self, manifest: Manifest) -> None:
+        """The state of whole parameters and that of segments are not to be mixed."""
+        assert self.zero is not None
+        there_whole = any(group.get(WHOLE) for group in manifest.meta["engine"]["groups"])
+        has_state = any(tensor.kind not in (PARAM, BUFFER) for tensor in manifest.tensors)
+        whole = isinstance(self.zero.steps, StepByOwners)
+        if has_state and there_whole != whole:
+            there = manifest.meta["engine"].get("optimizer") or "another"
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: optimizer {there} was stepped on "
+                f"{'shards' if whole else 'whole parameters'}, "
+                f"{type(self.zero.optimizer).__name__} is stepped on "
+                f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
+                "saved with, the same in needs_whole_parameters, or load with "
+                "load_optimizer_states=False"
+            )
+
+    def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        assert self.zero is not None
+        assert self._optimizer is not None
+        by_names = {frozenset(record["params"]): record for record in saved}
+        records = [by_names.get(frozenset(names)) for names in self.zero.names_by_group()]
+        self._optimizer.finish(records)
+        for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
+            for key, value in record["hyperparameters"].items() if record is not None else ():
+                group[key] = _like(group.get(key), value)
+
+
+def _like(current: Any, value: Any) -> Any:
+    """A hyperparameter from JSON, in the form that the optimizer has it in now."""
+    if isinstance(current, Tensor):
+        return current.fill_(value)
+    return tuple(value) if isinstance(value, list) else value

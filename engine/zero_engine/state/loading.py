@@ -1,0 +1,89 @@
+"""One load of a checkpoint into an engine's state.
+
+Owns the exchange of the weights that the ranks have read, which goes on while they read the rest.
+Must always hold:
+
+- Every rank takes part in the exchange for every checkpoint that is tried, whatever it could read.
+  Whether all have read well they find out later; if not, what they got is as worthless as what
+  was read, and both are filled again from the checkpoint before, or the load is an error.
+- Nothing is read into weights that are being exchanged, and no load leaves an exchange behind.
+
+Used by `persistence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_engine import checkpoint
+from zero_engine.checkpoint import Ballot, Loaded, Manifest
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.errors import CheckpointError
+from zero_engine.exchange.collectives import Pending
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.state.engine_state import EngineState
+from zero_engine.state.selection import LoadOptions, Selection
+
+
+class Loading:
+    """What a load makes of the state, step by step.
+
+    Attributes:
+        selection: What is filled from the checkpoint that was tried last.
+    """
+
+    def __init__(self, state: EngineState, options: LoadOptions) -> None:
+        self.selection = Selection(State({}, ()))
+        self._state = state
+        self._options = options
+        self._under_way: list[tuple[FlatUnit, Pending]] = []
+
+    def read(
+        self, directory: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
+    ) -> Loaded | None:
+        """Fill this rank's share of the state. Collective; see `checkpoint.load`."""
+        try:
+            return checkpoint.load(
+                directory, ballot, self._wanted, exchange=self._exchange, tag=tag, ram=ram
+            )
+        except CheckpointError:
+            self._end_exchange()  # the script may go on with these weights
+            raise
+
+    def adopt(self, engine: Mapping[str, Any]) -> None:
+        """Finish what has been read: all that is derived from it. Collective.
+
+        Args:
+            engine: What the manifest says of the engine.
+        """
+        self._end_exchange()
+        self.selection.settle(weights=False)
+        for unit in self._state.units:
+            if unit.tiers.state.far:
+                unit.restore()
+        self._state.adopt(engine, self._options)
+
+    def _wanted(self, manifest: Manifest) -> State:
+        self._end_exchange()
+        self.selection = self._state.wanted(manifest, self._options)
+        return self.selection.state
+
+    def _exchange(self, filled: bool) -> None:
+        """Begin to give others the weights that rest near, and to get theirs.
+
+        What rests far is looked at again when all has been written that rests there.
+        """
+        self._end_exchange()
+        if filled:
+            self.selection.settle(weights=True)
+        for unit in self._state.units:
+            if not unit.tiers.state.far:
+                self._under_way.append((unit, unit.begin_restore()))
+
+    def _end_exchange(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for unit, pending in under_way:
+            unit.end_restore(pending)

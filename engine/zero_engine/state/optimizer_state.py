@@ -1,0 +1,223 @@
+"""The optimizer's state as pieces of a checkpoint, and back: that of segments.
+
+Owns the protocol, of which `owner_state` is the other form. Must always hold: every rank
+contributes exactly its interval, also where it steps all of a unit; what is loaded is what was
+saved, bit by bit.
+
+Called by `engine_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
+from zero_engine.errors import CheckpointError
+from zero_engine.exchange.collectives import Collectives, wait
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.segments import Segment, elementwise_keys
+from zero_engine.tiers.steps import Steps
+
+_SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+
+
+class OptimizerState(Protocol):
+    """What an optimizer remembers of its parameters."""
+
+    def mark(self) -> Any:
+        """What is another one when `tensors` is, though `live` may be the same here."""
+
+    def live(self) -> Iterator[Tensor]:
+        """All that the pieces are views of, in one order."""
+
+    def tensors(self) -> Mapping[TensorId, TensorInfo]:
+        """All tensors of all ranks."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's share of them."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the manifest says beside the tensors, for each param group."""
+
+    def make(self, manifest: Manifest) -> None:
+        """Begin afresh, with zeros in the place of all that a checkpoint has.
+
+        Raises:
+            ModelMismatch: It is another optimizer's.
+        """
+
+    def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
+        """When the pieces are filled: do the rest. Collective.
+
+        Args:
+            records: For each param group what `records` was when it was saved; None: nothing.
+        """
+
+
+class StateOfSegments:
+    """One value per element, divided like the weights, and numbers for whole param groups."""
+
+    def __init__(self, zero: ZeroOptimizer, steps: Steps, collectives: Collectives) -> None:
+        self._zero = zero
+        self._steps = steps
+        self._collectives = collectives
+
+    def mark(self) -> Any:
+        """Other ranks have the same keys."""
+
+    def live(self) -> Iterator[Tensor]:
+        """The keys of each segment."""
+        for segment in self._zero.segments:
+            state = self._of(segment)
+            yield from (state[key] for key in elementwise_keys(segment, state))
+
+    def tensors(self) -> Mapping[TensorId, TensorInfo]:
+        """Every key of every parameter, in the parameter's shape."""
+        kinds: dict[int | None, dict[str, torch.dtype]] = {}
+        for segment in self._zero.segments:
+            state = self._of(segment)
+            kinds[segment.group] = {k: state[k].dtype for k in elementwise_keys(segment, state)}
+        return {
+            TensorId(key, slot.fqn): TensorInfo(tuple(slot.shape), dtype)
+            for unit in self._zero.units
+            for slot in unit.layout.slots
+            for key, dtype in kinds.get(slot.group, {}).items()
+        }
+
+    def pieces(self) -> Iterator[Piece]:
+        """What of the segments lies in this rank's interval."""
+        for segment in self._zero.segments:
+            state = self._of(segment)
+            for key in elementwise_keys(segment, state):
+                yield from cut(segment.unit, key, state[key], segment.start, segment.group)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The numbers; they are equal in all segments of a group."""
+        return [
+            {"state": _scalars(segments[0], self._of(segments[0])) if segments else {}}
+            for _, segments in self._zero.segments_by_group()
+        ]
+
+    def make(self, manifest: Manifest) -> None:
+        """Zeros for every key that a group has in the checkpoint."""
+        optimizer = self._zero.optimizer
+        before = dict(optimizer.state)
+        optimizer.state.clear()
+        # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
+        narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
+        dtypes = {
+            (t.fqn, t.kind): torch.float32
+            if narrow and info.dtype == torch.bfloat16
+            else info.dtype
+            for t, info in manifest.tensors.items()
+        }
+        kinds = sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER})
+        for names, (_, segments) in zip(
+            self._zero.names_by_group(), self._zero.segments_by_group(), strict=True
+        ):
+            present = {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
+            for segment in segments if present else ():
+                optimizer.state[segment.param] = self._steps.make_state(
+                    segment, present, before.get(segment.param, {})
+                )
+
+    def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
+        """Bring in what other ranks have loaded, where all step everything; then the numbers."""
+        for segment in self._zero.segments:
+            if segment.unit.master.numel() == segment.unit.padded and self._collectives.world > 1:
+                self._replicate(segment)
+        for record, (group, segments) in zip(records, self._zero.segments_by_group(), strict=True):
+            saved = record["state"] if record is not None else {}
+            for segment in segments if saved else ():
+                state = self._zero.optimizer.state[segment.param]
+                for key, value in saved.items():
+                    state[key] = _unpack(value, group, segment)
+
+    def _replicate(self, segment: Segment) -> None:
+        state = self._of(segment)
+        for key in elementwise_keys(segment, state):
+            whole = state[key].new_zeros(segment.unit.padded)
+            part = whole[segment.start : segment.stop]
+            part.copy_(state[key])
+            wait(self._collectives.all_gather(whole, f"loaded {key} of {segment.unit.name}"))
+            state[key].copy_(part)
+
+    def _of(self, segment: Segment) -> dict[str, Any]:
+        state: dict[str, Any] = self._zero.optimizer.state.get(segment.param, {})
+        return state
+
+
+def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None) -> Iterator[Piece]:
+    """The pieces of `data`, which begins at element `origin` of the unit.
+
+    Only what lies in this rank's interval; with a group, only the group's parameters.
+    """
+    end = origin + data.numel()
+    low, high = max(origin, unit.interval[0]), min(end, unit.interval[1])
+    runs = [
+        (slot, max(slot.start, low), min(slot.stop, high))
+        for slot in unit.layout.slots
+        if slot.start < high and slot.stop > low and group in (None, slot.group)
+    ]
+    # One call for all views; every other one is what lies between two runs.
+    edges = [origin, *(edge for _, *run in runs for edge in run), end]
+    parts = data.split([stop - start for start, stop in pairwise(edges)])[1::2]
+    for (slot, start, _), part in zip(runs, parts, strict=True):
+        yield Piece(TensorId(kind, slot.fqn), start - slot.start, part)
+
+
+# ---- numbers in JSON ----
+
+
+def _scalars(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
+    keys = state.keys() - set(elementwise_keys(segment, state))
+    return {key: _pack(state[key], f"optimizer state {key}") for key in sorted(keys)}
+
+
+def _pack(value: Any, what: str) -> Any:
+    if not isinstance(value, Tensor):
+        return plain(value, what)
+    if value.numel() != 1 or str(value.dtype) not in _SCALAR_DTYPES:
+        raise CheckpointError(
+            f"{what} has shape {tuple(value.shape)} and dtype {value.dtype}: neither one value "
+            "per element nor one number, so it cannot be divided among ranks"
+        )
+    return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
+
+
+def _unpack(value: Any, group: Mapping[str, Any], segment: Segment) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    device = device_of_number(group, segment.param.device)
+    tensor = torch.tensor(value["tensor"], dtype=_SCALAR_DTYPES[value["dtype"]], device=device)
+    return tensor.reshape(value["shape"])
+
+
+def device_of_number(group: Mapping[str, Any], weights: torch.device) -> torch.device:
+    """Where torch keeps step counts: beside the weights for kernels that read them there."""
+    beside = group.get("fused") or group.get("capturable")
+    return weights if beside else torch.device("cpu")
+
+
+def plain(value: Any, what: str) -> Any:
+    """A value of an optimizer as JSON.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor() if value.numel() == 1:
+            return value.item()
+        case list() | tuple():
+            return [plain(inner, what) for inner in value]
+        case _:
+            raise CheckpointError(f"{what} is a {type(value).__name__}, which JSON cannot hold")

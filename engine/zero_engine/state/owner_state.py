@@ -1,0 +1,142 @@
+"""The state of an optimizer that steps whole parameters, as pieces of a checkpoint, and back.
+
+Must always hold: a tensor or a number is stored in its own shape, by the rank that owns the
+parameter; all ranks say the same of all of them, as the sketches do; a world of another size finds
+everything again, because sketches and leaves go by the parameter's name.
+
+Called by `engine_state` and `param_access`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.checkpoint import Manifest
+from zero_engine.checkpoint.dtypes import DTYPES
+from zero_engine.checkpoint.pieces import Piece, TensorId, TensorInfo
+from zero_engine.errors import CheckpointError
+from zero_engine.exchange.collectives import Collectives
+from zero_engine.exchange.telling import tell
+from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
+from zero_engine.optim.sketches import Number, blank, described, filled, leaves, sketch, stored
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.state.optimizer_state import device_of_number
+
+WHOLE = "whole"
+"""Of a param group in the manifest: name of a parameter -> its sketch."""
+
+
+class StateOfOwners:
+    """State in shapes of its own, each parameter's on one rank."""
+
+    def __init__(self, zero: ZeroOptimizer, steps: StepByOwners) -> None:
+        self._zero = zero
+        self._steps = steps
+
+    def mark(self) -> Any:
+        """That of the sketches, and the numbers: what is stored of them is made for each save."""
+        numbers = [leaf for _, leaf in self._own() if not isinstance(leaf, Tensor)]
+        return self._steps.marks, numbers
+
+    def live(self) -> Iterator[Tensor]:
+        """The tensors of what this rank owns."""
+        yield from (leaf for _, leaf in self._own() if isinstance(leaf, Tensor))
+
+    def _own(self) -> Iterator[tuple[TensorId, Tensor | Number]]:
+        for each in self._steps.owned:
+            for kind, leaf in leaves(self._steps.state_of(each)):
+                yield TensorId(kind, each.slot.fqn), leaf
+
+    def tensors(self) -> dict[TensorId, TensorInfo]:
+        """As the sketches describe them."""
+        return {
+            TensorId(kind, fqn): TensorInfo(tuple(shape), DTYPES[dtype])
+            for fqn, known in self._steps.sketches.items()
+            for kind, dtype, shape in described(known)
+        }
+
+    def pieces(self) -> Iterator[Piece]:
+        """Whole leaves."""
+        for name, leaf in self._own():
+            data = stored(leaf).view(-1)
+            if data.numel():
+                yield Piece(name, 0, data)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The sketches.
+
+        Raises:
+            CheckpointError: There is none of what somebody owns; on every rank.
+        """
+        sketches = self._steps.sketches
+        for known in sketches.values():
+            if PROBLEM in known:
+                raise CheckpointError(known[PROBLEM])
+        return [
+            {"state": {}, WHOLE: {fqn: sketches[fqn] for fqn in names if fqn in sketches}}
+            for names in self._zero.names_by_group()
+        ]
+
+    def make(self, manifest: Manifest) -> None:
+        """Blank nests for what this rank owns."""
+        self._steps.know(g.get(WHOLE, {}) for g in manifest.meta["engine"]["groups"])
+        optimizer = self._zero.optimizer
+        optimizer.state.clear()
+        for owned in self._steps.owned:
+            known = self._steps.sketches.get(owned.slot.fqn)
+            if known is not None:
+                assert owned.slot.group is not None
+                group, device = optimizer.param_groups[owned.slot.group], owned.param.device
+                optimizer.state[owned.param] = blank(known, device, device_of_number(group, device))
+
+    def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
+        """Numbers become Python's again."""
+        del records
+        for owned in self._steps.owned:
+            if state := self._steps.state_of(owned):
+                known = self._steps.sketches[owned.slot.fqn]
+                self._zero.optimizer.state[owned.param] = filled(state, known)
+
+
+def fetch(
+    owned: Mapping[str, Any] | None,
+    key: str,
+    name: str,
+    collectives: Collectives,
+    device: torch.device,
+) -> Any:
+    """What the owner of a parameter has under a key of its state, in a copy. Collective.
+
+    Args:
+        owned: The parameter's state; None on ranks that do not own it.
+        key: Of the state.
+        name: The parameter's.
+        collectives: All ranks.
+        device: Where to have it.
+
+    Returns:
+        The same on every rank; None if there is nothing (yet), or nothing that can be sketched.
+    """
+    own = None if owned is None else [_sketch(owned.get(key), name)]
+    told = tell(own, f"sketch of {key}", collectives, device)
+    source = next(rank for rank, said in enumerate(told) if said is not None)
+    known = told[source][0]
+    nest = blank(known, device, device)
+    mine = {} if owned is None else dict(leaves(owned.get(key)))
+    for kind, place in leaves(nest):
+        assert isinstance(place, Tensor)
+        sent = stored(mine.get(kind, place)).to(device, copy=True)
+        collectives.broadcast(sent, f"{key} of {name}", source)
+        place.copy_(sent)
+    return filled(nest, known)
+
+
+def _sketch(nest: Any, name: str) -> Any:
+    try:
+        return sketch(nest, name)
+    except CheckpointError:
+        return None

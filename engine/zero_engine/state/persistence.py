@@ -1,0 +1,337 @@
+"""Saving, loading, and leaving with a save.
+
+Owns what the engine knows about checkpoints: where they go, whether the script has state of its
+own in them, when they are due, whether this group is being left. Must always hold: a checkpoint
+is taken between steps; after a load, position, counters and batch are those of the checkpoint;
+what all ranks must do alike (leave, save, skip a save) is decided from the consensus of a step,
+so that they do it at the same boundary.
+
+Called by `engine`; `saver` does the work.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine import checkpoint
+from zero_engine.checkpoint.background import Outcome
+from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.retention import is_number
+from zero_engine.config import Config
+from zero_engine.config.saving import SKIP
+from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
+from zero_engine.errors import CheckpointError, CommitRefused, EngineError
+from zero_engine.exchange.distributed import group_store
+from zero_engine.parts import Core, Run
+from zero_engine.sharding.weights import weight_hash
+from zero_engine.state import run_meta
+from zero_engine.state.client_state import pack, unpack
+from zero_engine.state.engine_state import EngineState
+from zero_engine.state.loading import Loading
+from zero_engine.state.ram_tier import RamTier
+from zero_engine.state.saver import Request, Saver
+from zero_engine.state.schedule import Schedule
+from zero_engine.state.selection import LoadOptions, Selection
+
+_log = logging.getLogger(__name__)
+
+ClientSource = Callable[[], Mapping[str, Any]]
+"""Gives the script's own state as of now."""
+NOTES = 5
+"""How many numbers `Persistence.notes` adds to the consensus of a step."""
+
+
+class Persistence:
+    """The checkpoints of one engine."""
+
+    def __init__(
+        self, config: Config, core: Core, run: Run, state: EngineState, link: AgentLink
+    ) -> None:
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.state = state
+        self.saver = Saver(config.checkpoint, run.rank, run.world, link)
+        self.schedule = Schedule(config.checkpoint, restarts, run.rank)
+        ram = config.checkpoint.ram
+        self.ram = RamTier(ram, run.rank, run.world, link) if ram is not None else None
+        self.leaving = False
+        """Some rank was asked to leave; known to all ranks since the same step."""
+        self._config = config
+        self._core = core
+        self._run = run
+        self._link = link
+        self._ballot = checkpoint.Ballot(group_store("ballot"), run.rank, run.world)
+        self._directory: Place | None = None
+        self._ram_root: Place | None = None
+        """The directory that this run goes on from: the first that it was loaded from or saved to.
+        Others that it writes, the best so far for one, are not to be mixed with what is newest."""
+        self._has_stepped = False
+        self.client_source: ClientSource | None = None
+        self._script_has_state = False
+        self._script_asks = False
+        self._departure: Departure | None = None
+        self._may_leave = False
+        self._some_rank_busy = False
+        self._some_ram_busy = False
+        self._last_failed = False
+        self._told_of_metric = False
+
+    # ---- saving ----
+
+    def save(
+        self,
+        directory: Place,
+        tag: str | None,
+        client: Mapping[str, Any],
+        *,
+        blocking: bool | None = None,
+        exclude_frozen: bool = False,
+    ) -> bool:
+        """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
+        begin_s, step = time.monotonic(), self._run.cursor.step
+        self._check_boundary()
+        client = client or self._client_state()
+        packed = pack(client)
+        self._check_metric(client)
+        self._directory, self._ram_root = directory, self._ram_root or directory
+        self._script_has_state |= bool(client)
+        waits = self._must_wait(blocking)
+        if self._skips(waits):
+            return False
+        self._tell(self.saver.wait_for_room())
+        tag = tag or f"global_step{step}"
+        copied = self.saver.begin(
+            Request(
+                root=directory,
+                state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
+                step=step,
+                tag=tag,
+                fence=self._link.fence(step, tag, self._run.cursor.samples),
+            ),
+            copy=not waits,
+        )
+        saved = self.wait() if waits else True
+        if not copied:  # for want of room, on this rank alone: as if it had been in the background
+            self._tell(self.saver.wait())
+        self._some_rank_busy = not waits
+        self.schedule.begun(time.monotonic() - begin_s)
+        if self.leaving and self._run.declared:
+            self._may_leave = True  # at the next step: what its loop has to write comes now
+        elif self.leaving:
+            self._leave()
+        return saved
+
+    def close(self) -> None:
+        """Finish the saves in flight."""
+        if self.ram is not None:
+            self.ram.close()
+        self.saver.close()
+
+    def _check_boundary(self) -> None:
+        if micro := self._run.cursor.micro:
+            raise CheckpointError(
+                f"micro-step {micro} of a step: its gradients cannot be saved; call "
+                "save_checkpoint() after the step() that ends it"
+            )
+
+    def _check_metric(self, client: Mapping[str, Any]) -> None:
+        """The metric of `keep_best` is a number, or left out: then this save is not compared."""
+        best = self._config.checkpoint.keep_best
+        if best is None:
+            return
+        if best.metric in client and not is_number(client[best.metric]):
+            raise CheckpointError(
+                f"client_state[{best.metric!r}] is {client[best.metric]!r}; checkpoint.keep_best "
+                "compares numbers: give it a float"
+            )
+        if best.metric not in client and not self._told_of_metric and self._run.rank == 0:
+            self._told_of_metric = True
+            _log.info("no client_state[%r]: this save is not among the best", best.metric)
+
+    def _must_wait(self, blocking: bool | None) -> bool:
+        if blocking is None:
+            blocking = not self._config.checkpoint.asynchronous
+        return blocking or self.leaving
+
+    def _skips(self, waits: bool) -> bool:
+        """Whether this save is left out because the one before is still being written."""
+        skips = self._some_rank_busy and not waits and self._config.checkpoint.when_busy == SKIP
+        if skips and self._run.rank == 0:
+            step = self._run.cursor.step
+            _log.info("no checkpoint of step %d: the one before is still being written", step)
+        return skips
+
+    def _hashes(self, waits: bool) -> bool:
+        wanted = self._config.checkpoint.weight_hash
+        return waits if wanted is None else wanted
+
+    def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
+        run = run_meta.describe(self._config, self._core, self._run)
+        run["elapsed_s"] = self.schedule.elapsed_s
+        run["weight_hash"] = weight_hash(self._core.units) if hashed else None
+        state = self.state.capture(run, client, exclude_frozen=exclude_frozen)
+        # The script and its scheduler go on changing theirs.
+        return replace(state, meta=copy.deepcopy(dict(state.meta)))
+
+    def wait(self) -> bool:
+        """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
+        outcome = self.saver.wait()
+        if outcome is None:
+            return not self._last_failed
+        self._note(outcome)
+        if isinstance(outcome.error, CommitRefused):
+            # This worker's round is over or its agent is cut off; if so it will be told to
+            # leave. Until then it may compute, and the checkpoints there are stay as they are.
+            self.saver.report(outcome)
+        elif outcome.error is not None:
+            raise outcome.error
+        return outcome.path is not None
+
+    def _tell(self, outcome: Outcome | None) -> None:
+        """Take note of a save that nobody has asked about, and say so if it has failed."""
+        if outcome is not None:
+            self._note(outcome)
+            self.saver.report(outcome)
+
+    def _note(self, outcome: Outcome) -> None:
+        self._last_failed = outcome.path is None
+        if outcome.path is not None:
+            self.schedule.committed(outcome.write_s)
+
+    # ---- in memory ----
+
+    def keep_in_ram(self) -> None:
+        """At the end of a step: keep it in memory, if that is due."""
+        root, cursor, self._has_stepped = self._ram_root, self._run.cursor, True
+        if self.ram is None or root is None or self.leaving:
+            return
+        if self._known_to_script_alone:
+            self.ram.give_up(
+                "client_state is known to the script alone; engine.keep_client_state() tells more"
+            )
+        if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
+            client = pack(self._client_state())
+            state = self._capture(client, exclude_frozen=False, hashed=False)
+            self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
+
+    @property
+    def _known_to_script_alone(self) -> bool:
+        """Whether the script has state that a checkpoint of the engine's own would lack."""
+        return (self._script_has_state or self._run.declared) and self.client_source is None
+
+    def _client_state(self) -> Mapping[str, Any]:
+        """What the script wants in a checkpoint that it does not make itself."""
+        return self.client_source() if self.client_source is not None else {}
+
+    # ---- loading ----
+
+    def load(
+        self, directory: Place, tag: str | None, options: LoadOptions
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
+        if self._run.cursor.micro:
+            raise EngineError("load_checkpoint() in the middle of a step; call it before training")
+        self._tell(self.saver.wait_for_room())
+        self.saver.forget()
+        self.state.forget()
+        if self.ram is not None:
+            self.ram.prepare()
+        self._directory = directory
+        loading = Loading(self.state, options)
+        # Memory is for going on after a failure; who has trained and loads wants what is on disk.
+        recovers = tag is None and options.whole and not self._has_stepped
+        search = self.ram.search() if self.ram is not None and recovers else None
+        loaded = loading.read(directory, self._ballot, tag, search)
+        if self.ram is not None and options.whole:
+            self._ram_root = directory if recovers else self._ram_root or directory
+            step = loaded.manifest.step if loaded is not None else 0
+            self.ram.loaded(self._ram_root, loaded, step)
+        if loaded is None:
+            return None, {}
+        meta = loaded.manifest.meta
+        loading.adopt(meta["engine"])
+        if not options.module_only:
+            run_meta.adopt(meta["engine"], self._config, self._core, self._run)
+            self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
+        client = unpack(meta["client"])
+        self._script_has_state |= bool(client)
+        if self._run.rank == 0:
+            _report_loaded(loaded, loading.selection)
+        return str(loaded.path), client
+
+    # ---- at the end of a step ----
+
+    def notes(self) -> Tensor:
+        """[NOTES] for all ranks: whether to leave, which saves are in flight, the schedule's."""
+        in_ram = self.ram is not None and self.ram.busy
+        own = [self._link.leave_asked, self.saver.busy, in_ram, *self.schedule.notes()]
+        return torch.tensor([float(note) for note in own], device=self._core.device)
+
+    def hear(self, notes: Tensor) -> None:
+        """Take everybody's notes [world, NOTES], and tell of a save that has ended."""
+        self.leaving |= bool(notes[:, 0].any())
+        self._some_rank_busy = bool(notes[:, 1].any())
+        self._some_ram_busy = bool(notes[:, 2].any())
+        self.schedule.hear(notes[0, 3:].tolist())
+        self._tell(self.saver.finished())
+
+    def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
+        """Whether the script should save now. See `Engine.checkpoint_due`."""
+        self._script_asks = True
+        due = self.schedule.due(self._run.cursor.step, every_steps, every_s)
+        # Scripts ask after every micro-step, and only after the last one is there a step to save.
+        return not self._run.cursor.micro and (due or self.leaving)
+
+    # ---- leaving ----
+
+    def depart_if_asked(self) -> None:
+        """At the end of a step: leave if it is time, saving first if the script need not."""
+        if not self.leaving:
+            return
+        if self._may_leave:
+            self._leave()
+        departure, reason = choose_departure(
+            directory_known=self._directory is not None,
+            script_has_state=self._known_to_script_alone,
+            script_asks=self._script_asks,
+        )
+        if departure is not self._departure:  # waiting for the script may take many steps
+            _log.info("asked to leave: %s, because %s", departure, reason)
+        self._departure = departure
+        if departure is Departure.SAVE_AND_LEAVE:
+            self._save_and_leave()
+        elif departure is Departure.LEAVE:
+            self._leave()
+
+    def _save_and_leave(self) -> None:
+        assert self._directory is not None
+        try:
+            self.save(self._directory, None, {})
+        except CheckpointError as error:
+            # The next round goes on from the checkpoint before; staying would help nobody.
+            _log.error("leaving without a new checkpoint: %s", error)
+            self._leave()
+
+    def _leave(self) -> None:
+        self.close()
+        # Rank 0 may host the store that the others still read the verdict from.
+        self._core.collectives.barrier("leaving")
+        leave(self._link, self.saver.last_step)
+
+
+def _report_loaded(loaded: checkpoint.Loaded, selection: Selection) -> None:
+    for remark in selection.remarks:
+        _log.info("%s", remark)
+    engine = loaded.manifest.meta["engine"]
+    digest = engine.get("weight_hash")
+    weights = f", weights {digest[:16]}" if digest else ""
+    _log.info("loaded %s, step %d%s", loaded.path, engine["step"], weights)
