@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.fragments import Fragments
@@ -41,11 +42,14 @@ TOMBSTONE = b"removed\n"
 QUARANTINE = "QUARANTINE"
 """A marker beside the manifest: damaged, never to be chosen again; the text says why."""
 
+Digests = npt.NDArray[np.uint64]
+"""XXH3-64 of block after block."""
+
 _ENVELOPE = '{"digest":"%s",'
 ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FileRecord:
     """One rank's file."""
 
@@ -53,8 +57,8 @@ class FileRecord:
     size_bytes: int
     data_offset: int
     """Where the data begin: the length of the safetensors header, padded to whole pages."""
-    digests: tuple[int, ...]
-    """XXH3-64 of each block of the whole file, header included; the last may be short."""
+    digests: Digests
+    """Of each block of the whole file, header included; the last may be short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,14 +149,14 @@ def _file_record(file: FileRecord) -> dict[str, Any]:
     }
 
 
-def pack_digests(digests: tuple[int, ...]) -> str:
+def pack_digests(digests: Digests) -> str:
     """Base64 of little-endian 64-bit words: 11 characters a block instead of 20."""
-    return base64.b64encode(np.array(digests, dtype="<u8").tobytes()).decode()
+    return base64.b64encode(digests.astype("<u8").tobytes()).decode()
 
 
-def unpack_digests(text: str) -> tuple[int, ...]:
+def unpack_digests(text: str) -> Digests:
     """The inverse of `pack_digests`; raises ValueError for anything else."""
-    return tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8").tolist())
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8").astype(np.uint64)
 
 
 def check_json(value: object, path: str) -> None:

@@ -86,7 +86,7 @@ class Neighbours:
         self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
     ) -> None:
         limit_s = time.monotonic() + PUSH_LIMIT_S
-        digests = b"".join(digest.to_bytes(8, "big") for digest in file.digests).hex()
+        digests = file.digests.astype(">u8").tobytes().hex()
         wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
         with closing(ram_wire.dial(address, self.key)) as connection:
             ram_wire.send(connection, wish)

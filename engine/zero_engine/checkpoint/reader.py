@@ -179,8 +179,7 @@ class _Reader:
         for buffer in buffers:
             hasher.update(buffer)
         expected = file.digests[read.blocks[0] : read.blocks.stop]
-        if (digests := hasher.digests()) != expected:
-            block = next(n for n, digest in enumerate(digests) if digest != expected[n])
+        for block in np.flatnonzero(hasher.digests() != expected)[:1].tolist():
             raise self._damage(file, read, block, "is not what was saved (XXH3-64 differs)")
         for part in read.parts:
             self._copy_to_device(part, part.offset - begin)

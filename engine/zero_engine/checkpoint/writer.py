@@ -19,10 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from zero_engine.checkpoint.layout import FileLayout
-from zero_engine.checkpoint.manifest import FileRecord
+from zero_engine.checkpoint.manifest import Digests, FileRecord
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.slabs import copies, two_rooms
 from zero_engine.checkpoint.storage import Disk
@@ -63,11 +64,11 @@ class BlockHasher:
         self._block_bytes = block_bytes
         self._hash = xxhash.xxh3_64()
         self._filled = 0
-        self._digests: list[int] = []
+        self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
         """Take in the next bytes of the stream."""
-        size, digest = self._block_bytes, xxhash.xxh3_64_intdigest
+        size, digest = self._block_bytes, xxhash.xxh3_64_digest
         begin = 0
         if self._filled:
             begin = min(size - self._filled, len(data))
@@ -84,14 +85,14 @@ class BlockHasher:
         if self._filled == self._block_bytes:
             self._close_block()
 
-    def digests(self) -> tuple[int, ...]:
+    def digests(self) -> Digests:
         """One digest per block; call it once, at the end of the stream."""
         if self._filled:
             self._close_block()
-        return tuple(self._digests)
+        return np.frombuffer(b"".join(self._digests), dtype=">u8").astype(np.uint64)
 
     def _close_block(self) -> None:
-        self._digests.append(self._hash.intdigest())
+        self._digests.append(self._hash.digest())
         self._hash.reset()
         self._filled = 0
 
