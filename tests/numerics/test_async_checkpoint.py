@@ -73,7 +73,7 @@ def save_throttled(root: str, stage: int) -> str:
 
 
 def save_after_a_load(root: str, stage: int) -> str:
-    """A load gives the optimizer new state: what was kept of the save before must not be used."""
+    """A load fills the memory that the save before was laid out for."""
     engine = make_engine(config(stage, **ASYNC))
     train(engine, 1)
     engine.save_checkpoint(f"{root}.before")
@@ -100,6 +100,26 @@ def test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_writt
         name = f"r{rank:05d}.safetensors"
         assert (ours.path / name).read_bytes() == (theirs.path / name).read_bytes()
     assert {rank[0] for rank in worlds.run(1, go_on, str(background))} == set(end)
+
+
+def layout_after_a_load(root: str, moments: bool) -> bool:
+    """Whether it is the one before a load, of a checkpoint that has moments or has none."""
+    engine = make_engine(config(2, **ASYNC))
+    engine.save_checkpoint(f"{root}.fresh")
+    train(engine, SAVED_AT)
+    engine.save_checkpoint(root)
+    saver, state = engine._persistence.saver, engine._persistence.state
+    before = saver.lay_out(state.capture({}, {}))
+    engine.load_checkpoint(root if moments else f"{root}.fresh")
+    assert saver.has_laid_out(state.capture({}, {})) == moments
+    return saver.lay_out(state.capture({}, {})) is before
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_the_first_save_after_a_load_into_the_same_memory_is_laid_out_already(
+    worlds: WorldPool, tmp_path: Path, moments: bool
+) -> None:
+    assert worlds.run(2, layout_after_a_load, str(tmp_path / "run"), moments) == [moments] * 2
 
 
 def test_without_room_in_memory_training_waits_and_says_why_once(

@@ -87,7 +87,6 @@ class EngineState:
             self._check_groups(manifest, options)
             self._check_form(manifest)
             self._optimizer.make(manifest)
-            self.forget()
         return select(
             self._state({}),
             manifest,
@@ -129,10 +128,6 @@ class EngineState:
         if self._optimizer is not None:
             yield from self._optimizer.live()
         yield from (buffer for _, buffer in persistent_buffers(self.module))
-
-    def forget(self) -> None:
-        """Let go of the memory of the last capture: a load makes new optimizer state."""
-        self._kept.clear()
 
     def _tensors(self) -> TensorTable:
         tensors = TensorTable(

@@ -241,8 +241,6 @@ class Persistence:
         if self._run.cursor.micro:
             raise EngineError("load_checkpoint() in the middle of a step; call it before training")
         self._tell(self.saver.wait_for_room())
-        self.saver.forget()
-        self.state.forget()
         if self.ram is not None:
             self.ram.prepare()
         self._directory = directory
@@ -251,6 +249,7 @@ class Persistence:
         recovers = tag is None and options.whole and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
         loaded = loading.read(directory, self._ballot, tag, search)
+        self._keep_layout(loading.selection.state)
         if self.ram is not None and options.whole:
             self._ram_root = directory if recovers else self._ram_root or directory
             step = loaded.manifest.step if loaded is not None else 0
@@ -267,6 +266,13 @@ class Persistence:
         if self._run.rank == 0:
             _report_loaded(loaded, loading.selection)
         return str(loaded.path), client
+
+    def _keep_layout(self, filled: State) -> None:
+        """After a load: the next save is laid out like the last one, or lets go of its tensors."""
+        if not self.saver.has_laid_out(filled):
+            self.saver.forget()
+            if self.ram is not None:
+                self.ram.forget()
 
     # ---- at the end of a step ----
 

@@ -88,8 +88,11 @@ class RamTier:
         return self._search
 
     def prepare(self) -> None:
-        """Before a load, which gives the optimizer other tensors."""
+        """Before a load: nothing is being copied or committed any more."""
         self._take_outcome()
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last saves, but not of the memory for the next."""
         for arena in self._arenas:
             arena.forget()
 

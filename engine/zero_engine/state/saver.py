@@ -155,9 +155,13 @@ class Saver:
 
     def lay_out(self, state: State) -> FileLayout:
         """The layout; where tensors are many it takes as long as the copy, so it is kept."""
-        if self._layout is None or self._layout[0] is not state.pieces:
+        if self._layout is None or not self.has_laid_out(state):
             self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))
         return self._layout[1]
+
+    def has_laid_out(self, state: State) -> bool:
+        """Whether the last layout is that of a state: of the same tensors, in the same memory."""
+        return self._layout is not None and self._layout[0] is state.pieces
 
     def _save(self, request: Request, image: Image | None) -> Place:
         """On the thread of the saves."""
