@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.pieces import PARAM
-from zero_engine.errors import ModelMismatch
 
 WORLD, ENDS_AT = 3, 4
 
@@ -50,32 +48,3 @@ def test_damage_that_one_rank_finds_makes_all_go_on_from_the_checkpoint_before(
 
     assert worlds.run(WORLD, load_and_end, str(tmp_path), stage, bf16) == ends
     assert (newest.path / "QUARANTINE").exists()
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_who_refuses_the_checkpoint_of_another_model_keeps_the_weights(
-    worlds: WorldPool, tmp_path: Path, stage: int, bf16: bool
-) -> None:
-    worlds.run(WORLD, save_another_model, str(tmp_path))
-    for before, after in worlds.run(WORLD, weights_around_a_refusal, str(tmp_path), stage, bf16):
-        assert before == after
-
-
-def save_another_model(root: str) -> None:
-    model = make_model()
-    del model.unused
-    make_engine(config(1), model=model).save_checkpoint(root)
-
-
-def weights_around_a_refusal(root: str, stage: int, bf16: bool) -> list[tuple[str, float]]:
-    """What is stepped, by its hash, and what is computed with, by a loss: before and after."""
-    engine = make_engine(config(stage, bf16=bf16))
-    train(engine, 1)
-    assert engine.training_dataloader is not None
-    batch = next(iter(engine.training_dataloader))
-    engine.eval()
-    found = [(engine.weight_hash(), float(engine(batch)))]
-    with pytest.raises(ModelMismatch, match="missing"):
-        engine.load_checkpoint(root)
-    return [*found, (engine.weight_hash(), float(engine(batch)))]

@@ -177,9 +177,13 @@ class StepByOwners:
 
     def know(self, sketches: Iterable[Mapping[str, Any]]) -> None:
         """Take sketches for those of all parameters, and have them compared in the next step."""
-        known = {fqn: each for some in sketches for fqn, each in some.items()}
-        self.sketches = {fqn: known[fqn] for fqn in self._names if fqn in known}
+        self.sketches = self.chosen(sketches)
         self.marks = None
+
+    def chosen(self, sketches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of some sketches those of these parameters, in their order."""
+        known = {fqn: each for some in sketches for fqn, each in some.items()}
+        return {fqn: known[fqn] for fqn in self._names if fqn in known}
 
     def _sketch(self, owned: Owned) -> Any:
         try:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.bulk import uncollected
+from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.checkpoint.table import TensorTable
 from zero_engine.errors import ModelMismatch
@@ -80,20 +82,24 @@ class EngineState:
         """The pieces to fill from a checkpoint, in a fresh optimizer state made to its measure.
 
         Raises:
-            ModelMismatch: The parameters are grouped in another way.
+            ModelMismatch: It is another model's, or the parameters are grouped in another way.
+                Nothing has been changed.
         """
         weights_only = self.zero is None or not options.wants_optimizer
-        if not weights_only and self._optimizer is not None:
-            self._check_groups(manifest, options)
-            self._check_form(manifest)
-            self._optimizer.make(manifest)
-        return select(
-            self._state({}),
-            manifest,
+        chosen = partial(
+            select,
+            manifest=manifest,
             strict=options.strict,
             weights_only=weights_only,
             frozen=self._frozen(),
         )
+        if not weights_only and self._optimizer is not None:
+            self._check_groups(manifest, options)
+            self._check_form(manifest)
+            coming = self._tensors(self._optimizer.tensors_after(manifest))
+            resolve(chosen(State(coming, ())).state, manifest)
+            self._optimizer.make(manifest)
+        return chosen(self._state({}))
 
     def _frozen(self) -> frozenset[str]:
         """The parameters that nothing trains."""
@@ -117,8 +123,9 @@ class EngineState:
         mark = self._optimizer.mark() if self._optimizer is not None else None
         memory = (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
         if self._kept.get("memory") != memory:
-            pieces = tuple(self._pieces())
-            self._kept.update(memory=memory, tensors=self._tensors(), pieces=pieces)
+            of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
+            tensors, pieces = self._tensors(of_optimizer), tuple(self._pieces())
+            self._kept.update(memory=memory, tensors=tensors, pieces=pieces)
         return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
 
     def _live(self) -> Iterator[Tensor]:
@@ -129,14 +136,13 @@ class EngineState:
             yield from self._optimizer.live()
         yield from (buffer for _, buffer in persistent_buffers(self.module))
 
-    def _tensors(self) -> TensorTable:
+    def _tensors(self, of_optimizer: Mapping[TensorId, TensorInfo]) -> TensorTable:
         tensors = TensorTable(
             (TensorId(PARAM, slot.fqn), TensorInfo(tuple(slot.shape), unit.shard.dtype))
             for unit in self.units
             for slot in unit.layout.slots
         )
-        if self._optimizer is not None:
-            tensors.update(self._optimizer.tensors())
+        tensors.update(of_optimizer)
         for name, buffer in persistent_buffers(self.module):
             tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
         return tensors

@@ -40,6 +40,9 @@ class OptimizerState(Protocol):
     def tensors(self) -> Mapping[TensorId, TensorInfo]:
         """All tensors of all ranks."""
 
+    def tensors_after(self, manifest: Manifest) -> Mapping[TensorId, TensorInfo]:
+        """What `tensors` will be after `make`, but for dtypes; nothing is changed."""
+
     def pieces(self) -> Iterator[Piece]:
         """This rank's share of them."""
 
@@ -84,6 +87,16 @@ class StateOfSegments:
         for segment in self._zero.segments:
             state = self._of(segment)
             kinds[segment.group] = {k: state[k].dtype for k in elementwise_keys(segment, state)}
+        return self._in_shape(kinds)
+
+    def tensors_after(self, manifest: Manifest) -> Mapping[TensorId, TensorInfo]:
+        """Every key that a group has in the checkpoint, for each of its parameters."""
+        return self._in_shape(dict(enumerate(self._stored(manifest))))
+
+    def _in_shape(
+        self, kinds: Mapping[int | None, Mapping[str, torch.dtype]]
+    ) -> dict[TensorId, TensorInfo]:
+        """The keys of each group, in the shapes of its parameters."""
         return {
             TensorId(key, slot.fqn): TensorInfo(tuple(slot.shape), dtype)
             for unit in self._zero.units
@@ -110,6 +123,15 @@ class StateOfSegments:
         optimizer = self._zero.optimizer
         before = dict(optimizer.state)
         optimizer.state.clear()
+        groups = self._zero.segments_by_group()
+        for present, (_, segments) in zip(self._stored(manifest), groups, strict=True):
+            for segment in segments if present else ():
+                optimizer.state[segment.param] = self._steps.make_state(
+                    segment, present, before.get(segment.param, {})
+                )
+
+    def _stored(self, manifest: Manifest) -> list[dict[str, torch.dtype]]:
+        """For each param group the keys that it has in a checkpoint, as the optimizer sees them."""
         # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
         narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
         dtypes = {
@@ -119,14 +141,10 @@ class StateOfSegments:
             for t, info in manifest.tensors.items()
         }
         kinds = sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER})
-        for names, (_, segments) in zip(
-            self._zero.names_by_group(), self._zero.segments_by_group(), strict=True
-        ):
-            present = {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
-            for segment in segments if present else ():
-                optimizer.state[segment.param] = self._steps.make_state(
-                    segment, present, before.get(segment.param, {})
-                )
+        return [
+            {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
+            for names in self._zero.names_by_group()
+        ]
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
         """Bring in what other ranks have loaded, where all step everything; then the numbers."""

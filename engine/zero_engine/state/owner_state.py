@@ -53,11 +53,11 @@ class StateOfOwners:
 
     def tensors(self) -> dict[TensorId, TensorInfo]:
         """As the sketches describe them."""
-        return {
-            TensorId(kind, fqn): TensorInfo(tuple(shape), DTYPES[dtype])
-            for fqn, known in self._steps.sketches.items()
-            for kind, dtype, shape in described(known)
-        }
+        return _described(self._steps.sketches)
+
+    def tensors_after(self, manifest: Manifest) -> dict[TensorId, TensorInfo]:
+        """As the sketches of the checkpoint do."""
+        return _described(self._steps.chosen(_saved_sketches(manifest)))
 
     def pieces(self) -> Iterator[Piece]:
         """Whole leaves."""
@@ -83,7 +83,7 @@ class StateOfOwners:
 
     def make(self, manifest: Manifest) -> None:
         """Blank nests for what this rank owns."""
-        self._steps.know(g.get(WHOLE, {}) for g in manifest.meta["engine"]["groups"])
+        self._steps.know(_saved_sketches(manifest))
         optimizer = self._zero.optimizer
         optimizer.state.clear()
         for owned in self._steps.owned:
@@ -100,6 +100,18 @@ class StateOfOwners:
             if state := self._steps.state_of(owned):
                 known = self._steps.sketches[owned.slot.fqn]
                 self._zero.optimizer.state[owned.param] = filled(state, known)
+
+
+def _saved_sketches(manifest: Manifest) -> list[Mapping[str, Any]]:
+    return [group.get(WHOLE, {}) for group in manifest.meta["engine"]["groups"]]
+
+
+def _described(sketches: Mapping[str, Any]) -> dict[TensorId, TensorInfo]:
+    return {
+        TensorId(kind, fqn): TensorInfo(tuple(shape), DTYPES[dtype])
+        for fqn, known in sketches.items()
+        for kind, dtype, shape in described(known)
+    }
 
 
 def fetch(

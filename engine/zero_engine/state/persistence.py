@@ -243,12 +243,12 @@ class Persistence:
         self._tell(self.saver.wait_for_room())
         if self.ram is not None:
             self.ram.prepare()
-        self._directory = directory
         loading = Loading(self.state, options)
         # Memory is for going on after a failure; who has trained and loads wants what is on disk.
         recovers = tag is None and options.whole and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
         loaded = loading.read(directory, self._ballot, tag, search)
+        self._directory = directory
         self._keep_layout(loading.selection.state)
         if self.ram is not None and options.whole:
             self._ram_root = directory if recovers else self._ram_root or directory
