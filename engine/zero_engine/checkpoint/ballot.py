@@ -30,7 +30,7 @@ COORDINATOR = 0
 """The rank that judges."""
 
 Record = Mapping[str, Any]
-"""What travels: JSON, compressed, because columns of fragments shrink tenfold."""
+"""What travels: JSON, and `bytes` for what is too long to be made into text and back."""
 Judge = Callable[[list[Record | None]], Record]
 """From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
 
@@ -147,7 +147,7 @@ class Ballot:
 
     def _put(self, key: str, record: Record) -> list[str]:
         """Store a record; returns the keys that it takes."""
-        value = zlib.compress(json.dumps(record).encode(), level=1)
+        value = _packed(record)
         parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
         names = _part_names(key, len(parts))
         # The first part goes last and says how many there are: whoever sees it finds the others.
@@ -163,8 +163,7 @@ class Ballot:
             count, first = self._store.get(key).split(b" ", 1)
             names = _part_names(key, int(count))
             rest = [self._store.get(name) for name in names[1:]]
-        record: Record = json.loads(zlib.decompress(b"".join([first, *rest])))
-        return record, names
+        return _unpacked(b"".join([first, *rest])), names
 
     def _take(self, key: str) -> Record:
         record, names = self._get(key)
@@ -176,6 +175,24 @@ class Ballot:
         with _store_errors():
             for key in keys:
                 self._store.delete_key(key)
+
+
+def _packed(record: Record) -> bytes:
+    """The length of the JSON and it, compressed; then what is `bytes`, as it is."""
+    raw = {name: value for name, value in record.items() if isinstance(value, bytes)}
+    others = {name: value for name, value in record.items() if name not in raw}
+    sizes = {name: len(value) for name, value in raw.items()}
+    text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
+    return b"".join([b"%d " % len(text), text, *raw.values()])
+
+
+def _unpacked(value: bytes) -> Record:
+    count, rest = value.split(b" ", 1)
+    at = int(count)
+    record, sizes = json.loads(zlib.decompress(rest[:at]))
+    for name, size in sizes.items():
+        record[name], at = rest[at : at + size], at + size
+    return record
 
 
 def _part_names(key: str, count: int) -> list[str]:

@@ -67,7 +67,7 @@ class Break:
 COLUMNS = tuple(f.name for f in fields(Fragments))
 
 
-def from_lists(columns: Mapping[str, Sequence[int]]) -> Fragments:
+def from_lists(columns: Mapping[str, Sequence[int] | Ints]) -> Fragments:
     """Fragments out of equally long columns, sorted by (tensor, start)."""
     loose = Fragments(**{name: np.array(columns[name], dtype=np.int64) for name in COLUMNS})
     return loose.take(np.lexsort((loose.start, loose.tensor)))

@@ -42,7 +42,7 @@ class FileLayout:
 
     head: bytes
     pieces: tuple[Piece, ...]
-    columns: Mapping[str, list[int]]
+    columns: Mapping[str, Ints]
     """The fragments of this file by the names in `Fragments`, without the file's own index."""
     size_bytes: int
 
@@ -110,8 +110,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     ends = np.cumsum(length * itemsize)
     begins = ends - length * itemsize
     head = _head(pieces, begins.tolist(), ends.tolist(), table, comment)
-    named = {"tensor": tensor, "start": start, "length": length, "offset": len(head) + begins}
-    columns = {name: column.tolist() for name, column in named.items()}
+    columns = {"tensor": tensor, "start": start, "length": length, "offset": len(head) + begins}
     return FileLayout(head, pieces, columns, len(head) + int((length * itemsize).sum()))
 
 

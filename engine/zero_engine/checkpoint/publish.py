@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from zero_engine.checkpoint.ballot import Record
 from zero_engine.checkpoint.bulk import uncollected
@@ -26,8 +27,6 @@ from zero_engine.checkpoint.manifest import (
     Manifest,
     encode,
     file_name,
-    pack_digests,
-    unpack_digests,
 )
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
@@ -40,6 +39,8 @@ _log = logging.getLogger(__name__)
 Fence = Callable[[str], None]
 """Told the manifest's digest; raises CommitRefused when this round may publish no more."""
 _TEMPORARY = ".tmp"
+_OWN = tuple(name for name in COLUMNS if name != "file")
+"""The columns of fragments that a rank votes with, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +61,8 @@ def vote_for(state: State, layout: FileLayout, file: FileRecord) -> Record:
         "table": fingerprint(state),
         "size_bytes": file.size_bytes,
         "data_offset": file.data_offset,
-        "xxh3_64": pack_digests(file.digests),
-        "fragments": layout.columns,
+        "xxh3_64": file.digests.tobytes(),
+        "fragments": np.stack([layout.columns[name] for name in _OWN]).tobytes(),
     }
 
 
@@ -110,17 +111,14 @@ def _checked(rank: int, vote: Record | None, table: str) -> Record:
 
 
 def _file_of(rank: int, vote: Record) -> FileRecord:
-    return FileRecord(
-        file_name(rank), vote["size_bytes"], vote["data_offset"], unpack_digests(vote["xxh3_64"])
-    )
+    digests = np.frombuffer(vote["xxh3_64"], dtype=np.uint64)
+    return FileRecord(file_name(rank), vote["size_bytes"], vote["data_offset"], digests)
 
 
 def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
-    columns: dict[str, list[int]] = {name: [] for name in COLUMNS}
-    for rank, vote in enumerate(votes):
-        own: Mapping[str, Any] = vote["fragments"]
-        for name in COLUMNS:
-            columns[name] += own.get(name) or [rank] * len(own["tensor"])
+    own = [np.frombuffer(vote["fragments"], np.int64).reshape(len(_OWN), -1) for vote in votes]
+    columns = dict(zip(_OWN, np.concatenate(own, axis=1), strict=True))
+    columns["file"] = np.repeat(np.arange(len(own)), [each.shape[1] for each in own])
     fragments = from_lists(columns)
     table = table_of(state.tensors)
     gap = check_cover(fragments, table.numels, table.name)

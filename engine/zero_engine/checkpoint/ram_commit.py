@@ -109,7 +109,7 @@ def commit_in_ram(save: RamSave, ballot: Ballot, node: RamNode | None, peers: Ne
         node.forget(home, [name])
     _raise_problem(verdict)
     with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
-        keep_manifest(node.directory_of(home, name), verdict["manifest"].encode())
+        keep_manifest(node.directory_of(home, name), verdict["manifest"])
     node.forget_before(home, name)
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
 
@@ -194,7 +194,7 @@ def _judge(save: RamSave, opened: Record, directory: Path, votes: list[Record | 
     except Exception as error:
         return {"problem": str(error) or type(error).__name__}
     poorer = [why for vote in votes if vote is not None for why in vote["poorer"]]
-    return {"manifest": text.decode(), "poorer": poorer}
+    return {"manifest": text, "poorer": poorer}
 
 
 def _raise_problem(verdict: Record) -> None:

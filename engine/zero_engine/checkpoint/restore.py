@@ -167,7 +167,7 @@ def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
             f"put {offered.path.parent} on storage that all nodes share"
         )
     told = offer.get("manifest")
-    manifest = parse(told.encode()) if told is not None else offered.read_manifest()
+    manifest = parse(told) if told is not None else offered.read_manifest()
     if manifest.digest != offer["digest"]:
         raise DamagedCheckpoint(f"{path}: differs from what rank {COORDINATOR} read")
     return manifest
@@ -263,7 +263,7 @@ class _Search:
         self.manifest = manifest
         offer = {**where, "digest": manifest.digest}
         if 1 < world <= _MOST_TOLD_BYTES // len(manifest.text):
-            offer["manifest"] = manifest.text.decode()
+            offer["manifest"] = manifest.text
         return offer
 
     def _next_candidate(self) -> tuple[Record, Manifest] | None:

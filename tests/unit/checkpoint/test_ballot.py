@@ -77,6 +77,12 @@ def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store(
     assert sorted(on_ranks(4, work)[0]) == [1, 2, 3]
 
 
+def test_bytes_travel_as_they_are_beside_json():
+    record = {"a": b"\x00 7 \xff", "words": ["x"], "nothing": b"", "z": b"[1]"}
+    votes = on_ranks(3, lambda ballot: ballot.ask(record, lambda votes: {"b": b"1 ", **votes[1]}))
+    assert votes == [{"b": b"1 ", **record}] * 3
+
+
 def test_a_vote_larger_than_a_tcp_store_takes_goes_through_in_parts():
     noise = os.urandom(6 << 20).hex()  # compresses to half: 6 MiB in two parts
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
