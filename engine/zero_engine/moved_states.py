@@ -1,13 +1,14 @@
 """`engine.offload_states` and `reload_states`: the device lent to somebody else for a while.
 
-Owns what has been moved to host memory, or has gone to another engine with the module. A moved
-tensor keeps everything but its bytes: its storage is empty until the reload, so every view of it is
-right again afterwards. Must always hold: after a reload all bytes are what they were; whoever needs
-a moved tensor gets an error that names what is missing, and does not read an empty storage. What
-scripts read without asking is never empty: a module's parameters show NaN meanwhile, and the
-optimizer's tensors are in host memory, as in DeepSpeed.
+Owns what has been moved to host memory, has gone to another engine with the module, or has been
+left half changed by a load. A moved tensor keeps everything but its bytes: its storage is empty
+until the reload, so every view of it is right again afterwards. Must always hold: after a reload
+all bytes are what they were; whoever needs a moved tensor gets an error that names what is missing,
+and does not read an empty storage; nothing is made of half a load. What scripts read without asking
+is never empty: a module's parameters show NaN meanwhile, and the optimizer's tensors are in host
+memory, as in DeepSpeed.
 
-Called by `engine`; `parts.Core` holds one. Source of the names: DeepSpeed.
+Called by `engine` and `loading`; `parts.Core` holds one. Source of the names: DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -59,6 +61,15 @@ FOR_FORWARD_OF_SHARDS = frozenset({Kind.lp_params, Kind.hp_params})
 WEIGHTS = frozenset({Kind.lp_params, Kind.hp_params})
 
 
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """Weights that hold anything."""
+
+    reason: str
+    optimizer: bool
+    """So does the optimizer's state."""
+
+
 class MovedStates:
     """What is in host memory instead of on the device, by the storage that it is from."""
 
@@ -67,6 +78,7 @@ class MovedStates:
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
         self._given_away = False
+        self.torn: Torn | None = None
 
     def move(
         self, core: Core, include: Container[Kind], *, pin_memory: bool, non_blocking: bool
@@ -113,12 +125,25 @@ class MovedStates:
         """All of it belongs to another engine from now on."""
         self._given_away = True
 
-    def need(self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING) -> None:
-        """Let `what` go on only if nothing of these kinds is away.
+    def need(
+        self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False
+    ) -> None:
+        """Let `what` go on only if nothing of these kinds is away or torn.
+
+        Args:
+            core: Whose states these are.
+            what: Named in the error.
+            kinds: What it needs.
+            refills: It does not mind what weights and optimizer state hold.
 
         Raises:
             EngineError: Something is, or another engine has the module.
         """
+        if self.torn is not None and not refills:
+            raise EngineError(
+                f"{what}: the state is neither the old one nor that of a checkpoint, because "
+                f"{self.torn.reason}; load a whole checkpoint, or start again"
+            )
         if self._given_away:
             raise EngineError(
                 f"{what}: the module has been given to initialize() once more; use the engine that "

@@ -149,9 +149,12 @@ class Checkpointing(Wrapper):
 
         Raises:
             DamagedCheckpoint: There are checkpoints, and none is whole.
-            ModelMismatch: It is another model's.
+            ModelMismatch: It is another model's; unless a damaged one was tried before it,
+                everything is as it was.
+            CheckpointError: A rank could not read. After this and after damage the state may be
+                half loaded, and nothing but another load is allowed.
         """
-        self._core.moved.need(self._core, "load_checkpoint()")
+        self._core.moved.need(self._core, "load_checkpoint()", refills=True)
         with peers_may_vanish(self._link):
             options = LoadOptions(
                 strict=load_module_strict and custom_load_fn is None,

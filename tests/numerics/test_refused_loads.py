@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch import nn
 from tests.numerics.test_offload import offloading
 from tests.numerics.test_resume import halving, state_of
 from tests.support.models import make_model
-from tests.support.training import fingerprint, make_engine, train
+from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
+from tests.unit.checkpoint.support import flip
+from zero_engine.checkpoint import find, reader
 from zero_engine.engine import Engine
-from zero_engine.errors import ModelMismatch
+from zero_engine.errors import DamagedCheckpoint, EngineError, ModelMismatch
+from zero_engine.utils import safe_get_full_fp32_param
 
 WORLD, REFUSED_AT, ENDS_AT = 3, 2, 4
 
@@ -73,3 +77,136 @@ def test_after_a_refused_load_training_goes_on_as_if_it_had_not_been_tried(
     worlds.run(WORLD, save_another_model, case, str(tmp_path), root)
     for undisturbed, refused in worlds.run(WORLD, refuse_and_end, case, str(tmp_path), root):
         assert refused == undisturbed
+
+
+# ---- half a load ----
+
+
+def save_at(root: str, stage: int, *steps: int) -> tuple[Any, ...]:
+    engine = make_engine(config(stage))
+    for step in steps:
+        train(engine, step)
+        engine.save_checkpoint(root)
+    train(engine, ENDS_AT)
+    return fingerprint(engine)
+
+
+def flip_a_moment(root: Path) -> None:
+    """Damage what is read last: the weights have been by then."""
+    (candidate,) = find(root).candidates
+    rows, ids = candidate.manifest.fragments, list(candidate.manifest.tensors)
+    row = max(n for n, t in enumerate(rows.tensor) if ids[t].kind == "exp_avg_sq")
+    flip(candidate.path / candidate.manifest.files[rows.file[row]].name, int(rows.offset[row]))
+
+
+def uses(engine: Engine, root: str) -> dict[str, Callable[[], Any]]:
+    assert engine.training_dataloader is not None
+    batch = next(iter(engine.training_dataloader))
+    weight = next(engine.module.parameters())
+    return {
+        "forward": lambda: engine(batch),
+        "step()": engine.step,
+        "save_checkpoint()": lambda: engine.save_checkpoint(root),
+        "weight_hash()": engine.weight_hash,
+        "module_state_dict()": engine.module_state_dict,
+        "reading or changing a parameter": lambda: safe_get_full_fp32_param(weight),
+        "initialize() once more": lambda: make_engine(config(0), model=engine.module),
+    }
+
+
+def refused(engine: Engine, root: str) -> set[str]:
+    """What is refused because of half a load, all in the same words."""
+    found, reasons = set(), set()
+    for what, use in uses(engine, root).items():
+        try:
+            use()
+        except EngineError as error:
+            name, _, reason = str(error).partition(": ")
+            assert name == what
+            found.add(what)
+            reasons.add(reason)
+    assert len(reasons) == bool(found)
+    return found
+
+
+def go_on_after_damage(root: str, good: str, stage: int) -> tuple[Any, ...]:
+    engine = make_engine(config(stage), seed=8)
+    train(engine, 1)
+    everything_refused = set(uses(engine, root))
+    with pytest.raises(DamagedCheckpoint, match="Restore one of them"):
+        engine.load_checkpoint(root)
+    assert refused(engine, root) == everything_refused
+    with pytest.raises(EngineError, match="because a load has failed: no usable checkpoint under"):
+        engine.step()
+    with pytest.raises(DamagedCheckpoint):  # it is quarantined now, and nothing is read
+        engine.load_checkpoint(root)
+    engine.load_checkpoint(good, load_module_only=True)
+    assert refused(engine, root) == everything_refused  # there are no moments
+    engine.load_checkpoint(good)
+    train(engine, ENDS_AT)
+    return fingerprint(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_is_made_of_what_a_damaged_checkpoint_has_left_until_another_is_loaded(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    worlds.run(WORLD, save_at, str(bad), stage, 1)
+    ends = worlds.run(WORLD, save_at, str(good), stage, 2)
+    flip_a_moment(bad)
+    assert worlds.run(WORLD, go_on_after_damage, str(bad), str(good), stage) == ends
+    assert len(find(bad).rejected) == 1
+    assert find(bad).candidates == ()
+
+
+def try_the_older_one(root: str) -> set[str]:
+    """The newest is damaged, and the one before is another model's."""
+    engine = make_engine(config(1), seed=8)
+    with pytest.raises(ModelMismatch):
+        engine.load_checkpoint(root)
+    return refused(engine, root)
+
+
+def test_a_refusal_after_falling_back_is_no_refusal_of_all(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    case = (1, "none", {})
+    worlds.run(WORLD, save_another_model, case, str(tmp_path), str(tmp_path))
+    worlds.run(WORLD, save_at, str(tmp_path), 1, 2)
+    newest = find(tmp_path).candidates[0]
+    flip(newest.path / newest.manifest.files[0].name, newest.manifest.files[0].data_offset)
+    for found in worlds.run(WORLD, try_the_older_one, str(tmp_path)):
+        assert "save_checkpoint()" in found
+
+
+def interrupt_a_load(root: str, module_only: bool) -> tuple[set[str], int]:
+    """Ctrl-C when the weights are there; then the same load once more, and a step."""
+    engine = make_engine(config(1), seed=8)
+    read = reader._Reader.read
+
+    def interrupted(self: Any, reads: Any) -> int:
+        read(self, reads)
+        raise KeyboardInterrupt
+
+    reader._Reader.read = interrupted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_checkpoint(root, load_module_only=module_only)
+    finally:
+        reader._Reader.read = read  # type: ignore[method-assign]
+    before = refused(engine, root)
+    engine.load_checkpoint(root, load_module_only=module_only)
+    begun_at = engine.global_steps
+    train(engine, begun_at + 1)
+    return before, begun_at
+
+
+@pytest.mark.parametrize("module_only", [False, True])
+def test_a_load_that_is_interrupted_leaves_nothing_to_go_on_with_but_itself(
+    worlds: WorldPool, tmp_path: Path, module_only: bool
+) -> None:
+    worlds.run(1, save_at, str(tmp_path), 1, 2)
+    ((before, begun_at),) = worlds.run(1, interrupt_a_load, str(tmp_path), module_only)
+    assert "save_checkpoint()" in before
+    assert begun_at == (0 if module_only else 2)

@@ -113,7 +113,7 @@ def load(
 
     Raises:
         DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
-        ModelMismatch: The newest one is of another model; names the tensors.
+        ModelMismatch: The newest one is of another model; names the tensors. No rank has read it.
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
         PeerLost: The store of the ballot is gone; or the exchange says so.
     """
@@ -337,4 +337,9 @@ def worst(path: Place, votes: list[Record | None]) -> Record:
             reason = f"rank {rank} did not report on {path} in time: it has died or stalls"
             return {"outcome": Outcome.FAILED, "reason": reason}
     answers = [vote for vote in votes if vote is not None]
-    return max(answers, key=lambda vote: _SEVERITY.index(Outcome(vote["outcome"])))
+    verdict = max(answers, key=lambda vote: _SEVERITY.index(Outcome(vote["outcome"])))
+    alike = all(vote["outcome"] == verdict["outcome"] for vote in answers)
+    if verdict["outcome"] == Outcome.MISMATCHED and not alike:
+        reason = f"the ranks have built different models, build one: {verdict['reason']}"
+        return {"outcome": Outcome.FAILED, "reason": reason}
+    return verdict

@@ -6,6 +6,8 @@ Must always hold:
 - Every rank takes part in the exchange for every checkpoint that is tried, whatever it could read.
   Whether all have read well they find out later; if not, what they got is as worthless as what
   was read, and both are filled again from the checkpoint before, or the load is an error.
+- Once anything may have been read, nothing is made of the state until a load has come to its end;
+  on all ranks or on none, unless one was interrupted.
 - Nothing is read into weights that are being exchanged, and no load leaves an exchange behind.
 
 Used by `persistence`.
@@ -21,8 +23,9 @@ from zero_engine.checkpoint import Ballot, Loaded, Manifest
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram_search import RamSearch
-from zero_engine.errors import CheckpointError
+from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.exchange.collectives import Pending
+from zero_engine.moved_states import MovedStates, Torn
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
@@ -35,10 +38,13 @@ class Loading:
         selection: What is filled from the checkpoint that was tried last.
     """
 
-    def __init__(self, state: EngineState, options: LoadOptions) -> None:
+    def __init__(self, state: EngineState, moved: MovedStates, options: LoadOptions) -> None:
         self.selection = Selection(State({}, ()))
         self._state = state
+        self._moved = moved
+        self._before = moved.torn
         self._options = options
+        self._tried = 0
         self._under_way: list[tuple[FlatUnit, Pending]] = []
 
     def read(
@@ -49,9 +55,17 @@ class Loading:
             return checkpoint.load(
                 directory, ballot, self._wanted, exchange=self._exchange, tag=tag, ram=ram
             )
-        except CheckpointError:
+        except CheckpointError as error:
             self._end_exchange()  # the script may go on with these weights
+            if self._has_read(error):
+                self._tear(f"a load has failed: {error}")
+            else:
+                self._moved.torn = self._before
             raise
+
+    def _has_read(self, error: CheckpointError) -> bool:
+        """Whether any rank may have read into the state; the same on all ranks."""
+        return self._tried > isinstance(error, ModelMismatch)
 
     def adopt(self, engine: Mapping[str, Any]) -> None:
         """Finish what has been read: all that is derived from it. Collective.
@@ -66,8 +80,19 @@ class Loading:
                 unit.restore()
         self._state.adopt(engine, self._options)
 
+    def end(self) -> None:
+        """The state is that of the checkpoint, as far as it was asked for."""
+        before = self._before
+        mended = before is None or self._options.wants_optimizer or not before.optimizer
+        self._moved.torn = None if mended else before
+
+    def _tear(self, reason: str) -> None:
+        before = self._before is not None and self._before.optimizer
+        self._moved.torn = Torn(reason, before or self._options.wants_optimizer)
+
     def _wanted(self, manifest: Manifest) -> State:
         self._end_exchange()
+        self._tear("a load was interrupted")
         self.selection = self._state.wanted(manifest, self._options)
         return self.selection.state
 
@@ -77,6 +102,7 @@ class Loading:
         What rests far is looked at again when all has been written that rests there.
         """
         self._end_exchange()
+        self._tried += 1
         if filled:
             self.selection.settle(weights=True)
         for unit in self._state.units:

@@ -243,7 +243,7 @@ class Persistence:
         self._tell(self.saver.wait_for_room())
         if self.ram is not None:
             self.ram.prepare()
-        loading = Loading(self.state, options)
+        loading = Loading(self.state, self._core.moved, options)
         # Memory is for going on after a failure; who has trained and loads wants what is on disk.
         recovers = tag is None and options.whole and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
@@ -262,6 +262,7 @@ class Persistence:
             run_meta.adopt(meta["engine"], self._config, self._core, self._run)
             self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
         client = unpack(meta["client"])
+        loading.end()
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
             _report_loaded(loaded, loading.selection)

@@ -18,6 +18,7 @@ from tests.unit.checkpoint.support import (
     random_bits,
     same_bits,
     saved,
+    share,
     table,
 )
 from zero_engine.checkpoint import Loaded, find, load, reader
@@ -197,6 +198,19 @@ def test_another_model_is_refused_with_the_tensors_that_differ(tmp_path):
     assert "param/scale is float32 [] in the checkpoint, bfloat16 []" in text
     assert same_bits(newer, before)
     assert len(find(tmp_path).candidates) == 1  # intact: not quarantined
+
+
+def test_a_model_that_one_rank_has_built_differently_is_no_reason_to_blame_the_checkpoint(tmp_path):
+    full = adam_state()
+    saved(tmp_path, full)
+
+    def work(ballot):
+        state = share(blank(adam_state(width=37 + ballot.rank)), ballot.rank, 2)
+        return load(tmp_path, ballot, lambda _: state)
+
+    for error in on_ranks(2, work):
+        assert type(error) is CheckpointError
+        assert "the ranks have built different models, build one: step-" in str(error)
 
 
 @pytest.mark.gpu
