@@ -64,6 +64,17 @@ FAULTS = {
         "test_a_disk_that_fails_for_a_while_costs_the_saves_of_that_while",
         "test_a_failed_operation_fails_every_rank_and_leaves_nothing",
     ],
+    "a rank dies, stalls or is interrupted in a load: known in time, nothing is made of it": [
+        "test_a_rank_lost_between_its_weights_and_its_vote_is_missed_and_the_load_begins_anew",
+        "test_a_rank_that_waits_for_the_search_leaves_when_its_agent_asks",
+        "test_a_load_that_is_interrupted_leaves_nothing_to_go_on_with_but_itself",
+    ],
+    "the only checkpoint is damaged: an error, and no step with what it has left": [
+        "test_nothing_is_made_of_what_a_damaged_checkpoint_has_left_until_another_is_loaded",
+    ],
+    "a checkpoint of another model is tried: everything is as it was": [
+        "test_after_a_refused_load_training_goes_on_as_if_it_had_not_been_tried",
+    ],
     "a disk fails while a checkpoint is read: damage, like any other": [
         "test_blocks_that_the_disk_cannot_read_any_more_are_damage",
     ],

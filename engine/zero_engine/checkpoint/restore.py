@@ -2,7 +2,7 @@
 
     rank 0 takes the next candidate            announce: its name, digest and manifest
     each rank reads and verifies its weights   exchange: the ranks may begin to pass them on
-    and then its other pieces                  vote: good, damaged, mismatched or failed
+    and then its others, and meets all ranks   vote: good, damaged, mismatched or failed
     rank 0 takes the worst vote                verdict: done; quarantine and try the one before;
                                                or stop
 
@@ -52,6 +52,8 @@ Wanted = Callable[[Manifest], State]
 """From a manifest to the state whose pieces are to be filled in place."""
 Exchange = Callable[[bool], None]
 """Told whether this rank has filled its weights, lets the ranks begin to exchange them."""
+Meet = Callable[[str], None]
+"""Returns when all ranks have come there, which they name; raises PeerLost if one does not."""
 
 
 class Outcome(StrEnum):
@@ -92,6 +94,7 @@ def load(
     wanted: Wanted,
     *,
     exchange: Exchange = lambda _: None,
+    meet: Meet = lambda _: None,
     tag: str | None = None,
     ram: RamSearch | None = None,
 ) -> Loaded | None:
@@ -105,6 +108,7 @@ def load(
         exchange: Called once for each checkpoint that is tried, on every rank: with True when
             the weights among its pieces are filled and verified, before the rest is read; with
             False when they will not be. Must not wait for ranks that have not called it.
+        meet: Called after that, on every rank, before it votes: a lost rank is missed at once.
         tag: Only checkpoints of this tag, or the one of this name, as `latest` has it.
         ram: To look into the memory of the nodes as well; on all ranks or on none.
 
@@ -115,7 +119,7 @@ def load(
         DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
         ModelMismatch: The newest one is of another model; names the tensors. No rank has read it.
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
-        PeerLost: The store of the ballot is gone; or the exchange says so.
+        PeerLost: The store of the ballot is gone; or `exchange` or `meet` says so.
     """
     search = _Search(root, tag, ram)
     if ram is not None:
@@ -128,6 +132,7 @@ def load(
         offered = _open(root, ram, offer)
         read = partial(_manifest, offered, offer, search)
         attempt = _try(offered, read, wanted, exchange, ballot.rank)
+        meet(f"all ranks have read {offered.path.name}")
         verdict = ballot.ask(attempt.vote, partial(search.judge, offered))
         if verdict["outcome"] == Outcome.GOOD:
             assert attempt.loaded is not None

@@ -53,7 +53,13 @@ class Loading:
         """Fill this rank's share of the state. Collective; see `checkpoint.load`."""
         try:
             return checkpoint.load(
-                directory, ballot, self._wanted, exchange=self._exchange, tag=tag, ram=ram
+                directory,
+                ballot,
+                self._wanted,
+                exchange=self._exchange,
+                meet=self._state.collectives.barrier,
+                tag=tag,
+                ram=ram,
             )
         except CheckpointError as error:
             self._end_exchange()  # the script may go on with these weights

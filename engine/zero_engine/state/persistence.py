@@ -30,7 +30,7 @@ from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
 from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
-from zero_engine.errors import CheckpointError, CommitRefused, EngineError
+from zero_engine.errors import CheckpointError, CommitRefused, EngineError, LeavingNow
 from zero_engine.exchange.distributed import group_store
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
@@ -69,7 +69,9 @@ class Persistence:
         self._core = core
         self._run = run
         self._link = link
-        self._ballot = checkpoint.Ballot(group_store("ballot"), run.rank, run.world)
+        self._ballot = checkpoint.Ballot(
+            group_store("ballot"), run.rank, run.world, on_wait=self._heed_agent
+        )
         self._directory: Place | None = None
         self._ram_root: Place | None = None
         """The directory that this run goes on from: the first that it was loaded from or saved to.
@@ -274,6 +276,11 @@ class Persistence:
             self.saver.forget()
             if self.ram is not None:
                 self.ram.forget()
+
+    def _heed_agent(self) -> None:
+        """While a load waits for rank 0: leave at once if that is asked for."""
+        if self._link.interrupt.reason:
+            raise LeavingNow(f"loading: asked to leave: {self._link.interrupt.reason}")
 
     # ---- at the end of a step ----
 
