@@ -25,7 +25,7 @@ from recovery import below
 from rich.console import Console
 from rich.table import Table
 
-from zero_agent.local_etcd import private_server
+from zero_agent.etcd.local_etcd import private_server
 
 WARM_STEPS = 10
 

@@ -32,7 +32,7 @@ from recovery import kill
 from rich.console import Console
 from rich.table import Table
 
-from zero_agent.local_etcd import private_server
+from zero_agent.etcd.local_etcd import private_server
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 300.0

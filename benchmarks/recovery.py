@@ -38,9 +38,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from zero_agent.etcd_process import free_port
-from zero_agent.local_etcd import private_server
-from zero_agent.process_control import children
+from zero_agent.etcd.etcd_process import free_port
+from zero_agent.etcd.local_etcd import private_server
+from zero_agent.workers.process_control import children
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 120.0

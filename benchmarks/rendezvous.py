@@ -39,9 +39,9 @@ from rendezvous_c10d import c10d_join
 from rich.console import Console
 from rich.table import Table
 
-from zero_agent.etcd_process import EtcdProcess, Member, free_port
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.sight import FIRST
+from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
+from zero_orchestrator.membership.sight import FIRST
+from zero_orchestrator.store.etcd import EtcdStore
 
 PER_PROCESS = 100
 LIMIT_S = 300.0

@@ -22,13 +22,13 @@ from typing import Any
 
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.job_state import Node, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import Change, Range, Read, TxnResult, Watch, Write
-from zero_orchestrator.rendezvous import Rendezvous
-from zero_orchestrator.rounds import Timing
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Node, Snapshot, State
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.membership.rounds import Timing
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import Change, Range, Read, TxnResult, Watch, Write
 
 TICK_S = 0.25
 LANES = 20

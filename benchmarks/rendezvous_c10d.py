@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 
 LIMIT_S = 120.0
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from zero_agent.local_etcd import private_server
-from zero_agent.process_control import children
+from zero_agent.etcd.local_etcd import private_server
+from zero_agent.workers.process_control import children
 from zero_engine.samples.ledger import Report, read_ledger, verify
 
 HERE = Path(__file__).resolve().parent

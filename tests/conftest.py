@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.s3_server import S3Server, s3_server
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.kv import KeyValueStore
-from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import KeyValueStore
+from zero_orchestrator.store.kv_memory import MemoryStore
 
 _namespaces = itertools.count()
 

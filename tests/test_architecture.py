@@ -3,16 +3,22 @@
 import re
 from pathlib import Path
 
-from zero_orchestrator.rounds import LEGAL
+from zero_orchestrator.membership.rounds import LEGAL
 
 ROOT = Path(__file__).resolve().parents[1]
 TOUR = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGES = {
     "orchestrator/zero_orchestrator",
     "orchestrator/zero_orchestrator/jobfile",
+    "orchestrator/zero_orchestrator/membership",
+    "orchestrator/zero_orchestrator/store",
     "orchestrator/zero_torchrun",
     "agent/zero_agent",
+    "agent/zero_agent/command",
+    "agent/zero_agent/etcd",
+    "agent/zero_agent/fitness",
     "agent/zero_agent/launch",
+    "agent/zero_agent/workers",
     "engine/zero_engine",
     "engine/zero_engine/exchange",
     "engine/zero_engine/optim",

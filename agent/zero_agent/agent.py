@@ -22,7 +22,7 @@ from pathlib import Path
 from zero_agent.config import AgentConfig
 from zero_agent.crew import Crew
 from zero_agent.ending import failure_of, root_cause, tell_end
-from zero_agent.fitness import Fitness
+from zero_agent.fitness.fitness import Fitness
 from zero_agent.health import Status
 from zero_agent.leaving import Leaving
 from zero_agent.limits import STORE_FAILS, Limits
@@ -32,10 +32,10 @@ from zero_agent.supervise import Action, Situation, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.events import Publisher
-from zero_orchestrator.job_state import ENDED, Failure, Node
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import KeyValueStore
-from zero_orchestrator.rendezvous import Rendezvous
+from zero_orchestrator.membership.job_state import ENDED, Failure, Node
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from zero_agent.hang import HangPolicy
-from zero_agent.streams import Streams
-from zero_agent.worker_main import Program
+from zero_agent.workers.hang import HangPolicy
+from zero_agent.workers.streams import Streams
+from zero_agent.workers.worker_main import Program
 from zero_orchestrator.errors import ZeroError
-from zero_orchestrator.job_state import Node
-from zero_orchestrator.rounds import Timing
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.membership.rounds import Timing
+from zero_orchestrator.membership.spec import JobSpec
 
 
 class AgentExit(IntEnum):

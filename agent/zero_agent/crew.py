@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_agent.channel import Channel
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
-from zero_agent.exits import Exit
-from zero_agent.hub import Hub
 from zero_agent.network import interface_of
-from zero_agent.orders import Orders
-from zero_agent.steps import Steps
 from zero_agent.supervise import Workers
-from zero_agent.worker_env import ENV_TIMER_FILE, nursery_env, timer_file
-from zero_agent.workers import Nursery, WorkerGroup
+from zero_agent.workers.channel import Channel
+from zero_agent.workers.exits import Exit
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.orders import Orders
+from zero_agent.workers.steps import Steps
+from zero_agent.workers.worker_env import ENV_TIMER_FILE, nursery_env, timer_file
+from zero_agent.workers.workers import Nursery, WorkerGroup
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import (
     Ability,
@@ -40,8 +40,8 @@ from zero_orchestrator.contract import (
     RamRequest,
     When,
 )
-from zero_orchestrator.job_state import Node, Snapshot
 from zero_orchestrator.journal import Journal
+from zero_orchestrator.membership.job_state import Node, Snapshot
 
 log = logging.getLogger("zero")
 

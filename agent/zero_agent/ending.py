@@ -10,10 +10,10 @@ import logging
 from zero_agent.config import AgentExit
 from zero_agent.crew import Crew
 from zero_agent.supervise import Workers
-from zero_orchestrator.job_state import Failure, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.moves import Move
-from zero_orchestrator.rendezvous import Rendezvous
+from zero_orchestrator.membership.job_state import Failure, Snapshot, State
+from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.membership.rendezvous import Rendezvous
 
 log = logging.getLogger("zero")
 

@@ -11,9 +11,9 @@ import signal
 from zero_agent.config import AgentExit, AgentFailed
 from zero_agent.limits import STORE_FAILS, Stopwatch
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.job_state import DrainOrder
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.rendezvous import Rendezvous
+from zero_orchestrator.membership.job_state import DrainOrder
+from zero_orchestrator.membership.rendezvous import Rendezvous
 
 
 class Leaving:

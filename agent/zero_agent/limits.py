@@ -11,8 +11,8 @@ import logging
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreError, StoreRefused, StoreUnavailable
-from zero_orchestrator.job_state import Snapshot, State
 from zero_orchestrator.journal import Journal
+from zero_orchestrator.membership.job_state import Snapshot, State
 
 STORE_FAILS = (StoreUnavailable, StoreRefused)
 """What an agent outlives for a while, once it has joined."""

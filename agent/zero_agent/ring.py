@@ -26,7 +26,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Sequence
 
-from zero_orchestrator.job_state import Node
+from zero_orchestrator.membership.job_state import Node
 
 log = logging.getLogger("zero")
 

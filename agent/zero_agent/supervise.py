@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_orchestrator.job_state import Node, Snapshot, State
+from zero_orchestrator.membership.job_state import Node, Snapshot, State
 
 
 class Workers(StrEnum):

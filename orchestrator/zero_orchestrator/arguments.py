@@ -1,7 +1,7 @@
 """What the commands have in common about flags: kinds of values, and what a flag is called.
 
 A kind is an argparse `type`: it returns the value, or raises an ArgumentTypeError that names the
-text and the right form. Who calls it: `cli.py` here, `zero_agent.flags` and `command_line`.
+text and the right form. Who calls it: `cli.py` here, `zero_agent.command.flags` and `command_line`.
 """
 
 from __future__ import annotations

@@ -23,17 +23,18 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_orchestrator import events, retry, status, wishes
+from zero_orchestrator import events, status, wishes
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
 from zero_orchestrator.jobfile import command as job_files
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv import KeyValueStore
+from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JobStatus, NoSuchJob
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.kv import KeyValueStore
 from zero_orchestrator.views import JsonView, TableView, View
 
 if TYPE_CHECKING:
-    from zero_orchestrator.etcd import EtcdStore
+    from zero_orchestrator.store.etcd import EtcdStore
 
 DEFAULT_ENDPOINT = "127.0.0.1:2379"
 """Where agents without an endpoint meet on one machine."""
@@ -169,7 +170,7 @@ def _set_by_environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _open(args: argparse.Namespace) -> EtcdStore:
-    from zero_orchestrator.etcd import Credentials, EtcdStore  # gRPC: not for --help
+    from zero_orchestrator.store.etcd import Credentials, EtcdStore  # gRPC: not for --help
 
     for name in _ETCD_FILES:
         _check_readable(name, getattr(args, name.replace("-", "_")))

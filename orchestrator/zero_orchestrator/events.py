@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_orchestrator import retry
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreError
-from zero_orchestrator.kv import Change, Delete, KeyValue, KeyValueStore
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 
 _log = logging.getLogger(__name__)
 

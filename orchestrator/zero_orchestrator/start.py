@@ -18,7 +18,7 @@ from typing import NoReturn
 
 def agent() -> NoReturn:
     """`zero-agent`."""
-    run("zero_agent.cli")
+    run("zero_agent.command.cli")
 
 
 def ckpt() -> NoReturn:

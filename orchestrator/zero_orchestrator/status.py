@@ -17,16 +17,16 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from zero_orchestrator.budget import fruitless
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.events import progress_prefix
-from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import ENDED, Node, Snapshot
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv import KeyValue, KeyValueStore, Range
-from zero_orchestrator.parse import parse
-from zero_orchestrator.rounds import Observed, Timing, decide
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.budget import fruitless
+from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.rounds import Observed, Timing, decide
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
 JOBS_PREFIX = "/zero/v1/"
 

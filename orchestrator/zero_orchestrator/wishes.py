@@ -10,13 +10,13 @@ import contextlib
 import json
 
 from zero_orchestrator.errors import LeaseLost, ZeroError
-from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import DrainOrder, Node, Snapshot
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv import NO_LEASE, KeyValueStore, Put, absent, unchanged
-from zero_orchestrator.parse import parse
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.job_state import DrainOrder, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.status import NoSuchJob, NoSuchNode
+from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unchanged
 
 
 class TooFewNodes(ZeroError):

@@ -37,13 +37,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
-from zero_orchestrator.etcd import Credentials, EtcdStore
-from zero_orchestrator.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv import KeyValueStore
-from zero_orchestrator.rendezvous import Rendezvous
-from zero_orchestrator.rounds import Timing
-from zero_orchestrator.spec import JobSpec, check_job_name
+from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.membership.rounds import Timing
+from zero_orchestrator.membership.spec import JobSpec, check_job_name
+from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.kv import KeyValueStore
 
 BACKEND = "zero-etcd"
 RESTARTS = 1_000_000

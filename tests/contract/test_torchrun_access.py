@@ -12,9 +12,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member, free_port
 from zero_orchestrator.errors import SpecError, StoreError
-from zero_orchestrator.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd import Credentials, EtcdStore
 from zero_torchrun.handler import create
 
 pytestmark = pytest.mark.etcd

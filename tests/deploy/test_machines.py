@@ -18,7 +18,7 @@ from tests.deploy.job import ARGUMENTS, SAMPLES
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.support.cluster import Cluster, environment, final_hash, training
 from tests.support.network import kill_all_with, own_loopback
-from zero_agent.etcd_process import find_etcd
+from zero_agent.etcd.etcd_process import find_etcd
 from zero_engine.samples.ledger import read_ledger, verify
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

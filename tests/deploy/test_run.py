@@ -24,7 +24,7 @@ from tests.support.cluster import (
 )
 from tests.support.network import kill_all_with
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 from zero_engine.samples.ledger import read_ledger, verify
 
 CTL = [sys.executable, "-m", "zero_orchestrator"]

@@ -11,7 +11,7 @@ import time
 from tests.model.search import explore
 from tests.model.walks import walk
 from tests.model.world import begin
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.spec import JobSpec
 
 
 def main() -> None:

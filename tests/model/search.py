@@ -31,10 +31,10 @@ from tests.model.world import (
     write,
 )
 from zero_agent.supervise import Action, Workers
-from zero_orchestrator.job_state import ENDED, State
-from zero_orchestrator.kv import KeyValue, Put, Write, unchanged
-from zero_orchestrator.moves import LEGAL
-from zero_orchestrator.rounds import Move
+from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.membership.moves import LEGAL
+from zero_orchestrator.membership.rounds import Move
+from zero_orchestrator.store.kv import KeyValue, Put, Write, unchanged
 
 ABOUT_A_ROUND = {
     *(Action.START, Action.HOST_STORE),

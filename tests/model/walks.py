@@ -17,8 +17,8 @@ from tests.model.world import (
     workers_end,
 )
 from zero_agent.supervise import Workers
-from zero_orchestrator.job_state import State
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import State
+from zero_orchestrator.membership.spec import JobSpec
 
 
 def walk(nodes: int, events: int, seed: int) -> int:

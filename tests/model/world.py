@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_agent.supervise import Action, Situation, Workers, next_action
-from zero_orchestrator.job_state import Failure, Node, Snapshot
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv import Compare, Delete, Put, Range, Write, absent, unchanged
-from zero_orchestrator.kv_memory import Database
-from zero_orchestrator.parse import parse
-from zero_orchestrator.rounds import Observed, Timing, Transition, decide, transaction
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.rounds import Observed, Timing, Transition, decide, transaction
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import Compare, Delete, Put, Range, Write, absent, unchanged
+from zero_orchestrator.store.kv_memory import Database
 
 KEYS = Keys("model")
 LONG_AGO = Observed(nodes_s=1e9, symptom_s=1e9)

@@ -15,9 +15,9 @@ import pytest
 from tests.support.cluster import environment
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member, free_port
 from zero_orchestrator.errors import StoreError
-from zero_orchestrator.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd import Credentials, EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

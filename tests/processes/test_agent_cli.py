@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.cluster import TRAIN, descendants, environment, final_hash, is_alive, training
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 
 pytestmark = pytest.mark.processes
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.cluster import environment
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 from zero_orchestrator import events, status
-from zero_orchestrator.keys import Keys
+from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

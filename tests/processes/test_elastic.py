@@ -78,7 +78,7 @@ def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, u
 
 IMPORTS_WAIT = """
 import os, pathlib, sys, time
-if "zero_agent.nursery" in sys.orig_argv:
+if "zero_agent.workers.nursery" in sys.orig_argv:
     go = pathlib.Path(os.environ["GO"])
     go.with_name("waiting").touch()
     while not go.exists():

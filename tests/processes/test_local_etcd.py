@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_for
-from zero_agent import etcd_process, local_etcd
-from zero_agent.etcd_keeper import Idleness, Sight
-from zero_agent.etcd_process import Found, free_port, probe
-from zero_agent.local_etcd import SharedDirectory, private_server, shared_server
+from zero_agent.etcd import etcd_process, local_etcd
+from zero_agent.etcd.etcd_keeper import Idleness, Sight
+from zero_agent.etcd.etcd_process import Found, free_port, probe
+from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.kv import Put
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import Put
 
 pytestmark = [pytest.mark.etcd, pytest.mark.processes]
 
@@ -32,7 +32,7 @@ SOON_S = 20.0
 
 PRIVATE = """
 import sys
-from zero_agent.local_etcd import private_server
+from zero_agent.etcd.local_etcd import private_server
 with private_server() as endpoint:
     print(endpoint, flush=True)
     sys.stdin.read()
@@ -40,7 +40,7 @@ with private_server() as endpoint:
 
 SHARED = """
 import sys
-from zero_agent.local_etcd import shared_server
+from zero_agent.etcd.local_etcd import shared_server
 print(shared_server(sys.argv[1], idle_timeout_s=60), flush=True)
 sys.stdin.read()
 """

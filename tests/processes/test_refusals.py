@@ -13,10 +13,10 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member, free_port
 from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.kv import KeyValueStore
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import KeyValueStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

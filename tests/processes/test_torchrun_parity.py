@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.cluster import environment, is_alive
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import free_port
-from zero_agent.numa import parse_cpus
+from zero_agent.etcd.etcd_process import free_port
+from zero_agent.workers.numa import parse_cpus
 from zero_orchestrator import status
-from zero_orchestrator.keys import Keys
+from zero_orchestrator.membership.keys import Keys
 
 pytestmark = pytest.mark.processes
 

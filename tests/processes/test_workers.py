@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.cluster import descendants, environment, is_alive
 from tests.support.waiting import wait_for
-from zero_agent.hub import Hub
-from zero_agent.output import Tap, Terminal
-from zero_agent.worker_main import Program
-from zero_agent.workers import Nursery
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.worker_main import Program
+from zero_agent.workers.workers import Nursery
 
 pytestmark = pytest.mark.processes
 
@@ -97,10 +97,10 @@ def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
 AGENT = """
 import sys, time
 from pathlib import Path
-from zero_agent.hub import Hub
-from zero_agent.output import Tap, Terminal
-from zero_agent.worker_main import Program
-from zero_agent.workers import Nursery
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.worker_main import Program
+from zero_agent.workers.workers import Nursery
 import os
 hub = Hub()
 nursery = Nursery(hub, os.environ, [], lambda *news: None)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import EtcdProcess, Member, free_port
+from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
 
 
 class EtcdServer:

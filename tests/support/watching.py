@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.support.waiting import wait_for
-from zero_orchestrator.kv import Change, KeyValueStore
+from zero_orchestrator.store.kv import Change, KeyValueStore
 
 SOON_S = 15.0
 

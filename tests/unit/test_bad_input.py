@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from zero_agent import cli
-from zero_agent.flags import FLAGS
+from zero_agent.command import cli
+from zero_agent.command.flags import FLAGS
 from zero_orchestrator.arguments import variable_of
 from zero_orchestrator.errors import SpecError
 

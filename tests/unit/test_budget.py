@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_rounds import STEADY, TIMING, active, failed, forming, node, verdict
-from zero_orchestrator.budget import Charge, fruitless, in_force
-from zero_orchestrator.exclusion import LONGEST_S, Exclusion, cooldown_s, due
-from zero_orchestrator.job_state import Members, Snapshot, State
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.rounds import Move, decide, transaction
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.budget import Charge, fruitless, in_force
+from zero_orchestrator.membership.exclusion import LONGEST_S, Exclusion, cooldown_s, due
+from zero_orchestrator.membership.job_state import Members, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.rounds import Move, decide, transaction
+from zero_orchestrator.membership.spec import JobSpec
 
 KEYS = Keys("job")
 

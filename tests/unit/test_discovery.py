@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.cluster import TRAIN, environment, final_hash
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 from zero_engine.errors import ConfigError
 from zero_engine.exchange.discovery import discover, first_of
 

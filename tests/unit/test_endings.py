@@ -8,15 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from zero_agent import ending, exits
+from zero_agent import ending
 from zero_agent.config import AgentExit
-from zero_agent.exits import Exit, fresh_error_file
-from zero_agent.hub import Hub
-from zero_agent.workers import Order, WorkerGroup
+from zero_agent.workers import exits
+from zero_agent.workers.exits import Exit, fresh_error_file
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.workers import Order, WorkerGroup
 from zero_orchestrator.contract import ExitCode
-from zero_orchestrator.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
+from zero_orchestrator.membership.spec import JobSpec
 
 SPEC = JobSpec(min_nodes=1, max_nodes=4)
 

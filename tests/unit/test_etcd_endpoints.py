@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.etcd_connection import Credentials, parse_endpoints
+from zero_orchestrator.store.etcd_connection import Credentials, parse_endpoints
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,11 @@ def test_a_password_is_not_shown() -> None:
 def test_grpc_comes_with_the_etcd_store_and_with_nothing_else() -> None:
     """The agent starts fast, and a process without gRPC threads may fork."""
     script = """
-import sys, zero_orchestrator.kv_memory, zero_orchestrator.lease, zero_orchestrator.retry
-import zero_agent.local_etcd, zero_agent.etcd_keeper
+import sys
+from zero_orchestrator.store import kv_memory, lease, retry
+import zero_agent.etcd.local_etcd, zero_agent.etcd.etcd_keeper
 assert not {"grpc", "etcd3", "torch"} & set(sys.modules)
-import zero_orchestrator.etcd
+import zero_orchestrator.store.etcd
 assert {"grpc", "etcd3"} <= set(sys.modules) and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -12,7 +12,7 @@ from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 @pytest.fixture

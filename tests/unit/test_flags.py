@@ -9,8 +9,8 @@ import re
 import pytest
 from torch.distributed.run import get_args_parser
 
-from zero_agent.command_line import parse
-from zero_agent.flags import FLAGS
+from zero_agent.command.command_line import parse
+from zero_agent.command.flags import FLAGS
 from zero_orchestrator.errors import SpecError
 
 OURS = {

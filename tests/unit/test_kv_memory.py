@@ -8,8 +8,8 @@ import pytest
 
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import LeaseLost
-from zero_orchestrator.kv import Change, Put
-from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.store.kv import Change, Put
+from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.kv_memory import MemoryStore
-from zero_orchestrator.lease import LeaseKeeper, LeaseState
+from zero_orchestrator.store.kv_memory import MemoryStore
+from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
 
 TTL_S = 3
 

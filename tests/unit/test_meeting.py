@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zero_agent.command_line import parse
-from zero_agent.etcd_access import Access, explain
-from zero_agent.meeting import Static, Way, choose
-from zero_agent.rdzv_conf import RdzvConf
+from zero_agent.command.command_line import parse
+from zero_agent.etcd.etcd_access import Access, explain
+from zero_agent.etcd.meeting import Static, Way, choose
+from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError
 
 

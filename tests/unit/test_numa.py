@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_agent.numa import Machine, cpus_of, parse_cpus, read_machine
+from zero_agent.workers.numa import Machine, cpus_of, parse_cpus, read_machine
 from zero_orchestrator.errors import SpecError
 
 

@@ -7,8 +7,8 @@ import pytest
 from tests.model import world as model
 from tests.model.search import explore, running
 from tests.model.world import KEYS, begin
-from zero_orchestrator import rounds
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership import rounds
+from zero_orchestrator.membership.spec import JobSpec
 
 POLICIES = {
     "an excluded node and another": (2, 1, 0, {"max_nodes": 2, "exclude_after": 1}),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_agent.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
+from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_orchestrator.errors import SpecError
 
 

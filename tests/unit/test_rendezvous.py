@@ -6,12 +6,12 @@ import pytest
 
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.job_state import Failure, Node, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.kv_memory import MemoryStore
-from zero_orchestrator.rendezvous import NodeTaken, Rendezvous
-from zero_orchestrator.runs import current_run
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Failure, Node, State
+from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
+from zero_orchestrator.membership.runs import current_run
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 class Cluster:

@@ -15,10 +15,10 @@ import pytest
 
 from tests.unit.test_rendezvous import Cluster
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.job_state import Failure, State
-from zero_orchestrator.kv import KeyValue, Put
-from zero_orchestrator.kv_memory import MemoryStore
+from zero_orchestrator.membership.job_state import Failure, State
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import KeyValue, Put
+from zero_orchestrator.store.kv_memory import MemoryStore
 
 pytestmark = pytest.mark.etcd
 

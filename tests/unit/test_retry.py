@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from zero_orchestrator import retry
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
+from zero_orchestrator.store import retry
 
 
 class Failing:

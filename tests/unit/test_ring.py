@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.waiting import wait_for
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 from zero_agent.ring import Ring, neighbour
-from zero_orchestrator.job_state import Node
+from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"
 
@@ -110,7 +110,7 @@ def watching(ring: Ring) -> bool:
 _AGENT = """
 import sys, time
 from zero_agent.ring import Ring
-from zero_orchestrator.job_state import Node
+from zero_orchestrator.membership.job_state import Node
 ring = Ring("127.0.0.1", print)
 ring.start(Node(id="b", incarnation="1", address="127.0.0.1", slots=1), sys.argv[1])
 print(ring.address, flush=True)

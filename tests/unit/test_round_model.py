@@ -14,11 +14,11 @@ import pytest
 from tests.model import world as model
 from tests.model.search import explore, running
 from tests.model.world import KEYS, World, begin, stop, write
-from zero_orchestrator.budget import Charge
-from zero_orchestrator.job_state import Snapshot
-from zero_orchestrator.kv import Compare, Put
-from zero_orchestrator.moves import LEGAL, Move, Transition, transaction
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.job_state import Snapshot
+from zero_orchestrator.membership.moves import LEGAL, Move, Transition, transaction
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import Compare, Put
 
 SMALL_JOBS = {
     "two nodes that come and go": (2, (1, 2), 1, 1, 3),

@@ -4,11 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from zero_orchestrator.budget import Charge
-from zero_orchestrator.job_state import ENDED, Failure, Members, Node, Snapshot, State
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.rounds import LEGAL, Move, Observed, Timing, Transition, decide, transaction
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.rounds import (
+    LEGAL,
+    Move,
+    Observed,
+    Timing,
+    Transition,
+    decide,
+    transaction,
+)
+from zero_orchestrator.membership.spec import JobSpec
 
 STEADY = Observed(nodes_s=60.0, symptom_s=60.0)
 JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)

@@ -9,13 +9,13 @@ import pytest
 from tests.unit.test_rendezvous import Cluster
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import StoreReplaced
-from zero_orchestrator.job_state import Failure, Members, Node, State
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv_memory import Database, MemoryStore
-from zero_orchestrator.parse import parse
-from zero_orchestrator.replica import Replica
-from zero_orchestrator.sight import REREAD_S
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Failure, Members, Node, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.sight import REREAD_S
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv_memory import Database, MemoryStore
+from zero_orchestrator.store.replica import Replica
 
 KEYS = Keys("job")
 NAMES = tuple(f"n{index:02}" for index in range(12))

@@ -3,7 +3,7 @@
 import pytest
 
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.spec import JobSpec, check_job_name, parse_nnodes
+from zero_orchestrator.membership.spec import JobSpec, check_job_name, parse_nnodes
 
 
 @pytest.mark.parametrize(

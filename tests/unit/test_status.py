@@ -6,14 +6,13 @@ import pytest
 from rich.console import Console
 
 from zero_orchestrator import status, views
-from zero_orchestrator.budget import Charge
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import progress_prefix
-from zero_orchestrator.exclusion import Exclusion
-from zero_orchestrator.job_state import Failure, Members, Node
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.kv_memory import MemoryStore
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.job_state import Failure, Members, Node
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.status import (
     Condition,
     NoSuchJob,
@@ -22,6 +21,7 @@ from zero_orchestrator.status import (
     choose_job,
     choose_node,
 )
+from zero_orchestrator.store.kv_memory import MemoryStore
 from zero_orchestrator.wishes import TooFewNodes, ask_to_drain, ask_to_stop, exclude, include
 
 SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from zero_agent.hang import HangPolicy
-from zero_agent.steps import Steps
+from zero_agent.workers.hang import HangPolicy
+from zero_agent.workers.steps import Steps
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.contract import Progress
 

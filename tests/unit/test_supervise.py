@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from zero_agent.supervise import Action, Situation, Workers, next_action
-from zero_orchestrator.job_state import ENDED, Failure, Members, Node, Snapshot, State
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
+from zero_orchestrator.membership.spec import JobSpec
 
 ME = Node(id="me", incarnation="1", address="me", slots=1)
 OTHER = replace(ME, id="other")

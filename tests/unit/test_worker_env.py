@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zero_agent.worker_env import nursery_env, own_device, places, worker_env
+from zero_agent.workers.worker_env import nursery_env, own_device, places, worker_env
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.job_state import Members, Node, Snapshot, State
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
+from zero_orchestrator.membership.spec import JobSpec
 
 NODES = tuple(
     Node(id=name, incarnation="1", address=name, slots=slots, role=role)

@@ -20,19 +20,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_agent.etcd_process import LOOPBACK
+from zero_agent.etcd.etcd_process import LOOPBACK
+from zero_agent.etcd.local_etcd import private_server
 from zero_agent.launch import arguments
 from zero_agent.launch.environment import exported
 from zero_agent.launch.hosts import Hosts, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
 from zero_agent.launch.session import Session
-from zero_agent.local_etcd import private_server
 from zero_agent.network import is_local, route_towards
 from zero_orchestrator import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
-from zero_orchestrator.runs import command_name
-from zero_orchestrator.spec import check_job_name
+from zero_orchestrator.membership.runs import command_name
+from zero_orchestrator.membership.spec import check_job_name
 
 log = logging.getLogger("zero")
 

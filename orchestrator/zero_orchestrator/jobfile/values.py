@@ -12,7 +12,7 @@ from functools import total_ordering
 
 from zero_orchestrator import arguments
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.spec import parse_nnodes
+from zero_orchestrator.membership.spec import parse_nnodes
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi)?")
 _POWERS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}

@@ -12,7 +12,7 @@ from tests.contract.etcd.client import ROOT, TIMEOUT_S, connect, member_at, put
 from tests.support.etcd_server import EtcdServer, cluster
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
-from zero_agent.etcd_process import free_port
+from zero_agent.etcd.etcd_process import free_port
 from zero_orchestrator.errors import StoreUnavailable
 
 pytestmark = pytest.mark.etcd

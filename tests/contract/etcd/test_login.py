@@ -14,9 +14,9 @@ from tests.contract.etcd.client import ROOT, connect, put
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
-from zero_agent.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member, free_port
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.etcd import Credentials
+from zero_orchestrator.store.etcd import Credentials
 
 pytestmark = pytest.mark.etcd
 

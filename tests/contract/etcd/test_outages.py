@@ -16,10 +16,10 @@ from tests.support.etcd_server import EtcdServer, cluster, server
 from tests.support.proxy import proxy
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
-from zero_orchestrator import etcd_stream, retry
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.etcd import EtcdStore
-from zero_orchestrator.kv import Put, absent
+from zero_orchestrator.store import etcd_stream, retry
+from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.kv import Put, absent
 
 pytestmark = pytest.mark.etcd
 

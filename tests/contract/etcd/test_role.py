@@ -12,14 +12,14 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.etcd import Credentials, EtcdStore
-from zero_orchestrator.etcd_watch import key_range
 from zero_orchestrator.events import events_prefix, progress_prefix
-from zero_orchestrator.job_state import Failure, Node, State
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.keys import Keys
-from zero_orchestrator.rendezvous import Rendezvous
-from zero_orchestrator.spec import JobSpec
+from zero_orchestrator.membership.job_state import Failure, Node, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd_watch import key_range
 
 pytestmark = pytest.mark.etcd
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.watching import Seen
-from zero_orchestrator.kv import KeyValueStore
+from zero_orchestrator.store.kv import KeyValueStore
 
 
 @pytest.fixture(scope="module")

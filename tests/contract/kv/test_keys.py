@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.kv import KeyValue, KeyValueStore, Read
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Read
 
 # ---- keys and revisions ----
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S
 from zero_orchestrator.errors import LeaseLost
-from zero_orchestrator.kv import KeyValueStore, Put, absent
+from zero_orchestrator.store.kv import KeyValueStore, Put, absent
 
 TTL_S = 2  # etcd's shortest lease at its present election timeout
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.watching import SOON_S, revision_of
 from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.kv import Delete, KeyValue, KeyValueStore, Put, absent, unchanged
+from zero_orchestrator.store.kv import Delete, KeyValue, KeyValueStore, Put, absent, unchanged
 
 
 def test_a_key_is_created_once(store: KeyValueStore, root: str) -> None:

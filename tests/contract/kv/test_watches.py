@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.support.watching import SOON_S, Seen, revision_of
-from zero_orchestrator.kv import Change, Delete, KeyValue, KeyValueStore, Put
+from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore, Put
 
 
 def test_a_watch_delivers_what_came_before_it_and_what_comes_after(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 from tests.unit.jobfile.support import job
-from zero_agent.command_line import parse
+from zero_agent.command.command_line import parse
+from zero_agent.command.resolve import resolve
 from zero_agent.config import AgentConfig
-from zero_agent.rdzv_conf import parse_rdzv_conf
-from zero_agent.resolve import resolve
+from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 from zero_orchestrator.jobfile.schema import JobFile
 from zero_orchestrator.jobfile.settings import FLAGS, settings
 

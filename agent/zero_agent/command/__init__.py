@@ -1,0 +1,1 @@
+"""zero-agent: what was typed, and what it comes to."""

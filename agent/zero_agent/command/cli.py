@@ -1,0 +1,189 @@
+"""`zero-agent`: what was typed, into a running agent, into an exit code.
+
+`command_line.py` reads it, `resolve.py` says what it means, `meeting.py` where the agents
+meet; here they are put together, and whatever goes wrong becomes one message and a code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from zero_agent.agent import Agent
+from zero_agent.command import command_line
+from zero_agent.command.preflight import preflight
+from zero_agent.command.resolve import resolve, signals_to_handle
+from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.etcd import local_etcd, meeting
+from zero_agent.etcd.etcd_access import Access, check_is_etcd
+from zero_agent.etcd.meeting import Static, Way
+from zero_agent.etcd.rdzv_conf import check_backend, parse_rdzv_conf
+from zero_agent.fitness.fitness import await_fit, surroundings
+from zero_agent.health import Health, served
+from zero_agent.network import address_towards
+from zero_agent.workers.exits import leave_error_file
+from zero_agent.workers.worker_main import ENV_ERROR_FILE
+from zero_orchestrator.arguments import named_as_set
+from zero_orchestrator.clock import SystemClock
+from zero_orchestrator.errors import SpecError, StoreError, ZeroError
+from zero_orchestrator.membership.runs import command_name, current_run
+from zero_orchestrator.store.kv import KeyValueStore
+
+log = logging.getLogger("zero")
+
+_FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    _set_up_logging()
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+    except ZeroError as error:
+        log.error("%s", error)
+        code = _code_of(error)
+        if code != AgentExit.USAGE:
+            leave_error_file(os.environ.get(ENV_ERROR_FILE), str(error), "", code)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def _code_of(error: ZeroError) -> int:
+    if isinstance(error, AgentFailed):
+        return error.code
+    return AgentExit.NO_STORE if isinstance(error, StoreError) else AgentExit.USAGE
+
+
+def _set_up_logging() -> None:
+    logging.raiseExceptions = False  # a closed terminal must not end a job
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
+    _sign_lines("")
+
+
+def _sign_lines(node: str) -> None:
+    """Begin every line with the time, and the node if its agent is one of several."""
+    signature = f" {node}" if node else ""
+    form = "[zero %(asctime)s%(signature)s] %(message)s"
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter(form, "%H:%M:%S", defaults={"signature": signature}))
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = command_line.parse(argv, os.environ)
+    with named_as_set(args.variables):
+        return _obey(args)
+
+
+def _obey(args: argparse.Namespace) -> int:
+    backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
+    if args.preflight:
+        return preflight(args, conf)
+    way, note = meeting.choose(args)
+    access = Access.of(args, conf, args.rdzv_endpoint)
+    if access.is_secure and way is not Way.NAMED:
+        raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
+    if way is Way.NAMED:
+        _ = access.first  # is it written correctly?
+    config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
+    world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
+    backend = backend if way is Way.NAMED else ""
+    for sentence in filter(None, (backend, note, *conf.notes, _threads(config))):
+        log.info("%s", sentence)
+    with served(args.health_host, args.health_port) as health, _endpoint(args, way, world) as where:
+        access = dataclasses.replace(access, endpoints=where)
+        if way is Way.NAMED and not access.is_secure:
+            check_is_etcd(args)
+        config = _placed(config, args, access, world)
+        if args.node_id or config.spec.max_nodes > 1:
+            _sign_lines(config.node_id)
+        with access.store() as store:
+            return _take_part(config, store, numbers, world, health)
+
+
+def _threads(config: AgentConfig) -> str:
+    """Say what torchrun says about threads, in one line."""
+    if config.slots == 1 or "OMP_NUM_THREADS" in os.environ:
+        return ""
+    return (
+        f"OMP_NUM_THREADS is not set: each of the {config.slots} workers gets 1 thread; "
+        "set it for more"
+    )
+
+
+@contextlib.contextmanager
+def _endpoint(args: argparse.Namespace, way: Way, world: Static | None) -> Iterator[str]:
+    """Where etcd is, for as long as this agent needs it."""
+    if world is not None:
+        with meeting.static_server(world) as endpoint:
+            yield endpoint
+    elif way is Way.PRIVATE:
+        with local_etcd.private_server() as endpoint:
+            yield endpoint
+    elif way is Way.SHARED:
+        yield local_etcd.shared_server(meeting.SHARED_ENDPOINT)
+    else:
+        yield args.rdzv_endpoint
+
+
+def _placed(
+    config: AgentConfig, args: argparse.Namespace, access: Access, world: Static | None
+) -> AgentConfig:
+    """The configuration with this node's address, and its place in a fixed world."""
+    address = config.address or address_towards(access.first)
+    if world is None:
+        return dataclasses.replace(config, address=address)
+    return dataclasses.replace(
+        config,
+        address=address,
+        job=config.job or "static",
+        node_id=meeting.static_id(world.rank),
+        etcd_grace_s=meeting.STATIC_GRACE_S if args.etcd_grace is None else args.etcd_grace,
+    )
+
+
+def _take_part(
+    config: AgentConfig,
+    store: KeyValueStore,
+    numbers: Sequence[signal.Signals],
+    world: Static | None,
+    health: Health | None,
+) -> int:
+    """Run the agent; without a job name, in the current run of this command."""
+    tell = health.waits if health is not None else lambda why: None
+    await_fit(surroundings(config, os.environ), config.join_timeout_s, tell)
+    while True:
+        name = command_name(Path(config.program.target).stem, config.spec.command)
+        job = config.job or current_run(store, name)
+        if world is not None:
+            meeting.await_turn(store, job, world)
+        agent = Agent(config, job, store, SystemClock(), os.environ)
+        if health is not None:
+            health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
+        with _signals_to(agent.on_signal, numbers):
+            code = agent.run()
+        if config.job is None and agent.ended and not agent.took_part:
+            continue  # that run ended between the look at it and the joining: start the next
+        if world is not None and world.rank == 0:
+            meeting.see_off(store, job)
+        if code in _FAILED and (cause := agent.root_cause):
+            leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)
+        return code
+
+
+@contextlib.contextmanager
+def _signals_to(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    before = [signal.signal(number, lambda got, frame: handle(got)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

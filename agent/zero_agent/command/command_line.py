@@ -1,0 +1,159 @@
+"""A command line of `zero-agent`, read by the table in `flags.py`.
+
+Each flag can be written with `-` or `_` between its words, shortened to any beginning that only
+it has, and set by torchrun's environment variable `PET_<FLAG>`; the command line wins over the
+environment.
+
+Must always hold: what follows the script belongs to the script, to the letter, whatever it looks
+like. Who calls it: `cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, Flag
+from zero_orchestrator.arguments import named_as_set, variable_of
+from zero_orchestrator.errors import SpecError
+
+USAGE = "zero-agent [FLAG ...] SCRIPT [ARGUMENT ...]"
+
+_SHORT = {flag.short: flag for flag in FLAGS.values() if flag.short}
+_HELP = ("-h", "--help")
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """All flags with their values, and `script` and `arguments`.
+
+    `variables` says which of the flags were set by which variable of the environment.
+
+    Raises:
+        SpecError: A flag that does not exist, a value it cannot have, or no script.
+    """
+    flags, command = _split(argv)
+    typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
+    variables = {name: it for name in FLAGS if name not in typed and (it := _set_by(name, environ))}
+    with named_as_set(variables):
+        args = _parser().parse_args([*_from_environment(variables, environ), *flags])
+    args.variables = variables
+    if not command and not args.preflight:
+        raise SpecError(f"no script is given; write {USAGE}; --help lists the flags")
+    args.script, args.arguments = command[0] if command else "", command[1:]
+    return args
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags, each written in full as `--name=value`, and the program with its arguments."""
+    flags, rest = [], list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        token = rest.pop(0)
+        if token == "--":
+            break
+        name, equals, value = _taken_apart(token)
+        if name in _HELP:
+            flags.append(name)
+            continue
+        flag = _find(name)
+        if flag.kind is None:
+            if equals or value:
+                raise SpecError(f"{token}: a switch; write it without a value")
+            flags.append(f"--{flag.name}")
+            continue
+        if not equals and not value:
+            if not rest:
+                raise SpecError(f"{name}: a value must follow: {flag.help}")
+            value = rest.pop(0)
+        flags.append(f"--{flag.name}={value}")
+    return flags, rest
+
+
+def _taken_apart(token: str) -> tuple[str, str, str]:
+    """`--tee=3`, `-t=3` and `-t3` into name, `=` if there, and value."""
+    name, equals, value = token.partition("=")
+    if token.startswith("--") or len(name) == 2:
+        return name, equals, value
+    return token[:2], "", token[2:]
+
+
+def _find(name: str) -> Flag:
+    """The flag of this name, in either spelling, or of this unique beginning of one."""
+    if name in _SHORT:
+        return _SHORT[name]
+    words = name.removeprefix("--").replace("_", "-")
+    fitting = [flag for flag in FLAGS if name.startswith("--") and flag.startswith(words)]
+    if words in fitting or len(fitting) == 1:
+        return FLAGS[words if words in fitting else fitting[0]]
+    if fitting:
+        raise SpecError(f"{name}: could be any of {', '.join(f'--{flag}' for flag in fitting)}")
+    near = difflib.get_close_matches(words, FLAGS, n=1)
+    remedy = f"did you mean --{near[0]}?" if near else "--help lists the flags"
+    raise SpecError(f"{name}: there is no such flag; {remedy}")
+
+
+def _set_by(name: str, environ: Mapping[str, str]) -> str | None:
+    """The variable that sets a flag, if one does."""
+    candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
+    return next((candidate for candidate in candidates if environ.get(candidate)), None)
+
+
+_TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
+"""Variables under which torchrun's agent looks for what is a flag here."""
+
+
+def _from_environment(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; switches read 0 and 1."""
+    found = []
+    for name, variable in variables.items():
+        value = environ[variable]
+        if FLAGS[name].kind is not None:
+            found.append(f"--{name}={value}")
+        elif value == "1":
+            found.append(f"--{name}")
+        elif value != "0":
+            raise SpecError(f"{variable}={value}: write 1 for yes or 0 for no")
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains as the rest of us does: in one line, through the log."""
+
+    def error(self, message: str) -> Any:
+        raise SpecError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="zero-agent",
+        usage=USAGE,
+        description="Run a training script on this node, elastically: nodes come and go, "
+        "the job goes on.",
+        epilog="A flag may be written with - or _, shortened, or set as PET_<FLAG> in the "
+        "environment. Exit codes: 0 done, 1 job failed, 2 wrong usage, 3 etcd out of reach, "
+        "4 too few nodes, 5 job stopped, 6 node drained, 7 no progress, 8 node not fit, "
+        "128+N ended by signal N.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
+    )
+    for title, flags in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag)
+    return parser
+
+
+def _add(group: Any, flag: Flag) -> None:
+    names = [name for name in (flag.short, f"--{flag.name}") if name]
+    if flag.kind is None:
+        group.add_argument(*names, action="store_true", help=flag.help)
+        return
+    group.add_argument(
+        *names,
+        type=flag.kind,
+        default=flag.default,
+        choices=flag.choices,
+        metavar=flag.metavar or METAVARS.get(flag.kind, flag.name.rpartition("-")[2].upper()),
+        help=flag.help,
+    )

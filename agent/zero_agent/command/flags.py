@@ -1,0 +1,304 @@
+"""The flags of `zero-agent`: one table, in the order and groups in which `--help` prints it.
+
+Every flag of torchrun is here with its meaning, beside ours. `command_line.py` reads a line of
+them.
+
+Source of the names: torch.distributed.run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_agent.workers.hang import parse_hang_timeout
+from zero_orchestrator.arguments import seconds
+from zero_orchestrator.jobfile.values import Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag."""
+
+    name: str
+    """Its words, with `-` between them."""
+    help: str
+    default: Any = ""
+    short: str = ""
+    kind: Callable[[str], Any] | None = str
+    """Makes a value of its text; None for a switch, which has none."""
+    metavar: str = ""
+    choices: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "default", False)
+
+
+def _whole(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number; write one, such as 3")
+    return int(text)
+
+
+def _hang(text: str) -> str:
+    try:
+        parse_hang_timeout(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write seconds, such as 600, or 10m, or auto, or off"
+        ) from None
+    return text
+
+
+def _some_seconds(text: str) -> float:
+    if not (length_s := seconds(text)):
+        raise argparse.ArgumentTypeError(f"{text}: write more than 0 seconds, such as 30")
+    return length_s
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; write a number up to 65535")
+    return int(text)
+
+
+def _size_bytes(text: str) -> int:
+    try:
+        return Size(text).size_bytes
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error}") from None
+
+
+def _items(text: str) -> tuple[str, ...]:
+    """`a,b` -> (a, b); a doubled comma stands for a comma."""
+    parts = text.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+# What `zero-agent --help` prints, in its order. A default in parentheses.
+GROUPS: Mapping[str, tuple[Flag, ...]] = {
+    "the job": (
+        Flag(name="nnodes", default="1:1", metavar="MIN:MAX", help="how many nodes: 4, 1:4 (1:1)"),
+        Flag(
+            name="nproc-per-node",
+            default="1",
+            metavar="N|auto|cpu|gpu",
+            help="workers here (1)",
+        ),
+        Flag(
+            name="max-restarts",
+            kind=_whole,
+            default=0,
+            help="failures the whole job may survive (0)",
+        ),
+        Flag(
+            name="refill-after-steps",
+            kind=_whole,
+            default=0,
+            help="a restart comes back after so many committed steps (0: never)",
+        ),
+        Flag(
+            name="max-restarts-without-progress",
+            kind=_whole,
+            default=3,
+            help="restarts in a row that finish no new step; the next ends the job (3, 0: any)",
+        ),
+        Flag(
+            name="exclude-after",
+            kind=_whole,
+            default=2,
+            help="go on without a host whose workers fail so often in a row (2, 0: never)",
+        ),
+        Flag(
+            name="exclude-for",
+            kind=_some_seconds,
+            default=60.0,
+            help="for so long at first, twice as long each time (60)",
+        ),
+        Flag(name="node-unit", kind=_whole, default=1, help="rounds of a multiple of N nodes (1)"),
+        Flag(name="rdzv-id", metavar="NAME", help="the job's name (derived from the command)"),
+        Flag(name="role", default="default", help="what this node's workers are called (default)"),
+    ),
+    "the program": (
+        Flag(name="module", short="-m", kind=None, help="SCRIPT is the name of a module"),
+        Flag(name="no-python", kind=None, help="SCRIPT is a program, not run by Python"),
+        Flag(name="run-path", kind=None, help="run SCRIPT in a warm worker, even with PYTHON_EXEC"),
+        Flag(name="cold-start", kind=None, help="a fresh interpreter for each worker, no fork"),
+    ),
+    "where the nodes meet": (
+        Flag(name="rdzv-backend", default="static", help="etcd-v3; see --rdzv-endpoint"),
+        Flag(
+            name="rdzv-endpoint",
+            metavar="HOST:PORT[,...]",
+            help="etcd (one on this machine, which the first agent starts)",
+        ),
+        Flag(name="rdzv-conf", metavar="KEY=VALUE[,...]", help="torchrun's rendezvous settings"),
+        Flag(name="standalone", kind=None, help="one node, with an etcd of its own"),
+        Flag(name="master-addr", metavar="HOST", help="without etcd: where node 0 is"),
+        Flag(name="master-port", kind=_port, default=None, help="without etcd: its port (29500)"),
+        Flag(
+            name="node-rank", kind=_whole, default=None, help="without etcd: this node, from 0 (0)"
+        ),
+        Flag(name="node-id", metavar="NAME", help="this node's name (host and random characters)"),
+        Flag(name="local-addr", metavar="HOST", help="this node's address (that routes to etcd)"),
+        Flag(
+            name="join-timeout", kind=seconds, default=None, help="seconds to wait for nodes (600)"
+        ),
+    ),
+    "etcd": (
+        Flag(name="etcd-ca", kind=Path, default=None, help="who signed its certificate (PEM)"),
+        Flag(name="etcd-cert", kind=Path, default=None, help="this client's certificate (PEM)"),
+        Flag(name="etcd-key", kind=Path, default=None, help="and its key (PEM)"),
+        Flag(name="etcd-user", metavar="NAME", help="log in as this user"),
+        Flag(
+            name="etcd-password-file",
+            kind=Path,
+            default=None,
+            metavar="FILE",
+            help="with the password in this file",
+        ),
+        Flag(
+            name="etcd-grace", kind=seconds, default=None, help="seconds to go on without it (600)"
+        ),
+    ),
+    "output": (
+        Flag(
+            name="log-dir",
+            kind=Path,
+            default=None,
+            metavar="DIR",
+            help="keep output and events here, by job, round and rank",
+        ),
+        Flag(
+            name="redirects",
+            short="-r",
+            default="0",
+            metavar="STREAMS",
+            help="into files only: 1 stdout, 2 stderr, 3 both, or by local rank 0:1,1:3 (0)",
+        ),
+        Flag(
+            name="tee",
+            short="-t",
+            default="0",
+            metavar="STREAMS",
+            help="into files, and here with the worker's name before each line (0)",
+        ),
+        Flag(
+            name="local-ranks-filter", metavar="RANK[,...]", help="show only these local ranks here"
+        ),
+        Flag(
+            name="duplicate-stdout-filters",
+            kind=_items,
+            default=(),
+            metavar="TEXT[,...]",
+            help="copy lines with any of these into filtered_stdout.log",
+        ),
+        Flag(
+            name="duplicate-stderr-filters",
+            kind=_items,
+            default=(),
+            metavar="TEXT[,...]",
+            help="the same for stderr",
+        ),
+    ),
+    "this node": (
+        Flag(
+            name="shutdown-timeout",
+            kind=seconds,
+            default=None,
+            help="seconds from SIGTERM to SIGKILL (30)",
+        ),
+        Flag(
+            name="hang-timeout",
+            kind=_hang,
+            default="auto",
+            metavar="SECONDS|auto|off",
+            help="kill workers that take no step for so long; auto: learnt from their steps "
+            "(workers under zero_engine, or with zero_agent.heartbeat())",
+        ),
+        Flag(
+            name="signals-to-handle",
+            default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            metavar="NAME[,...]",
+            help="leave the job on these (SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+        ),
+        Flag(
+            name="virtual-local-rank",
+            kind=None,
+            help="each worker sees its own GPU alone, as local rank 0",
+        ),
+        Flag(
+            name="numa-binding",
+            choices=("node", "socket", "exclusive", "core-complex"),
+            metavar="MODE",
+            help="keep each worker on the CPUs near its GPU: node, socket, exclusive, core-complex",
+        ),
+        Flag(
+            name="health-check",
+            metavar="COMMAND",
+            help="a shell command that must end with 0 before this node joins, and joins again",
+        ),
+        Flag(
+            name="health-check-timeout",
+            kind=_some_seconds,
+            default=60.0,
+            help="it is given so long (60)",
+        ),
+        Flag(
+            name="ram-budget",
+            kind=_size_bytes,
+            default=None,
+            help="checkpoints in memory take at most so much of /dev/shm: 16Gi (half of it, or "
+            "what the config says)",
+        ),
+        Flag(
+            name="preflight",
+            kind=None,
+            help="check this node, print what was found, and start nothing",
+        ),
+        Flag(
+            name="health-port",
+            kind=_port,
+            default=None,
+            help="serve /healthz and /readyz; 0 takes a free port (off)",
+        ),
+        Flag(
+            name="health-host",
+            default="127.0.0.1",
+            metavar="HOST",
+            help="and do so there (127.0.0.1)",
+        ),
+    ),
+    "from torchrun, without effect here": (
+        Flag(
+            name="start-method",
+            default="spawn",
+            choices=("spawn", "fork", "forkserver"),
+            metavar="METHOD",
+            help="workers are forked from a warm process in any case",
+        ),
+        Flag(
+            name="monitor-interval",
+            kind=seconds,
+            default=0.1,
+            help="the end of a worker is noticed at once",
+        ),
+        Flag(name="event-log-handler", default="null", help="events are kept in --log-dir"),
+        Flag(name="logs-specs", metavar="NAME", help="refused; see --redirects and --tee"),
+    ),
+}
+
+FLAGS = {flag.name: flag for flags in GROUPS.values() for flag in flags}
+METAVARS: Mapping[object, str] = {
+    seconds: "SECONDS",
+    _some_seconds: "SECONDS",
+    _port: "PORT",
+    _whole: "N",
+    _size_bytes: "SIZE",
+    Path: "FILE",
+}
+"""What a value is called in the help, by its kind."""

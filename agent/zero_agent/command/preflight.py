@@ -1,0 +1,99 @@
+"""`zero-agent --preflight`: every check of this node, as a table, and nothing else.
+
+Who calls it: `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zero_agent.command.resolve import count_slots, wants_gpus
+from zero_agent.etcd import meeting
+from zero_agent.etcd.etcd_access import Access
+from zero_agent.etcd.etcd_process import find_etcd
+from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_agent.fitness.checks import Sick, Surroundings
+from zero_agent.fitness.examination import Finding, examine
+from zero_agent.network import address_towards
+from zero_orchestrator.errors import SpecError, StoreError
+
+_PIPE_COLUMNS = 250
+_QUESTION = "/zero/v1/"
+
+
+def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
+    """Check this node as it is before a job begins; 0 if it is fit, 1 if not.
+
+    Args:
+        args: The flags with which the agent is to be started; a script is not needed.
+        conf: Those in --rdzv-conf.
+
+    Raises:
+        SpecError: A flag that decides about a check is wrong.
+    """
+    findings = examine(_surroundings(args, conf))
+    show(findings)
+    return 0 if all(finding.fit for finding in findings) else 1
+
+
+def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:
+    access = Access.of(args, conf, args.rdzv_endpoint)
+    named = meeting.choose(args)[0] is meeting.Way.NAMED
+    return Surroundings(
+        slots=_slots(args.nproc_per_node),
+        gpus=wants_gpus(args),
+        address=args.local_addr or (address_towards(access.first) if named else ""),
+        log_dir=args.log_dir,
+        command=args.health_check,
+        command_timeout_s=args.health_check_timeout,
+        ask_etcd=_asking(access) if named else _own_etcd,
+        environ=os.environ,
+    )
+
+
+def _slots(text: str) -> int:
+    """How many workers there are to be; that there is no GPU for any is a finding of its own."""
+    return 1 if text == "gpu" else count_slots(text)
+
+
+def _asking(access: Access) -> Callable[[], str]:
+    def ask() -> str:
+        try:
+            with access.store() as store:
+                store.get(_QUESTION)  # connects and logs in
+                began_s = time.monotonic()
+                store.get(_QUESTION)
+        except StoreError as error:
+            raise Sick(str(error)) from error
+        return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"
+
+    return ask
+
+
+def _own_etcd() -> str:
+    try:
+        return f"the agent starts {find_etcd()}"
+    except SpecError as error:
+        raise Sick(str(error)) from error
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a table of them, for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("check", "", "found"):
+        table.add_column(column)
+    for finding in findings:
+        verdict = Text("ok", "green") if finding.fit else Text("NOT FIT", "bold red")
+        said = finding.found + (f"; {finding.remedy}" if finding.remedy else "")
+        table.add_row(finding.check, verdict, Text(said))
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS
+    console.print(table)

@@ -1,0 +1,283 @@
+"""From flags to an `AgentConfig`: what the words on the command line mean on this machine.
+
+Everything a user can get wrong is found here or in `command_line.py`, before anything is started.
+Who calls it: `cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from zero_agent.config import AgentConfig
+from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_agent.network import is_local
+from zero_agent.workers import numa
+from zero_agent.workers.hang import parse_hang_timeout
+from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_selection
+from zero_agent.workers.worker_env import own_device
+from zero_agent.workers.worker_main import Program
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.membership.rounds import Timing
+from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
+
+log = logging.getLogger("zero")
+
+SHUTDOWN_TIMEOUT_S = 30.0
+_UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
+
+
+def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]) -> AgentConfig:
+    """The whole configuration, but for `address`, which takes the endpoint to know.
+
+    Raises:
+        SpecError: Something cannot be as it was written.
+    """
+    _check(args)
+    program = _program(args, environ)
+    streams = _streams(args, environ)
+    settle_s = Timing().settle_s if conf.settle_s is None else conf.settle_s
+    slots = count_slots(args.nproc_per_node)
+    if args.virtual_local_rank:
+        own_device(environ, slots - 1)  # or there is an error, now rather than in the workers
+    return AgentConfig(
+        spec=_job_spec(args),
+        program=program,
+        slots=slots,
+        job=check_name("--rdzv-id", args.rdzv_id) if args.rdzv_id else None,
+        node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
+        host="" if args.node_id else socket.gethostname(),
+        address=args.local_addr,
+        timing=Timing(settle_s=settle_s),
+        role=args.role,
+        gpus=wants_gpus(args),
+        health_check=args.health_check,
+        health_check_timeout_s=args.health_check_timeout,
+        ram_budget_bytes=args.ram_budget,
+        lease_ttl_s=conf.lease_ttl_s or AgentConfig.lease_ttl_s,
+        log_dir=_log_dir(args.log_dir, streams),
+        streams=streams,
+        cpus=_cpus(args.numa_binding, slots, environ),
+        virtual_local_rank=args.virtual_local_rank,
+        preload=() if program.command else AgentConfig.preload,
+        shutdown_timeout_s=_shutdown_timeout_s(args, environ),
+        hang=parse_hang_timeout(args.hang_timeout),
+        join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
+        etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.node_id:
+        check_name("--node-id", args.node_id)
+    if args.logs_specs:
+        raise SpecError(
+            f"--logs-specs={args.logs_specs}: torchrun's plug-ins do not work here; use "
+            "--log-dir, --redirects and --tee"
+        )
+    if args.local_addr and not is_local(args.local_addr):
+        raise SpecError(
+            f"--local-addr={args.local_addr}: not an address of this machine; leave it out to "
+            "use the one that routes to etcd"
+        )
+
+
+def signals_to_handle(text: str) -> list[signal.Signals]:
+    """`SIGTERM,SIGUSR1` as signals.
+
+    Raises:
+        SpecError: No such signal, or one that no process can handle.
+    """
+    found = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        number = signal.Signals.__members__.get(name)
+        if number is None or number in _UNCATCHABLE:
+            raise SpecError(
+                f"--signals-to-handle={text}: {name} is no signal that can be handled; write "
+                "names such as SIGTERM,SIGUSR1"
+            )
+        found.append(number)
+    return found
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _shutdown_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    """The flag, or torchelastic's own variable, or the default."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    try:
+        from_environment = float(environ[name]) if environ.get(name) else None
+    except ValueError:
+        raise SpecError(f"{name}={environ[name]}: write seconds, such as 30") from None
+    return _first(args.shutdown_timeout, from_environment, SHUTDOWN_TIMEOUT_S)
+
+
+def _job_spec(args: argparse.Namespace) -> JobSpec:
+    low, high = parse_nnodes(args.nnodes)
+    if args.standalone and high > 1:
+        raise SpecError(
+            f"--standalone with --nnodes={args.nnodes}: a standalone job has one node; "
+            "leave out --standalone, the agents of one machine find each other without it"
+        )
+    is_file = Path(args.script).is_file() and not args.module
+    where = str(Path(args.script).resolve()) if is_file else args.script
+    return JobSpec(
+        min_nodes=low,
+        max_nodes=high,
+        node_unit=args.node_unit,
+        max_restarts=args.max_restarts,
+        refill_after_steps=args.refill_after_steps,
+        max_restarts_without_progress=args.max_restarts_without_progress,
+        exclude_after=args.exclude_after,
+        exclude_for_s=math.ceil(args.exclude_for),
+        command=(where, *args.arguments),
+    )
+
+
+# ---- the program ----
+
+
+def _program(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
+    if args.no_python and not args.run_path:
+        return _executable(args)
+    if args.module:
+        _check_module(args.script)
+    elif not Path(args.script).is_file():
+        raise SpecError(
+            f"{args.script}: there is no such script; give its path, or -m for a module"
+        )
+    command: list[str] = []
+    interpreter = environ.get("PYTHON_EXEC") or sys.executable
+    if not args.run_path and (args.cold_start or interpreter != sys.executable):
+        if shutil.which(interpreter) is None:
+            raise SpecError(f"PYTHON_EXEC={interpreter}: there is no such program")
+        command = [interpreter, "-u", *(["-m"] if args.module else []), args.script]
+        command += args.arguments
+    return Program(
+        target=args.script, is_module=args.module, arguments=args.arguments, command=command
+    )
+
+
+def _executable(args: argparse.Namespace) -> Program:
+    if args.module:
+        raise SpecError("--no-python with --module: a module is run by Python; leave one out")
+    if shutil.which(args.script) is None:
+        raise SpecError(
+            f"{args.script}: there is no such program that can be executed; with --no-python "
+            "give one on the PATH, or a path with its execute permission set"
+        )
+    return Program(
+        target=args.script,
+        is_module=False,
+        arguments=args.arguments,
+        command=[args.script, *args.arguments],
+    )
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, os.getcwd())  # as `python -m`
+    with contextlib.suppress(ModuleNotFoundError, ValueError):
+        if find_spec(name) is not None:
+            return
+    raise SpecError(f"-m {name}: there is no such module; give its full dotted name")
+
+
+# ---- output ----
+
+
+def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
+    redirects = parse_selection("--redirects", args.redirects)
+    tee = parse_selection("--tee", args.tee)
+    return Streams(
+        redirects=redirects,
+        tee=tee,
+        keep_all=args.log_dir is not None and not redirects and not tee,
+        local_ranks=parse_ranks(args.local_ranks_filter),
+        filters={
+            Std.OUT: args.duplicate_stdout_filters,
+            Std.ERR: args.duplicate_stderr_filters,
+        },
+        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
+    )
+
+
+def _log_dir(path: Path | None, streams: Streams) -> Path | None:
+    """Where files go; a new directory if there must be one and none is named.
+
+    Raises:
+        SpecError: It cannot be written to.
+    """
+    if path is None:
+        if not streams.needs_files:
+            return None
+        path = Path(tempfile.mkdtemp(prefix="zero-agent-logs-"))
+        log.info("the workers' output is kept in %s", path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            f"--log-dir={path}: {error.strerror}; name a directory that can be written"
+        ) from error
+    return path
+
+
+# ---- workers on this node ----
+
+
+def wants_gpus(args: argparse.Namespace) -> bool:
+    """Whether each worker is to have a GPU."""
+    return bool(args.nproc_per_node == "gpu")
+
+
+def count_slots(text: str) -> int:
+    """`--nproc-per-node`: a number, or what the machine has."""
+    gpus = _gpus() if text in {"auto", "gpu"} else 0
+    cpus = len(os.sched_getaffinity(0))
+    by_name = {"auto": gpus or cpus, "cpu": cpus, "gpu": gpus}
+    if text == "gpu" and not gpus:
+        raise SpecError("--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number")
+    if text in by_name:
+        return by_name[text]
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError(f"--nproc-per-node={text}: write a number from 1, or auto, cpu, gpu")
+    return int(text)
+
+
+def _cpus(mode: str, slots: int, environ: Mapping[str, str]) -> tuple[numa.Cpus, ...]:
+    """The CPUs of each worker, by local rank; none if they are not to be bound."""
+    if not mode:
+        return ()
+    machine = numa.read_machine(visible=environ.get("CUDA_VISIBLE_DEVICES"))
+    if machine is None:
+        log.warning("--numa-binding=%s: /sys does not describe this machine; ignored", mode)
+        return ()
+    if len(machine.nodes) == 1 and mode in ("node", "socket"):
+        log.info("--numa-binding=%s: this machine has one NUMA node; nothing to bind", mode)
+        return ()
+    return tuple(numa.cpus_of(mode, machine, local, slots) for local in range(slots))
+
+
+def _gpus() -> int:
+    """GPUs that torch can use; asked in another process, since the agent never imports torch."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    question = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run(
+        [sys.executable, "-c", question], capture_output=True, text=True, timeout=120, check=False
+    )
+    return int(answer.stdout) if answer.stdout.strip().isdecimal() else 0

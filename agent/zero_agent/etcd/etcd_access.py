@@ -1,0 +1,191 @@
+"""How this agent talks to etcd: endpoints, TLS and login, and what to do when that fails.
+
+Must always hold: no password is on a command line, in a log or in an error; a refusal is one
+message with the flag that mends it, and nothing is tried again. Who calls it: `cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from zero_orchestrator.store.etcd import EtcdStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How to reach etcd, and as whom."""
+
+    endpoints: str
+    timeout_s: float = 5.0
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether anything but the endpoints was given."""
+        return bool(self.ca or self.cert or self.key or self.user)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, conf: RdzvConf, endpoints: str) -> Access:
+        """As the flags say; `--rdzv-conf` may name the files of TLS as well.
+
+        Raises:
+            SpecError: A file that cannot be read, or half of a pair.
+        """
+        access = cls(
+            endpoints=endpoints,
+            timeout_s=conf.read_timeout_s or cls.timeout_s,
+            ca=_file("--etcd-ca", args.etcd_ca or conf.ca),
+            cert=_file("--etcd-cert", args.etcd_cert or conf.cert),
+            key=_file("--etcd-key", args.etcd_key or conf.key),
+            user=args.etcd_user or None,
+            password=_password(args.etcd_password_file),
+        )
+        access._check_pairs()
+        return access
+
+    def _check_pairs(self) -> None:
+        pairs = {
+            "--etcd-cert and --etcd-key": (self.cert, self.key),
+            "--etcd-user and --etcd-password-file": (self.user, self.password),
+        }
+        for names, (one, other) in pairs.items():
+            if (one is None) != (other is None):
+                raise SpecError(f"{names}: give both, or neither")
+        if self.cert and not self.ca:
+            raise SpecError("--etcd-cert: give --etcd-ca as well, who signed etcd's certificate")
+
+    @property
+    def first(self) -> str:
+        """The first endpoint, `HOST:PORT`.
+
+        Raises:
+            SpecError: Written wrongly.
+        """
+        _etcd()  # as silent as it is to stay
+        from zero_orchestrator.store.etcd_connection import parse_endpoints
+
+        try:
+            return parse_endpoints(self.endpoints)[0]
+        except SpecError as error:
+            raise SpecError(f"--rdzv-endpoint={self.endpoints}: {error}") from error
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[EtcdStore]:
+        """A store; what it refuses is explained in terms of our flags.
+
+        Raises:
+            StoreError: As the body; it cannot be reached, or does not let this user in.
+        """
+        etcd = _etcd()
+        who = etcd.Credentials(
+            user=self.user, password=self.password, ca=self.ca, cert=self.cert, key=self.key
+        )
+        store = etcd.EtcdStore(self.endpoints, timeout_s=self.timeout_s, credentials=who)
+        try:
+            yield store
+        except StoreError as error:
+            raise type(error)(explain(str(error), self.is_secure)) from error
+        finally:
+            store.close()
+
+
+def _etcd() -> Any:
+    """The client, imported only when flags are right, and with gRPC told to be silent.
+
+    Its errors come to us as exceptions; what it prints beside them helps nobody. The variable is
+    read at the import, and is taken back before a worker could inherit it.
+    """
+    silent = {} if "GRPC_VERBOSITY" in os.environ else {"GRPC_VERBOSITY": "NONE"}
+    os.environ.update(silent)
+    try:
+        return importlib.import_module("zero_orchestrator.store.etcd")
+    finally:
+        for name in silent:
+            del os.environ[name]
+
+
+_CLIENT_CERTIFICATE = (
+    "etcd asks for a client certificate that it trusts: give --etcd-cert and --etcd-key"
+)
+_REMEDIES = {
+    "certificate has expired": "the certificate has expired: renew it",
+    "self signed certificate": "--etcd-ca is not the authority that signed etcd's certificate",
+    "self-signed certificate": "--etcd-ca is not the authority that signed etcd's certificate",
+    "unable to get local issuer": "--etcd-ca is not the authority that signed etcd's certificate",
+    "CERTIFICATE_VERIFY_FAILED": "--etcd-ca does not vouch for etcd's certificate",
+    "Hostname Verification": "the certificate is for another name: use that in --rdzv-endpoint",
+    "CERTIFICATE_REQUIRED": _CLIENT_CERTIFICATE,
+    "BAD_CERTIFICATE": _CLIENT_CERTIFICATE,
+    "WRONG_VERSION_NUMBER": "etcd does not use TLS there: leave out --etcd-ca",
+    "invalid user ID or password": "check --etcd-user and --etcd-password-file",
+    "user name is empty": "give --etcd-user and --etcd-password-file",
+    "authentication is not enabled": "leave out --etcd-user",
+    "permission denied": "grant the role of --etcd-user readwrite on the prefix /zero/",
+}
+"""What etcd or its TLS says, and what to do about it; the first that fits."""
+
+
+def explain(message: str, is_secure: bool) -> str:
+    """An error of etcd with its remedy in terms of our flags."""
+    remedy = next((remedy for known, remedy in _REMEDIES.items() if known in message), "")
+    if not remedy and ("cannot reach" in message or "did not answer" in message):
+        remedy = "is it running there? --rdzv-endpoint names it"
+        if not is_secure:
+            remedy += ", and --etcd-ca if it uses TLS"
+    if not remedy:
+        return message
+    return f"{message.removesuffix('; is it running there?')}; {remedy}"
+
+
+def check_is_etcd(args: argparse.Namespace) -> None:
+    """Tell users of c10d, whose endpoint was a TCPStore yet to be opened, what is needed.
+
+    Raises:
+        StoreUnavailable: Nothing that is etcd answers at the first endpoint.
+    """
+    endpoint = args.rdzv_endpoint.partition(",")[0]
+    if args.rdzv_backend == "c10d" and ":" in endpoint and probe(endpoint) is not Found.ETCD:
+        raise StoreUnavailable(
+            f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}: no etcd answers there, and "
+            "zero-agent meets in etcd, not in a TCPStore. Name an etcd; or, on one machine, leave "
+            "out --rdzv-endpoint; or, for a fixed world, use --master-addr and --node-rank"
+        )
+
+
+def _file(flag: str, path: Path | None) -> Path | None:
+    """The path itself, if there is one and it can be read."""
+    if path is not None:
+        _read(flag, path)
+    return path
+
+
+def _password(path: Path | None) -> str | None:
+    """The first line of the file."""
+    return (
+        None
+        if path is None
+        else _read("--etcd-password-file", path).partition("\n")[0].rstrip("\r")
+    )
+
+
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{flag}={path}: cannot be read: {error}") from error

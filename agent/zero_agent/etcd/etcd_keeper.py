@@ -1,0 +1,185 @@
+"""The keeper of the shared etcd: a process of its own, which belongs to no agent.
+
+Run as `python -m zero_agent.etcd.etcd_keeper --client-port 2379 --directory DIR`. The command goes
+into the background and returns when the server serves (0) or has failed (1). The keeper is the
+server's parent: it starts it again when it crashes, and ends it, and itself, when no node has
+been alive in any job for a while. When the keeper is killed its server dies with it
+(`tether`), and the next agent starts a new keeper on the same data.
+
+Must always hold: one keeper per directory; it ends its server only while it holds the lock
+under which agents are given the server, so no agent is handed one that is about to go.
+Who calls it: `local_etcd.shared_server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from zero_agent.etcd.etcd_process import EtcdProcess, Member
+from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
+from zero_orchestrator.errors import StoreError, ZeroError
+from zero_orchestrator.store.kv import KeyValueStore
+
+_log = logging.getLogger("keeper")
+
+JOBS_PREFIX = "/zero/"
+
+_LOOKS = 20
+"""How often the keeper looks within the idle timeout, at most every `_LONGEST_LOOK_S`."""
+_LONGEST_LOOK_S = 5.0
+_DECIDE_S = 10.0
+_CRASHES = 5
+"""The keeper gives up after so many crashes of the server in a row..."""
+_SOUND_S = 10.0
+"""...not counting those after it had run for so long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sight:
+    """What the keeper sees of the use that is made of its server."""
+
+    revision: int
+    nodes: bool
+    """Some node holds a lease: a job is running."""
+    handed_out_ns: int
+    """When an agent was last given the server (a file's time: compared, never subtracted)."""
+
+
+class Idleness:
+    """For how long nothing has used the server; a change of anything counts as use."""
+
+    def __init__(self, now: float) -> None:
+        self._used = now
+        self._seen: Sight | None = None
+
+    def look(self, sight: Sight, now: float) -> float:
+        """Take note of a sight; returns the seconds of idleness up to `now`."""
+        if sight.nodes or sight != self._seen:
+            self._used = now
+        self._seen = sight
+        return now - self._used
+
+
+def look(store: KeyValueStore, directory: SharedDirectory) -> Sight:
+    """The use that is made of the server now. Raises StoreError."""
+    jobs = store.range(JOBS_PREFIX)
+    nodes = any(item.lease for item in jobs.items)
+    handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
+    return Sight(jobs.revision, nodes, handed_out_ns)
+
+
+class Keeper:
+    """Starts the server, watches over it, ends it."""
+
+    def __init__(self, member: Member, directory: SharedDirectory, idle_timeout_s: float) -> None:
+        self._directory = directory
+        self._idle_timeout_s = idle_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, idle_timeout_s / _LOOKS)
+        self._member = member
+        self._started = 0.0
+        self._crashes = 0
+        self._process = self._start()
+        self._idleness = Idleness(time.monotonic())
+        from zero_orchestrator.store.etcd import (
+            EtcdStore,  # grpc must not be loaded before the fork
+        )
+
+        self._store = EtcdStore(member.endpoint)
+
+    def run(self) -> None:
+        """Watch over the server until it is idle.
+
+        Raises:
+            StoreUnavailable: The server crashes again and again.
+        """
+        while not self._end_if_idle():
+            if self._process.wait(self._look_s):
+                self._restart()
+        self._store.close()
+
+    def _start(self) -> EtcdProcess:
+        self._started = time.monotonic()
+        process = EtcdProcess(self._member, self._directory.log)
+        process.wait_healthy()
+        return process
+
+    def _restart(self) -> None:
+        sound = time.monotonic() - self._started > _SOUND_S
+        self._crashes = 1 if sound else self._crashes + 1
+        _log.warning("the server has crashed (%d in a row); starting it again", self._crashes)
+        if self._crashes > _CRASHES:
+            raise ZeroError(f"the server has crashed {self._crashes} times in a row")
+        self._process = self._start()
+
+    def _end_if_idle(self) -> bool:
+        if self._idle_s() < self._idle_timeout_s:
+            return False
+        try:
+            with self._directory.deciding(_DECIDE_S):
+                return self._end_unless_used()
+        except StoreError as error:  # an agent is at it: not idle after all
+            _log.info("%s", error)
+            return False
+
+    def _end_unless_used(self) -> bool:
+        """Look again, now that no agent can be given the server, and end it."""
+        if self._idle_s() < self._idle_timeout_s:
+            return False
+        _log.info("no node for %g s: the server ends", self._idle_timeout_s)
+        self._process.stop()
+        return True
+
+    def _idle_s(self) -> float:
+        try:
+            return self._idleness.look(look(self._store, self._directory), time.monotonic())
+        except StoreError as error:
+            _log.warning("cannot see whether the server is in use: %s", error)
+            return 0.0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m zero_agent.etcd.etcd_keeper")
+    parser.add_argument("--client-port", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Start a keeper in the background; 0 when its server serves."""
+    options = _parse(arguments)
+    ready, tell_ready = os.pipe()
+    if os.fork():
+        os.close(tell_ready)
+        return 0 if os.read(ready, 1) else 1  # the end of the keeper closes the pipe
+    os.close(ready)
+    os.setsid()
+    return _keep(options, tell_ready)
+
+
+def _keep(options: argparse.Namespace, tell_ready: int) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    directory = SharedDirectory(options.directory)
+    member = Member(data=directory.data, client_port=options.client_port)
+    try:
+        with directory.keeping() as alone:
+            if not alone:
+                raise ZeroError(f"another keeper runs on {directory.path}")
+            keeper = Keeper(member, directory, options.idle_timeout_s)
+            os.write(tell_ready, b"1")
+            os.close(tell_ready)
+            keeper.run()
+    except ZeroError as error:
+        _log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

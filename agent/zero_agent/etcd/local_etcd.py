@@ -1,0 +1,286 @@
+"""The etcd servers an agent brings along when the user names none.
+
+`private_server` belongs to one agent: `--standalone`, and jobs of one node. Its data is
+temporary and it dies with the agent, even when that is killed. `shared_server` belongs to no
+agent: all agents of this machine that name no endpoint meet there. The first one starts it, as
+a detached keeper (`etcd_keeper`) whose data lasts, so a finished job stays finished.
+
+Must always hold: of any number of agents starting at once exactly one starts the shared server;
+a port held by something else is an error that names the remedy; every wait has a deadline.
+Who calls it: the agent, from its main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from zero_agent.etcd.etcd_process import (
+    LOOPBACK,
+    START_TIMEOUT_S,
+    EtcdProcess,
+    Found,
+    Member,
+    find_etcd,
+    free_port,
+    is_healthy,
+    log_tail,
+    probe,
+)
+from zero_orchestrator.errors import SpecError, StoreUnavailable
+
+__all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
+
+DEFAULT_ENDPOINT = f"{LOOPBACK}:2379"
+IDLE_TIMEOUT_S = 300.0
+
+_PRIVATE_PREFIX = "zero-etcd-"
+_PORT_TRIES = 3
+_POLL_S = 0.05
+
+
+# ---- a server of one's own ----
+
+
+@contextlib.contextmanager
+def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str]:
+    """A new etcd that goes when the calling process does; the endpoint.
+
+    Enter it from the main thread.
+
+    Args:
+        addresses: IP addresses on which other machines reach it, beside the loopback.
+        port: 0: a free one.
+
+    Raises:
+        SpecError: No etcd is installed.
+        StoreUnavailable: It does not start; with the end of its log.
+    """
+    binary = find_etcd()
+    _sweep()
+    with _private_directory() as directory:
+        process = _start(directory, binary, addresses, port)
+        try:
+            yield process.member.endpoint
+        finally:
+            process.kill()  # nothing it could still write is of use to anyone
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A temporary directory whose file `owner` is locked as long as this process lives."""
+    directory = Path(tempfile.mkdtemp(prefix="new-"))
+    with (directory / "owner").open("wb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        # Only under its final name, and so only when it is locked, is it seen by `_sweep`.
+        directory = directory.rename(directory.with_name(_PRIVATE_PREFIX + directory.name))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(
+    directory: Path, binary: Path, addresses: Sequence[str] = (), port: int = 0
+) -> EtcdProcess:
+    """Another process may take a free port first: then another one is tried."""
+    for left in reversed(range(1 if port else _PORT_TRIES)):
+        chosen = port or free_port()
+        urls = ",".join(f"http://{host}:{chosen}" for host in (LOOPBACK, *addresses))
+        options = (f"--listen-client-urls={urls}",)
+        member = Member(data=directory / "data", client_port=chosen, options=options)
+        process = EtcdProcess(member, directory / "etcd.log", binary=binary)
+        try:
+            process.wait_healthy()
+        except BaseException as error:
+            ended = not process.running
+            process.kill()
+            if not (left and ended and isinstance(error, StoreUnavailable)):
+                raise
+        else:
+            return process
+    raise AssertionError("the last try returns or raises")
+
+
+def _sweep() -> None:
+    """Remove what killed agents left: etcd sets 64 MiB aside for its log, often in memory."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PRIVATE_PREFIX}*"):
+        with contextlib.suppress(OSError), (directory / "owner").open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its owner lives
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+# ---- a server for all agents of this machine ----
+
+
+@dataclass(frozen=True)
+class SharedDirectory:
+    """Where the shared server of one port keeps its data, locks and log."""
+
+    path: Path
+
+    @staticmethod
+    def of_port(port: int) -> SharedDirectory:
+        """The directory of this user, on this machine: home directories are often shared."""
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return SharedDirectory(Path(state, "zero-elastic", f"etcd-{socket.gethostname()}-{port}"))
+
+    @property
+    def data(self) -> Path:
+        """The server's own."""
+        return self.path / "data"
+
+    @property
+    def log(self) -> Path:
+        """The keeper's and the server's messages."""
+        return self.path / "log"
+
+    @property
+    def used(self) -> Path:
+        """Touched by each agent that was given the server: it is not idle yet."""
+        return self.path / "used"
+
+    @contextlib.contextmanager
+    def deciding(self, timeout_s: float) -> Iterator[None]:
+        """Hold the right to start the server, to hand it out, and to end it.
+
+        Raises:
+            StoreUnavailable: Another process held it all the time.
+        """
+        with self._lock_file("deciding") as lock:
+            if not _lock(lock, timeout_s):
+                raise StoreUnavailable(
+                    f"another agent has been starting the etcd in {self.path} for {timeout_s:g} s; "
+                    "name a running one with --rdzv-endpoint"
+                )
+            yield
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[bool]:
+        """Be the keeper, if there is no other; whether there is none."""
+        with self._lock_file("keeper") as lock:
+            yield _lock(lock, 0.0)
+
+    def _lock_file(self, name: str) -> BinaryIO:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return (self.path / f"{name}.lock").open("wb")
+        except OSError as error:
+            raise SpecError(
+                f"no place for the data of an etcd: {error}; set XDG_STATE_HOME to a directory "
+                "that can be written, or name a running etcd with --rdzv-endpoint"
+            ) from error
+
+
+def _lock(file: BinaryIO, timeout_s: float) -> bool:
+    """Lock a file, waiting at most so long; whether it was locked."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        else:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def shared_server(
+    endpoint: str = DEFAULT_ENDPOINT,
+    *,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    timeout_s: float = 2 * START_TIMEOUT_S,
+) -> str:
+    """Make sure that an etcd answers at `endpoint` of this machine; returns the endpoint.
+
+    May be called again at any time, for instance when the server seems to be gone.
+
+    Args:
+        endpoint: HOST:PORT on the loopback interface.
+        idle_timeout_s: A server started here ends after so long without a live node of any job.
+        timeout_s: For the whole.
+
+    Raises:
+        SpecError: Something else listens there, or no etcd is installed.
+        StoreUnavailable: The server does not start; with the end of its log.
+    """
+    directory = SharedDirectory.of_port(int(endpoint.rpartition(":")[2]))
+    if not directory.path.exists() and probe(endpoint) is Found.ETCD:
+        return endpoint  # the machine's own: we have no part in it
+    deadline = time.monotonic() + timeout_s
+    with directory.deciding(timeout_s):
+        directory.used.touch()
+        while not _serves(endpoint):
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(_complaint(endpoint, directory, "it does not answer"))
+            with directory.keeping() as unkept:
+                pass
+            if unkept:
+                left_s = deadline - time.monotonic()
+                _start_keeper(endpoint, directory, idle_timeout_s, left_s)
+            time.sleep(_POLL_S)  # or its keeper is starting it again
+    return endpoint
+
+
+def _serves(endpoint: str) -> bool:
+    """Whether an etcd is there; an error if something else is."""
+    found = probe(endpoint)
+    if found is Found.OTHER and not is_healthy(endpoint):
+        raise SpecError(
+            f"something listens on {endpoint} that does not answer as etcd does; stop it, or "
+            "name an etcd with --rdzv-endpoint HOST:PORT"
+        )
+    return found is not Found.NOTHING
+
+
+def _start_keeper(
+    endpoint: str, directory: SharedDirectory, idle_timeout_s: float, timeout_s: float
+) -> None:
+    """Run the keeper's command, which returns when its server serves."""
+    find_etcd()  # its absence is for the user to read here, not for the log
+    command = [sys.executable, "-m", "zero_agent.etcd.etcd_keeper"]
+    options = {
+        "client-port": endpoint.rpartition(":")[2],
+        "directory": str(directory.path),
+        "idle-timeout-s": f"{idle_timeout_s:g}",
+    }
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with directory.log.open("wb") as log:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+        )
+    try:
+        status: object = started.wait(max(1.0, timeout_s))
+    except subprocess.TimeoutExpired:
+        started.kill()
+        started.wait()
+        status = f"no server after {timeout_s:g} s"
+    if status != 0:
+        raise StoreUnavailable(_complaint(endpoint, directory, f"keeper: {status}"))
+
+
+def _complaint(endpoint: str, directory: SharedDirectory, why: str) -> str:
+    return (
+        f"no etcd could be started on {endpoint} ({why}); name a running one with "
+        f"--rdzv-endpoint, or see {directory.log}, which ends:\n{log_tail(directory.log)}"
+    )

@@ -1,0 +1,201 @@
+"""Where the agents of a job meet: which etcd, and whose it is.
+
+Four ways, chosen by `choose`: an etcd that the user names; one of this agent's own (one node);
+the one that all agents of this machine share; or, when the nodes are given ranks and the address
+of node 0 as to torchrun's static rendezvous, one that node 0 runs at that address for as long as
+the job lasts. In that last way the world is fixed and the nodes keep the order they were given.
+
+Must always hold: every wait ends; a server of our own ends with its agent. Who calls it: `cli.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_agent.config import AgentExit, AgentFailed
+from zero_agent.etcd import local_etcd
+from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
+from zero_orchestrator.errors import SpecError, StoreError
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import parse_nnodes
+from zero_orchestrator.store.kv import KeyValueStore
+
+SHARED_ENDPOINT = f"{LOOPBACK}:2379"
+"""etcd's own port: where agents without an endpoint meet on one machine."""
+STATIC_PORT = 29500
+"""torchrun's."""
+STATIC_GRACE_S = 30.0
+"""Without node 0 there is no etcd any more: nobody waits for it as long as for a cluster's."""
+SEE_OFF_S = 15.0
+_POLL_S = 0.05
+
+
+class Way(StrEnum):
+    """How the agents of a job find each other."""
+
+    NAMED = "named"
+    PRIVATE = "private"
+    SHARED = "shared"
+    STATIC = "static"
+
+
+def choose(args: argparse.Namespace) -> tuple[Way, str]:
+    """The way these flags ask for, and which of them have no effect then (empty: all have)."""
+    static = [name for name in _STATIC if getattr(args, name) not in (None, "")]
+    if args.standalone:
+        named = ["rdzv_endpoint"] if args.rdzv_endpoint else []
+        return Way.PRIVATE, _without_effect("--standalone", [*named, *static])
+    if args.rdzv_endpoint:
+        return Way.NAMED, _without_effect("--rdzv-endpoint", static)
+    if parse_nnodes(args.nnodes)[1] == 1:
+        return Way.PRIVATE, ""  # also with --master-port: nobody else has to find this node
+    if static:
+        return Way.STATIC, ""
+    return Way.SHARED, ""
+
+
+_STATIC = ("node_rank", "master_addr", "master_port")
+
+
+def _without_effect(because_of: str, names: Sequence[str]) -> str:
+    written = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return f"{written}: without effect beside {because_of}" if written else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """A node's place in a world that does not change."""
+
+    rank: int
+    nodes: int
+    address: str
+    port: int
+    join_timeout_s: float
+
+    @property
+    def endpoint(self) -> str:
+        """Where node 0's etcd is."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, join_timeout_s: float) -> Static:
+        """As the flags say.
+
+        Raises:
+            SpecError: The number of nodes is not fixed, or the rank is none of them.
+        """
+        low, high = parse_nnodes(args.nnodes)
+        if low != high:
+            raise SpecError(
+                f"--nnodes={args.nnodes} with --node-rank or --master-addr: such a world is "
+                f"fixed; write --nnodes={high}, or use --rdzv-endpoint for an elastic one"
+            )
+        rank = args.node_rank or 0
+        if not 0 <= rank < high:
+            raise SpecError(f"--node-rank={rank}: with --nnodes={high} write 0 to {high - 1}")
+        return cls(
+            rank=rank,
+            nodes=high,
+            address=(args.master_addr or LOOPBACK).strip("[]"),
+            port=args.master_port or STATIC_PORT,
+            join_timeout_s=join_timeout_s,
+        )
+
+
+@contextlib.contextmanager
+def static_server(world: Static) -> Iterator[str]:
+    """The etcd of node 0: run here by node 0, waited for by the others.
+
+    Raises:
+        SpecError: Node 0 cannot listen there.
+        AgentFailed: Node 0 has not come in time.
+    """
+    if world.rank > 0:
+        _await_node_0(world)
+        yield world.endpoint
+        return
+    addresses = _addresses(world.address)
+    for address in (LOOPBACK, *addresses):
+        _check_free(address, world.port)
+    with local_etcd.private_server(addresses, world.port):
+        yield world.endpoint
+
+
+def _check_free(address: str, port: int) -> None:
+    try:
+        socket.create_server((address, port)).close()
+    except OSError as error:
+        remedy = "choose another port, the same on all nodes"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "start --node-rank=0 on the machine that --master-addr names"
+        raise SpecError(
+            f"--master-port={port}: cannot listen on {address}: {error.strerror}; {remedy}"
+        ) from error
+
+
+def _addresses(host: str) -> list[str]:
+    """The IP addresses of a host, without this machine's loopback."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, socket.AF_INET)}
+    except OSError as error:
+        raise SpecError(
+            f"--master-addr={host}: {error.strerror}; write the IPv4 address or the name of the "
+            "machine with --node-rank=0"
+        ) from error
+    return sorted(ip for ip in found if not ipaddress.ip_address(ip).is_loopback)
+
+
+def _await_node_0(world: Static) -> None:
+    deadline = time.monotonic() + world.join_timeout_s
+    while probe(world.endpoint) is not Found.ETCD:
+        if time.monotonic() > deadline:
+            raise AgentFailed(
+                AgentExit.NO_NODES,
+                f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} s; "
+                "start it with --node-rank=0 and the same --master-addr and --master-port",
+            )
+        time.sleep(_POLL_S)
+
+
+def await_turn(store: KeyValueStore, job: str, world: Static) -> None:
+    """Wait until the node before this one is registered: ranks follow the order of arrival.
+
+    A node that comes back to a job whose first round has been will find its old place.
+
+    Raises:
+        AgentFailed: It has not come in time.
+    """
+    if world.rank == 0:
+        return
+    before, begun = Keys(job).node(static_id(world.rank - 1)), Keys(job).of_round(1, "members")
+    deadline = time.monotonic() + world.join_timeout_s
+    while store.get(before) is None and store.get(begun) is None:
+        if time.monotonic() > deadline:
+            raise AgentFailed(
+                AgentExit.NO_NODES,
+                f"node {world.rank - 1} of {world.nodes} has not come within "
+                f"{world.join_timeout_s:g} s; start it with --node-rank={world.rank - 1}",
+            )
+        time.sleep(_POLL_S)
+
+
+def static_id(rank: int) -> str:
+    """The name of a node that was given a rank."""
+    return f"node-{rank}"
+
+
+def see_off(store: KeyValueStore, job: str) -> None:
+    """Keep node 0's etcd until the other agents have read how the job ended, and left."""
+    deadline = time.monotonic() + SEE_OFF_S
+    with contextlib.suppress(StoreError):
+        while store.range(Keys(job).node("")).items and time.monotonic() < deadline:
+            time.sleep(_POLL_S)

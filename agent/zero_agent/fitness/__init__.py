@@ -1,0 +1,1 @@
+"""Whether this node is fit to take part."""

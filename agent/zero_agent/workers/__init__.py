@@ -1,0 +1,1 @@
+"""The workers of a node: how they start, what they say, how they end."""

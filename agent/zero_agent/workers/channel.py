@@ -1,0 +1,111 @@
+"""The agent's end of the contract with its workers: a Unix socket each worker connects to.
+
+A worker under our engine connects by itself; any other script never does, and is managed by
+signals alone. Lines are messages of `zero_orchestrator.contract`; a line that is none of them
+closes that worker's connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from zero_agent.workers.hub import Hub
+from zero_orchestrator.contract import ContractError, Hello, Message, decode, encode
+
+log = logging.getLogger("zero")
+
+LINE_LIMIT_BYTES = 1 << 20
+
+
+class Channel:
+    """Listens for workers; hands their messages on together with the sender's rank."""
+
+    def __init__(self, hub: Hub, on_message: Callable[[int, Message], None]) -> None:
+        self._hub = hub
+        self._on_message = on_message
+        # A Unix socket's path is limited to 107 bytes, so not below the user's log directory.
+        self._dir = tempfile.TemporaryDirectory(prefix="zero-agent-")
+        self.path = str(Path(self._dir.name) / "agent.sock")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._peers: dict[int, _Peer] = {}
+        hub.add(self._listener.fileno(), self._accept)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to the worker with this rank; a worker that is gone misses it."""
+        if peer := self._peers.get(rank):
+            peer.send(message)
+
+    def hang_up(self) -> None:
+        """End all conversations: the workers of the last round are gone."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def close(self) -> None:
+        """Close the sockets and remove their directory."""
+        self._hub.remove(self._listener.fileno(), self._listener.close)
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._dir.cleanup()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        _Peer(self._hub, connection, self._heard)
+
+    def _heard(self, peer: _Peer, message: Message) -> None:
+        if isinstance(message, Hello):
+            peer.rank = message.rank
+            self._peers[message.rank] = peer
+        if peer.rank is None:
+            raise ContractError("the first message of a worker must be its hello")
+        self._on_message(peer.rank, message)
+
+
+class _Peer:
+    """One worker's connection."""
+
+    def __init__(
+        self, hub: Hub, connection: socket.socket, heard: Callable[[_Peer, Message], None]
+    ) -> None:
+        self.rank: int | None = None
+        self._hub = hub
+        self._connection = connection
+        self._heard = heard
+        self._rest = b""
+        connection.settimeout(1.0)  # for sending: a worker that does not read must not hold us
+        hub.add(connection.fileno(), self._on_readable)
+
+    def send(self, message: Message) -> None:
+        try:
+            self._connection.sendall(encode(message))
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        if self._connection.fileno() >= 0:
+            self._hub.remove(self._connection.fileno(), self._connection.close)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            for line in lines:
+                self._heard(self, decode(line))
+            if len(self._rest) > LINE_LIMIT_BYTES:
+                raise ContractError(f"a line of more than {LINE_LIMIT_BYTES} bytes")
+        except ContractError as error:
+            log.warning("rank %s broke the worker contract: %s", self.rank, error)
+            self.close()

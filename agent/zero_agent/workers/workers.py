@@ -1,0 +1,247 @@
+"""The workers of this node: started, watched and stopped through the nursery.
+
+`WorkerGroup` holds one round's workers and says how they stand as a whole. Output goes through
+`output.Tap`s, exits and process ids arrive as events on the hub's thread.
+
+Must always hold: no worker is started while another of an older round may be running; a group
+whose first worker has failed is killed as a whole, since a collective with a dead member never
+ends; `STOPPED`, `FAILED`, ... are said only when every process of the group is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zero_agent.supervise import Workers
+from zero_agent.workers.exits import Exit, read_stacks
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.nursery import PACKET_BYTES
+from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.streams import Route
+from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
+from zero_orchestrator.contract import ExitCode
+
+log = logging.getLogger("zero")
+
+CLOSE_TIMEOUT_S = 8.0
+
+
+class Nursery:
+    """The agent's handle on its nursery process."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        env: Mapping[str, str],
+        preload: Sequence[str],
+        on_news: Callable[[Nursery, dict[str, Any]], None],
+    ) -> None:
+        """Start it; `on_news` is called on the hub's thread, with `{"gone": True}` at its end."""
+        self._hub = hub
+        self._on_news = on_news
+        self.ready = False
+        """It has imported what was to be preloaded."""
+        self._ids = itertools.count(1)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fd = theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zero_agent.workers.nursery", str(fd), *preload],
+            pass_fds=[fd],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        hub.add(self._socket.fileno(), self._on_readable)
+
+    def start(
+        self,
+        program: Program,
+        env: Mapping[str, str],
+        out: Tap,
+        err: Tap,
+        cpus: Collection[int] = (),
+    ) -> int:
+        """Fork a worker, bound to some CPUs if any; its id, known from now on in `on_news`."""
+        order = {"op": "start", "program": vars(program), "env": dict(env), "cpus": sorted(cpus)}
+        worker = self._order(order, [out.write_fd, err.write_fd])
+        out.started()
+        err.started()
+        return worker
+
+    def host_store(self) -> int:
+        """Fork a process that hosts a TCPStore; its id. News will have its port."""
+        return self._order({"op": "store"}, [])
+
+    def host_timers(self, path: str) -> int:
+        """Fork a process that hosts torch's file timers at a path; its id."""
+        return self._order({"op": "timers", "path": path}, [])
+
+    def signal(self, worker: int, number: int) -> None:
+        """Signal a worker's whole process group; nothing happens if it is gone."""
+        self._send({"op": "signal", "id": worker, "signal": int(number)}, [])
+
+    def close(self) -> None:
+        """End it and everything below it."""
+        self._hub.remove(self._socket.fileno(), self._socket.close)
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel kills the workers with it
+            self._process.wait()
+
+    def _order(self, order: dict[str, Any], fds: list[int]) -> int:
+        worker = next(self._ids)
+        self._send({**order, "id": worker}, fds)
+        return worker
+
+    def _send(self, order: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(order).encode()
+        if len(data) > PACKET_BYTES:
+            raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
+        try:
+            socket.send_fds(self._socket, [data], fds)
+        except OSError as error:
+            log.warning("the nursery does not listen: %s", error)  # its end comes as news
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(PACKET_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._hub.remove(self._socket.fileno())
+            self._on_news(self, {"gone": True})
+            return
+        news = json.loads(data)
+        self.ready = self.ready or "ready" in news
+        self._on_news(self, news)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One worker to start."""
+
+    rank: int
+    local_rank: int
+    env: dict[str, str]
+    out: Route = field(default_factory=Route)
+    err: Route = field(default_factory=Route)
+    cpus: Collection[int] = ()
+    """Those it is bound to; none: all."""
+
+
+class WorkerGroup:
+    """This node's workers of one round."""
+
+    def __init__(self, nursery: Nursery, hub: Hub, n: int, *, fence: int) -> None:
+        self.round = n
+        self.fence = fence
+        self.exits: list[Exit] = []
+        """In the order in which the workers ended."""
+        self._nursery = nursery
+        self._hub = hub
+        self._running: dict[int, Order] = {}
+        self._stopping = False
+        self._hung: Exit | None = None
+        self._stacks: list[Path] = []
+
+    def start(self, program: Program, orders: Sequence[Order]) -> None:
+        """Start all workers."""
+        for order in orders:
+            out = Tap.along(self._hub, _STDOUT, order.out)
+            err = Tap.along(self._hub, _STDERR, order.err)
+            own = _with_local_rank(program, order.local_rank)
+            worker = self._nursery.start(own, order.env, out, err, order.cpus)
+            self._running[worker] = order
+
+    def stop(self, number: int) -> None:
+        """Ask (SIGTERM) or make (SIGKILL) all workers end."""
+        self._stopping = True
+        for worker in self._running:
+            self._nursery.signal(worker, number)
+
+    def show_stacks(self) -> None:
+        """Have every worker write down where it is; it is to be killed soon after."""
+        self._stacks = [stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()]
+        self.stop(STACKS_SIGNAL)
+
+    def condemn(self, rank: int, reason: str) -> None:
+        """Take the group for hung: it has failed, by this rank, whatever its processes do."""
+        self._hung = Exit(
+            rank=rank, status=-signal.SIGKILL, wanted=False, message=reason, traceback=""
+        )
+        self.show_stacks()
+
+    def rank_of(self, worker: int) -> int | None:
+        """The rank of a running worker of this group."""
+        order = self._running.get(worker)
+        return order.rank if order else None
+
+    def ended(self, worker: int, status: int) -> Exit | None:
+        """Take note of a worker's end; None if it is not one of this group."""
+        order = self._running.pop(worker, None)
+        if order is None:
+            return None
+        error_file = Path(order.env[ENV_ERROR_FILE])
+        end = Exit.of(order.rank, status, error_file, wanted=self._stopping)
+        self.exits.append(end)
+        if status not in (ExitCode.OK, ExitCode.LEFT):
+            self.stop(signal.SIGKILL)
+        return end
+
+    def orphaned(self) -> None:
+        """The nursery is gone, and the workers with it."""
+        for worker in list(self._running):
+            self.ended(worker, -signal.SIGKILL)
+
+    @property
+    def state(self) -> Workers:
+        """How the group stands as a whole."""
+        if self._running:
+            return Workers.STOPPING if self._stopping else Workers.RUNNING
+        statuses = {end.status for end in self.exits if not end.wanted}
+        if self._hung is not None:
+            return Workers.FAILED
+        if statuses - set(ExitCode):
+            return Workers.FAILED
+        if ExitCode.PEER_LOST in statuses:
+            return Workers.PEER_LOST
+        if ExitCode.LEFT in statuses:
+            return Workers.LEFT
+        return Workers.STOPPED if self._stopping else Workers.SUCCEEDED
+
+    @property
+    def hung(self) -> bool:
+        """It was condemned."""
+        return self._hung is not None
+
+    @property
+    def first_failure(self) -> Exit:
+        """The exit that made the group fail: by order of exit, not by anybody's clock."""
+        if self._hung is not None:
+            return replace(self._hung, traceback=read_stacks(self._stacks))
+        unwanted = [end for end in self.exits if not end.wanted]
+        failures = [end for end in unwanted if end.status not in set(ExitCode)]
+        return (failures or unwanted or self.exits)[0]
+
+
+def _with_local_rank(program: Program, local_rank: int) -> Program:
+    """Fill in torchrun's one macro, `${local_rank}` in an argument."""
+
+    def fill(texts: list[str]) -> list[str]:
+        return [text.replace("${local_rank}", str(local_rank)) for text in texts]
+
+    return replace(program, arguments=fill(program.arguments), command=fill(program.command))
+
+
+_STDOUT, _STDERR = Terminal(1), Terminal(2)

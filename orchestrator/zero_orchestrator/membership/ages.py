@@ -1,0 +1,63 @@
+"""Since when an observer has seen its job as it is: the durations that a decision looks at.
+
+`rounds.decide` waits where acting at once would be hasty, and never asks a clock: it is handed for
+how long things have been as they are, by the clock of whoever looks. Clocks of two nodes are never
+compared. Who calls it: `rendezvous`, for an agent that sees the whole job.
+"""
+
+from __future__ import annotations
+
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.membership.job_state import Snapshot
+from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.membership.rounds import Observed
+
+
+class Ages:
+    """Since when this observer has seen things as they are."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._nodes: frozenset[tuple[str, str]] | None = None
+        self._nodes_since_s = 0.0
+        self._symptom: int | None = None
+        self._symptom_since_s = 0.0
+        self._pending: tuple[int, Move] | None = None
+        self._pending_since_s = 0.0
+        self._fence = 0
+        self._silent = False
+        self._heard_s = float("-inf")
+
+    def silent(self, reason: str) -> None:
+        """The store does not answer this node's keep-alive."""
+        self._silent = True
+
+    def heard(self, reason: str) -> None:
+        """It answers again."""
+        self._silent, self._heard_s = False, self._clock.now()
+
+    def look(self, job: Snapshot) -> None:
+        """Take note of a new snapshot."""
+        now_s = self._clock.now()
+        self._fence = job.fence
+        if job.alive != self._nodes:
+            self._nodes, self._nodes_since_s = job.alive, now_s
+        symptom = job.failures[0].revision if job.failures else None
+        if symptom != self._symptom:
+            self._symptom, self._symptom_since_s = symptom, now_s
+
+    def observed(self) -> Observed:
+        """The durations as of now."""
+        now_s = self._clock.now()
+        return Observed(
+            nodes_s=now_s - self._nodes_since_s,
+            symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
+            heard_s=0.0 if self._silent else now_s - self._heard_s,
+        )
+
+    def pending(self, move: Move) -> float:
+        """For how long this move has been due on this revision of the round."""
+        now_s = self._clock.now()
+        if self._pending != (self._fence, move):
+            self._pending, self._pending_since_s = (self._fence, move), now_s
+        return now_s - self._pending_since_s

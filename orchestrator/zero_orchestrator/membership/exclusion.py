@@ -1,0 +1,75 @@
+"""Hosts that a job goes on without for a while: whom the job excludes by itself, and why.
+
+A host whose workers fail `--exclude-after` times in a row, while those of others do not, is
+excluded together with the charge for the last failure, in one transaction, and a spare takes its
+place at once. The exclusion is a key under a lease that nobody keeps alive: it ends by the clock
+of the store, whatever becomes of the agents. The next one of the same host is twice as long. An
+exclusion that would leave too few nodes is not made; should others go later, the host takes part
+again for as long as the minimum needs it (`Snapshot.eligible`).
+
+Must always hold: no round begins with an excluded host that can be done without; a host, not an
+agent: one that is started again there is excluded as well. Pure. Who calls it: `failures`.
+
+Source of the idea: Horovod's blacklist with its exponential cooldown; DLRover's exclusion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from zero_orchestrator.membership.budget import Charge
+
+LONGEST_S = 3600
+"""No exclusion that the job decides on is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """A host that no round begins with."""
+
+    host: str
+    why: str
+    for_s: int = 0
+    """It ends so long after it began; 0: when somebody ends it."""
+    by_user: bool = False
+    """Somebody wants it, rather than the job itself: it holds whatever becomes of the others."""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        length = f" for {self.for_s} s" if self.for_s else ""
+        return f"{self.host} is excluded{length}: {self.why}"
+
+
+def in_a_row(charges: Sequence[Charge], host: str) -> int:
+    """How often this host's workers were the last to fail; lost nodes say nothing about that."""
+    failures = [charge for charge in reversed(charges) if charge.workers]
+    return sum(1 for _ in takewhile(lambda charge: charge.host == host, failures))
+
+
+def cooldown_s(charges: Sequence[Charge], host: str, first_s: int) -> int:
+    """For how long to exclude a host: twice as long each time, up to `LONGEST_S`."""
+    before = sum(1 for charge in charges if charge.host == host and charge.excluded_s)
+    return int(min(first_s * 2.0 ** min(before, 32), max(LONGEST_S, first_s)))
+
+
+def due(charges: Sequence[Charge], host: str, *, after: int, first_s: int) -> Exclusion | None:
+    """The exclusion that one more failure of this host brings about, or None.
+
+    Args:
+        charges: Those before this failure, in order of rounds.
+        host: Whose workers have failed; empty if nobody can be blamed.
+        after: Failures in a row that are too many; 0: none are.
+        first_s: The length of a host's first exclusion.
+    """
+    count = in_a_row(charges, host) + 1
+    if not host or after == 0 or count < after:
+        return None
+    why = f"its workers failed {count} times in a row"
+    return Exclusion(host=host, why=why, for_s=cooldown_s(charges, host, first_s))

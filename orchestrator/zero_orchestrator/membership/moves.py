@@ -1,0 +1,113 @@
+"""The moves of a job, and the one transaction that makes each.
+
+Must always hold: a transaction compares the revision of the `round` key that its snapshot was read
+at, so that of several agents one makes the move, and none makes it on what is over.
+Who calls it: `rounds` decides on moves, `rendezvous` makes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.job_state import NOBODY, Members, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.store.kv import NO_LEASE, Compare, Delete, Put, Write, absent, unchanged
+
+
+class Move(StrEnum):
+    """What a transition does."""
+
+    OPEN = "open"
+    ACTIVATE = "activate"
+    YIELD = "yield"
+    FORM = "form"
+    INTERRUPT = "interrupt"
+    FINISH = "finish"
+    FAIL = "fail"
+    GIVE_UP = "give up"
+    HALT = "halt"
+
+
+LEGAL: Mapping[Move, tuple[State | None, State]] = {
+    Move.OPEN: (None, State.FORMING),
+    Move.ACTIVATE: (State.FORMING, State.ACTIVE),
+    Move.YIELD: (State.ACTIVE, State.ACTIVE),
+    Move.FORM: (State.ACTIVE, State.FORMING),
+    Move.INTERRUPT: (State.ACTIVE, State.FORMING),
+    Move.FINISH: (State.ACTIVE, State.DONE),
+    Move.FAIL: (State.ACTIVE, State.FAILED),
+    Move.GIVE_UP: (State.ACTIVE, State.FAILED),
+    Move.HALT: (State.FORMING, State.STOPPED),
+}
+"""Every legal move: from which state, to which. FORM is free, INTERRUPT costs one restart."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A move to apply to the snapshot it was decided on."""
+
+    move: Move
+    cause: str
+    members: Members = NOBODY
+    charge: Charge | None = None
+    exclusion: Exclusion | None = None
+    """Of the host that is charged; its key needs a lease that lasts as long."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What should happen now, and the sentence that says why (or what is waited for)."""
+
+    transition: Transition | None
+    reason: str
+
+
+def go(move: Move, cause: str) -> Decision:
+    """A move whose cause says everything."""
+    return Decision(Transition(move, cause), cause)
+
+
+def transaction(
+    keys: Keys, job: Snapshot, transition: Transition, lease: int = NO_LEASE
+) -> tuple[list[Compare], list[Write]]:
+    """The one transaction that carries out a transition, and only on this very snapshot.
+
+    Args:
+        keys: Of the job.
+        job: What the transition was decided on.
+        transition: What to carry out.
+        lease: Of the exclusion, if there is one.
+
+    Raises:
+        ValueError: The move is not legal in the snapshot's state; nothing is to be written.
+    """
+    source, target = LEGAL[transition.move]
+    if job.state is not source:
+        raise ValueError(f"{transition.move} in state {job.state} of round {job.n}")
+    compares = [unchanged(keys.round, job.fence)]
+    if transition.move is Move.YIELD:
+        # The round goes on, and so does its fence: the workers still have a step to commit.
+        yielded = keys.of_round(job.n, "yield")
+        return [*compares, absent(yielded)], [Put(yielded, json.dumps(transition.cause))]
+    n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
+    record = {"n": n, "state": target, "cause": transition.cause, "by": transition.move}
+    writes: list[Write] = [Put(keys.round, json.dumps(record))]
+    if transition.charge is not None:
+        writes.append(Put(keys.charged(job.n), transition.charge.to_json()))
+        # A checkpoint published since the reading is progress, and may give a restart back.
+        compares.append(unchanged(keys.latest, job.committed_revision))
+    if (exclusion := transition.exclusion) is not None:
+        writes.append(Put(keys.excluded(exclusion.host), exclusion.to_json(), lease))
+    if transition.move is Move.ACTIVATE:
+        members = keys.of_round(n, "members")
+        compares.append(absent(keys.stop))
+        writes.append(Put(members, transition.members.to_json()))
+        # The round before the last is history; its failures are in the journal.
+        old = (keys.of_round(n - 2, ""), keys.report(n - 2, ""))
+        writes += [Delete(prefix, prefix=True) for prefix in old]
+    return compares, writes

@@ -1,0 +1,130 @@
+"""From a job's keys, as they were at one revision of the store, to the `Snapshot` of them.
+
+Must always hold: what `to_json` of a record writes is read back as an equal record. Agents look
+often and jobs are large, so what has not changed since the last look is not parsed again.
+Who calls it: `sight`, `status`, `wishes`, the model checker.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
+
+from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.job_state import (
+    NOBODY,
+    DrainOrder,
+    Failure,
+    Members,
+    Node,
+    Snapshot,
+    State,
+)
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import KeyValue, Range
+
+
+def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
+    """The snapshot in a job's keys, all of them or some, as they were at one revision."""
+    items = {item.key: item for item in found.items}
+    head, stop = items.get(keys.round), items.get(keys.stop)
+    wish = json.loads(stop.value) if stop else None
+    kinds = _by_kind(keys, found)
+    nodes, excluded = _nodes(kinds["nodes"]), _exclusions(kinds["excluded"])
+    if head is None:
+        return Snapshot(spec=spec, nodes=nodes, stop=wish, exclusions=excluded)
+    latest, reports = items.get(keys.latest), kinds["reports"]
+    record = json.loads(head.value)
+    n = record["n"]
+    members, master, yielded = (
+        items.get(keys.of_round(n, part)) for part in ("members", "master", "yield")
+    )
+    return Snapshot(
+        spec=spec,
+        n=n,
+        state=State(record["state"]),
+        cause=record["cause"],
+        fence=head.mod_revision,
+        nodes=nodes,
+        members=_members(members.value) if members else NOBODY,
+        master=master.value if master else None,
+        yielding=json.loads(yielded.value) if yielded else None,
+        yield_revision=yielded.create_revision if yielded else 0,
+        quiet=_names(reports, keys.report(n, "quiet/")),
+        done=_names(reports, keys.report(n, "done/")),
+        failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
+        charged=_charges(kinds["charged"]),
+        by=record.get("by", ""),
+        committed=json.loads(latest.value)["step"] if latest else 0,
+        committed_revision=latest.mod_revision if latest else 0,
+        stop=wish,
+        drains=_drains(kinds["cmd"], keys.drain("")),
+        exclusions=excluded,
+    )
+
+
+def _by_kind(keys: Keys, found: Range) -> Mapping[str, list[KeyValue]]:
+    """The keys by what follows the job's prefix: a large job has thousands, of few kinds."""
+    start = len(keys.prefix)
+    kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
+    for item in found.items:
+        kinds[item.key[start:].partition("/")[0]].append(item)
+    return kinds
+
+
+def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
+    start = len(prefix)
+    return frozenset(item.key[start:] for item in items if item.key.startswith(prefix))
+
+
+def _nodes(items: Sequence[KeyValue]) -> tuple[Node, ...]:
+    live = sorted(items, key=attrgetter("create_revision"))
+    return tuple(_node(item.value) for item in live)
+
+
+@lru_cache(maxsize=8192)  # of the agents of a large job only a few have changed since the last look
+def _node(value: str) -> Node:
+    return Node(**json.loads(value))
+
+
+@lru_cache(maxsize=4)
+def _members(value: str) -> Members:
+    record = json.loads(value)
+    if "zlib" in record:
+        record = json.loads(_unpacked(record["zlib"]))
+    nodes = (Node(**dict(zip(record["fields"], row, strict=True))) for row in record["nodes"])
+    return Members(tuple(nodes), record["restarts"])
+
+
+def _unpacked(packed: str) -> str:
+    return zlib.decompress(base64.b85decode(packed)).decode()
+
+
+def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:
+    orders = (item for item in items if item.key.startswith(prefix))
+    return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
+
+
+def _charges(items: Sequence[KeyValue]) -> tuple[Charge, ...]:
+    charges = (Charge(**json.loads(item.value)) for item in items)
+    return tuple(sorted(charges, key=lambda charge: charge.n))
+
+
+def _exclusions(items: Sequence[KeyValue]) -> tuple[Exclusion, ...]:
+    return tuple(Exclusion(**json.loads(item.value)) for item in items)
+
+
+def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
+    """The reports under these prefixes, in the order in which they were written."""
+    reports = [item for item in items if item.key.startswith(prefixes)]
+    reports.sort(key=lambda item: item.create_revision)
+    return tuple(
+        Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports
+    )

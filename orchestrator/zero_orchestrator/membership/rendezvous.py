@@ -1,0 +1,351 @@
+"""One agent's part in the round machine: it registers, reads, decides, and applies.
+
+`Rendezvous.poll` is the driver of `rounds.decide`. It looks at the job (`sight.py` keeps the
+snapshot fresh), measures how long things have been as they are, and tries the transition that is
+due. The agents that see the whole job try in an order that differs from round to round, the k-th
+k * TURN_S later than the first, so that normally one transaction is made and the death of any
+agent delays a round by a fraction of a second.
+
+Must always hold: nothing here is written unless the store still is as it was read (the fence);
+an agent that cannot reach the store changes nothing, keeps what it knows and says so.
+Who calls it: the agent's loop. Thread-safe: `commit` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.membership.ages import Ages
+from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.rounds import Decision, Move, Timing, decide, runs, transaction
+from zero_orchestrator.membership.sight import Sight, place
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import (
+    NO_LEASE,
+    Delete,
+    KeyValue,
+    KeyValueStore,
+    Put,
+    absent,
+    unchanged,
+)
+from zero_orchestrator.store.lease import LeaseKeeper
+
+TURN_S = 0.25
+"""How much longer the next agent in turn waits before it tries a transition itself."""
+
+
+class NodeTaken(ZeroError):
+    """Another agent registered under this agent's node id."""
+
+
+class Rendezvous:
+    """An agent's membership in one job."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        job: str,
+        spec: JobSpec,
+        node: Node,
+        *,
+        clock: Clock,
+        journal: Journal,
+        timing: Timing | None = None,
+        lease_ttl_s: int = 3,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is written before `register`.
+
+        Args:
+            store: Shared by all agents of the job; the caller closes it.
+            job: Job name, part of every key.
+            spec: This agent's idea of the job.
+            node: This agent.
+            clock: Measures durations; never compared with another node's.
+            journal: Receives every transition this agent makes.
+            timing: The job's patience.
+            lease_ttl_s: Others take this agent for lost so long after its last sign of life.
+            on_change: Called on a thread of the store when a poll is worth while.
+        """
+        self.keys = Keys(job)
+        self._store = store
+        self._spec = spec
+        self._node = node
+        self._clock = clock
+        self._journal = journal
+        self._timing = timing or Timing()
+        self._ttl_s = lease_ttl_s
+        self._on_change = on_change
+        self._sight: Sight | None = None
+        self._lease: LeaseKeeper | None = None
+        self._lost_lease = threading.Event()
+        self.secret = ""
+        """Shared by the job's agents; known once registered."""
+        self._ages = Ages(clock)
+        self._snapshot = Snapshot(spec=spec)
+        self._reason = ""
+
+    @property
+    def node(self) -> Node:
+        """This agent as it is registered."""
+        return self._node
+
+    @property
+    def reason(self) -> str:
+        """What the job is doing or waiting for, as of the last poll."""
+        return self._reason
+
+    @property
+    def lease(self) -> int:
+        """Under which this agent is registered."""
+        return self._lease.lease if self._lease is not None else NO_LEASE
+
+    def register(self) -> None:
+        """Agree on the specification and become a live node of the job.
+
+        Raises:
+            SpecError: The job runs with another specification.
+            StoreUnavailable: The store did not answer.
+        """
+        agreed = self._agree(self.keys.spec, self._spec.to_json())
+        self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
+        self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
+        self._announce()
+        self._sight = Sight(
+            self._store,
+            self.keys,
+            self._spec,
+            self._node.id,
+            clock=self._clock,
+            on_change=self._on_change,
+        )
+
+    def round_runs(self) -> bool:
+        """Whether a round of this job runs at the moment, for an agent that has not registered.
+
+        Raises:
+            StoreUnavailable: The store did not answer.
+        """
+        held = self._store.get(self.keys.round)
+        return held is not None and json.loads(held.value)["state"] == State.ACTIVE
+
+    def _agree(self, key: str, proposal: str) -> str:
+        """The value of a key that the first agent of the job writes."""
+        if (agreed := self._store.get(key)) is not None:
+            return agreed.value
+        self._store.txn([absent(key)], [Put(key, proposal)])
+        agreed = self._store.get(key)
+        if agreed is None:
+            raise StoreUnavailable(f"{key} vanished while it was read; try again")
+        return agreed.value
+
+    def poll(self) -> Snapshot:
+        """The job as it is now, after this agent has done its share to move it on.
+
+        Raises:
+            StoreUnavailable: The store did not answer; the last snapshot still is `snapshot`.
+            NodeTaken: Another agent runs under this node id.
+        """
+        if self._lost_lease.is_set():
+            self._seeing.distrust()
+            self._look()  # first of all: is this the store that knew the lease?
+            self._announce()
+            self._journal.tell("lease", f"node {self._node.id} has registered again")
+        job = self._look()
+        if job.node(self._node.id) is None:
+            self._announce()  # somebody took this agent for dead
+            self._look()
+        while self._advance():
+            self._look()
+        return self._snapshot
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The job as last read."""
+        return self._snapshot
+
+    def evict(self, node: Node) -> bool:
+        """Remove the registration of an agent that is certainly dead, ahead of its lease.
+
+        An agent that was declared dead and is not registers again at its next poll.
+        """
+        key = self.keys.node(node.id)
+        held = self._store.get(key)
+        self._seeing.gone(node)
+        if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
+            return False
+        return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
+
+    def drain(self) -> int:
+        """Ask to leave: no further round includes this node. Returns the revision of the wish."""
+        return self._describe(draining=True)
+
+    def set_unfit(self, why: str) -> int:
+        """Say why this node can take part in no round now; empty: it can."""
+        return self._describe(unfit=why)
+
+    def _describe(self, **facts: Any) -> int:
+        self._node = dataclasses.replace(self._node, **facts)
+        return self._announce()
+
+    def publish_master(self, n: int, address: str) -> None:
+        """Say where the TCPStore of round n listens, `host:port`."""
+        key = self.keys.of_round(n, "master")
+        self._store.txn([absent(key)], [Put(key, address)])
+        self._seeing.distrust()
+
+    def report_quiet(self, n: int) -> None:
+        """This node's workers of round n are gone."""
+        self._report(n, "quiet")
+
+    def report_done(self, n: int) -> None:
+        """This node's workers of round n have all exited with 0."""
+        self._report(n, "done")
+
+    def report_failure(self, n: int, failure: Failure) -> None:
+        """This node's workers of round n failed."""
+        self._report(n, "symptom" if failure.symptom else "fail", failure.to_json())
+
+    def commit(
+        self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_ram: bool = False
+    ) -> bool:
+        """Publish a checkpoint, if the round with this fence still is the current one.
+
+        Raises:
+            StoreUnavailable: The store did not answer; the checkpoint must not be published.
+        """
+        record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
+        put = Put(self.keys.in_ram if in_ram else self.keys.latest, json.dumps(record))
+        return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
+
+    def close(self) -> None:
+        """Leave: the other agents see it at once."""
+        if self._sight is not None:
+            self._sight.close()
+        if self._lease is not None:
+            self._lease.close()
+
+    # ---- reading ----
+
+    @property
+    def _seeing(self) -> Sight:
+        assert self._sight is not None, "not registered"
+        return self._sight
+
+    def _look(self) -> Snapshot:
+        job = self._seeing.look()
+        if job is not self._snapshot:
+            self._snapshot = job
+            if self._seeing.whole:
+                self._ages.look(job)  # who decides must know since when things are as they are
+        mine = job.node(self._node.id)
+        if mine is not None and mine.incarnation != self._node.incarnation:
+            raise NodeTaken(
+                f"another agent has registered as node {mine.id}; this one stops. "
+                "Give each agent its own --node-id, or none"
+            )
+        return job
+
+    # ---- moving on ----
+
+    def _advance(self) -> bool:
+        """Try the transition that is due; whether the snapshot is to be read again."""
+        job = self._snapshot
+        if not self._seeing.whole:
+            self._reason = _from_outside(job)
+            return False
+        decision = decide(job, self._ages.observed(), self._timing)
+        self._reason = decision.reason
+        if decision.transition is None or not self._my_turn(decision):
+            return False
+        exclusion = decision.transition.exclusion
+        # Nobody keeps this lease alive: what it holds ends by the clock of the store.
+        lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
+        done = self._store.txn(*transaction(self.keys, job, decision.transition, lease))
+        self._seeing.distrust()
+        if done.succeeded:
+            self._tell(job, decision, done.revision)
+        elif lease != NO_LEASE:
+            self._store.revoke(lease)
+        return True
+
+    def _my_turn(self, decision: Decision) -> bool:
+        assert decision.transition is not None
+        due_s = self._ages.pending(decision.transition.move)
+        return due_s >= TURN_S * place(self._snapshot, self._node.id)
+
+    def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
+        assert decision.transition is not None
+        move = decision.transition.move
+        failed = decision.transition.charge is not None
+        self._journal.tell(
+            move,
+            decision.reason,
+            level=logging.WARNING if failed else logging.INFO,
+            round=job.n + 1 if move is Move.ACTIVATE else job.n,
+            nodes=[node.id for node in decision.transition.members.nodes],
+            revision=revision,
+        )
+
+    # ---- writing ----
+
+    def _announce(self) -> int:
+        """(Re-)register under a lease that is alive; the revision of it."""
+        if self._lease is None or self._lost_lease.is_set():
+            before = self._lease
+            self._lost_lease.clear()
+            if before is not None:
+                before.close()
+            self._lease = LeaseKeeper(
+                self._store,
+                self._ttl_s,
+                clock=self._clock,
+                on_lost=self._lease_lost,
+                on_silent=self._ages.silent,
+                on_heard=self._ages.heard,
+            )
+            if before is not None:
+                # Whatever the keeper before it last said: the store answers, after a gap.
+                self._ages.heard("a new lease was granted")
+        try:
+            revision = self._store.put(
+                self.keys.node(self._node.id), self._node.to_json(), lease=self._lease.lease
+            )
+        except LeaseLost:
+            self._lost_lease.set()
+            raise StoreUnavailable("the lease ended while this node registered") from None
+        if self._sight is not None:
+            self._sight.distrust()
+        return revision
+
+    def _lease_lost(self, reason: str) -> None:
+        self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere
+        self._lost_lease.set()
+        self._journal.tell("lease", f"node {self._node.id} may be out: {reason}")
+        self._on_change()
+
+    def _report(self, n: int, kind: str, value: str = "") -> None:
+        """Say once how this node's part of round n ended; a second report changes nothing."""
+        key = self.keys.report(n, kind, self._node.id)
+        done = self._store.txn([absent(key)], [Put(key, value)])
+        self._seeing.said(KeyValue(key, value, done.revision, done.revision))
+
+
+def _from_outside(job: Snapshot) -> str:
+    """What the job is doing, for an agent that does not see all of it."""
+    if job.state in ENDED:
+        return f"the job is {job.state}: {job.cause}"
+    if job.state is not State.ACTIVE:
+        return f"round {job.n + 1} is forming; others see to it"
+    return job.yielding or runs(job)

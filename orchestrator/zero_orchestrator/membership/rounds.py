@@ -1,0 +1,246 @@
+"""The round machine: one pure function says how a job moves on, one transaction moves it.
+
+A job is a sequence of rounds. A round has a fixed, ordered membership, and so fixed ranks. When
+membership must change, the round is left (FORMING: its workers stop, each agent says "quiet")
+and the next one begins (ACTIVE). There is no leader: every agent reads the same `Snapshot`,
+calls `decide` and may try to apply what it says; a transition is one transaction that compares
+the revision of the `round` key, so exactly one of them wins and a decision made on an old
+snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence* of its workers.
+
+    nothing -> FORMING -> ACTIVE -> DONE
+       STOPPED <-'  ^________|  `-> FAILED
+
+Must always hold (tested by exhaustive search, `tests/model`):
+I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
+I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
+per round, and the job fails iff a failure finds the budget spent, or the last restarts without
+progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins once somebody wants the
+job to stop, and only such a job is STOPPED.
+
+Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
+compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
+revision; the leader-free form is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_orchestrator.membership.failures import culprit, interrupt
+from zero_orchestrator.membership.job_state import Members, Snapshot, State
+from zero_orchestrator.membership.moves import LEGAL, Decision, Move, Transition, go, transaction
+from zero_orchestrator.membership.ranks import arrange
+
+__all__ = ["LEGAL", "Decision", "Move", "Observed", "Timing", "Transition", "decide", "transaction"]
+
+
+_NAMED = 8
+"""A sentence names so many nodes; a large job has thousands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long to wait before acting where acting at once would be hasty. Seconds."""
+
+    settle_s: float = 1.0
+    """No node came or went for so long before a round begins below the maximum with newcomers."""
+    grow_after_s: float = 2.0
+    """No node came or went for so long before a running round is asked to make room."""
+    return_within_s: float = 4.0
+    """After the store was silent, nodes whose leases lapsed meanwhile have so long to return."""
+    symptom_patience_s: float = 6.0
+    """A lost peer is expected to show its cause (a failure, a lapsed lease) within so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Durations on the observer's own clock, seconds; clocks of two nodes are never compared."""
+
+    nodes_s: float
+    """Since it last saw the set of live nodes change."""
+    symptom_s: float
+    """Since it first saw a symptom in this round; 0 without one."""
+    heard_s: float = float("inf")
+    """Since the store answered it again after a silence; 0 during one."""
+
+
+def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+    """The next move of a job, the same for every agent that looks at it.
+
+    Args:
+        job: The job at one revision.
+        seen: For how long the observer has seen things as they are.
+        timing: The job's patience.
+
+    Returns:
+        The transition to try, or None, with its reason.
+    """
+    return _DECIDE[job.state](job, seen, timing)
+
+
+def _open(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+    if not job.nodes:
+        return Decision(None, "no node has registered")
+    return go(Move.OPEN, "the job begins")
+
+
+def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+    busy = [node.id for node in job.live_members if node.id not in job.quiet]
+    if busy:
+        return Decision(None, f"waiting for the workers of {_some(busy)} to stop")
+    if job.stop is not None:
+        return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
+    low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
+    if job.spec.usable(count) < low:
+        return Decision(None, f"{_here(job)}; waiting for {job.spec.fewest - count}{_barred(job)}")
+    wait_s = timing.settle_s - seen.nodes_s
+    if job.joiners and count < high and wait_s > 0:
+        return Decision(None, f"{_here(job)}; more may be coming")
+    by_id = {node.id: node for node in job.eligible}
+    former = [member.id for member in job.members.nodes]
+    order = arrange(former, list(by_id), job.spec.usable(count))
+    members = Members(tuple(by_id[node] for node in order), job.charges)
+    return Decision(
+        Transition(Move.ACTIVATE, job.cause, members),
+        f"round {job.n + 1} begins with {len(order)} of {low}:{high} nodes, "
+        f"world size {members.world_size}",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _here(job: Snapshot) -> str:
+    return f"{len(job.eligible)} of {job.spec.min_nodes}:{job.spec.max_nodes} nodes are here"
+
+
+def _barred(job: Snapshot) -> str:
+    """Those that are here and may not take part."""
+    excluded = [f"{e}" for e in job.exclusions if any(n.machine == e.host for n in job.nodes)]
+    unfit = [f"{node.id} is unfit: {node.unfit}" for node in job.nodes if node.unfit]
+    return "".join(f"; {sentence}" for sentence in (*excluded, *unfit))
+
+
+def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+    """The first rule that has something to say decides."""
+    for rule in _WATCH_RULES:
+        decision = rule(job, seen, timing)
+        if decision is not None:
+            return decision
+    return Decision(None, runs(job))
+
+
+def runs(job: Snapshot) -> str:
+    """What is said of a round to which nothing happens."""
+    nodes = len(job.members.nodes)
+    return f"round {job.n} runs on {nodes} node{'s' if nodes != 1 else ''}"
+
+
+def _all_done(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    if all(member.id in job.done for member in job.members.nodes):
+        return go(Move.FINISH, "every worker has exited with 0")
+    return None
+
+
+def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    causes = [failure for failure in job.failures if not failure.symptom]
+    if not causes:
+        return None
+    if job.yielding is not None and causes[0].revision > job.yield_revision:
+        # Workers of other nodes have begun to leave: what breaks now is collateral, and free.
+        return go(Move.FORM, job.yielding)
+    return interrupt(job, causes[0].summary, workers=True, host=culprit(job, causes))
+
+
+def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    if not job.lost:
+        return None
+    names = ", ".join(node.id for node in job.lost)
+    if seen.heard_s < timing.return_within_s:
+        # Leases lapse while nobody can refresh them: that says nothing about the nodes.
+        return Decision(None, f"etcd was silent; waiting for node {names} to register again")
+    return interrupt(job, f"lost node {names}")
+
+
+def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    if not job.failures:
+        return None
+    if seen.symptom_s < timing.symptom_patience_s:
+        return Decision(None, f"{job.failures[0].summary}; waiting for the cause")
+    return interrupt(job, f"{job.failures[0].summary}, and no cause appeared", workers=True)
+
+
+def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    busy = [m.id for m in job.live_members if m.id not in job.quiet and m.id not in job.done]
+    left = [m.id for m in job.members.nodes if m.id in job.quiet]
+    if job.yielding is not None:
+        if busy:
+            return Decision(None, f"{job.yielding}; waiting for {_some(busy)} to stop")
+        return go(Move.FORM, job.yielding)
+    if left:
+        return go(Move.FORM, f"the workers of {', '.join(left)} left")
+    return None
+
+
+def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    return go(Move.YIELD, job.stop) if job.stop is not None else None
+
+
+def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
+    if draining:
+        return go(
+            Move.YIELD, f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} leaving"
+        )
+    return None
+
+
+def _a_member_is_excluded(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    reasons = [str(e) for node in job.nodes if job.has_member(node) and (e := job.barred(node))]
+    return go(Move.YIELD, "; ".join(reasons)) if reasons else None
+
+
+def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+    if not job.joiners:
+        return None
+    names = ", ".join(node.id for node in job.joiners)
+    here = len(job.members.nodes)
+    if here >= job.spec.usable(job.spec.max_nodes):
+        return Decision(None, f"round {job.n} is full; spare: {names}")
+    if job.spec.usable(here + len(job.joiners)) <= here:
+        return Decision(
+            None, f"rounds have multiples of {job.spec.node_unit} nodes; spare: {names}"
+        )
+    if seen.nodes_s < timing.grow_after_s:
+        return Decision(None, f"{names} will join when the set of nodes is steady")
+    return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
+
+
+def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+    return Decision(None, f"the job is {job.state}: {job.cause}")
+
+
+_Rule = Callable[[Snapshot, Observed, Timing], Decision | None]
+_WATCH_RULES: Sequence[_Rule] = (
+    _all_done,
+    _a_worker_failed,
+    _a_node_is_lost,
+    _a_symptom_has_no_cause,
+    _members_leave,
+    _the_job_is_to_stop,
+    _a_member_drains,
+    _a_member_is_excluded,
+    _room_for_joiners,
+)
+_DECIDE: Mapping[State | None, Callable[[Snapshot, Observed, Timing], Decision]] = {
+    None: _open,
+    State.FORMING: _form,
+    State.ACTIVE: _watch,
+    State.DONE: _ended,
+    State.FAILED: _ended,
+    State.STOPPED: _ended,
+}

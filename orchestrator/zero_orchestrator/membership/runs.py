@@ -1,0 +1,75 @@
+"""The job name of a command typed without `--rdzv-id`.
+
+The same command typed in several terminals must meet in one job, and the same command typed
+again after that job has ended must start a new one. So each command has a numbered series of
+runs, `/zero/runs/<command>` holds the current number, and an agent moves it on when that run
+is over: DONE, FAILED, STOPPED, or left by all its agents. In the last case the same transaction
+stops it for good: an agent that only stood still, and comes back, must not train beside the new
+run.
+
+Must always hold: two agents that start together agree on one run, and never do two runs go on. A
+new number is written by compare-and-set, and a run without a round yet has just begun, so it is
+joined, not skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Put, Write, unchanged
+
+ATTEMPTS = 20
+"""Each lost race means that another agent moved the run on; joining that one ends the loop."""
+
+
+def command_name(program: str, command: Sequence[str]) -> str:
+    """A readable, collision-free name for a command: `train_gpt-5f3a9c21`."""
+    digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()[:8]
+    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in program).strip("._-")
+    return f"{stem[:80] or 'job'}-{digest}"
+
+
+def current_run(store: KeyValueStore, name: str) -> str:
+    """The job of the run to take part in: the current one, or the next if that is over.
+
+    Raises:
+        StoreUnavailable: The store does not answer, or its keys change faster than they can
+            be read.
+    """
+    key = f"/zero/runs/{name}"
+    for _ in range(ATTEMPTS):
+        held = store.get(key)
+        number = int(held.value) if held else 0
+        job, following = f"{name}.{number}", f"{name}.{number + 1}"
+        head = store.get(Keys(job).round)
+        if held and not _is_over(store, job, head):
+            return job
+        compares = [unchanged(key, held.mod_revision if held else 0)]
+        writes: list[Write] = [Put(key, str(number + 1))]
+        if head is not None and not _has_ended(head):
+            compares.append(unchanged(head.key, head.mod_revision))
+            writes.append(Put(head.key, _stopped(head, following)))
+        if store.txn(compares, writes).succeeded:
+            return following
+    raise StoreUnavailable(f"{key} changed {ATTEMPTS} times while it was read; try again")
+
+
+def _is_over(store: KeyValueStore, job: str, head: KeyValue | None) -> bool:
+    if head is None:
+        return False
+    return _has_ended(head) or not store.range(Keys(job).nodes, limit=1).items
+
+
+def _has_ended(head: KeyValue) -> bool:
+    return json.loads(head.value)["state"] in ENDED
+
+
+def _stopped(head: KeyValue, following: str) -> str:
+    """The end of a run that all its agents have left."""
+    cause = f"all its agents were gone, and the same command was started again as {following}"
+    return json.dumps({**json.loads(head.value), "state": State.STOPPED, "cause": cause})

@@ -1,0 +1,302 @@
+"""What one agent sees of its job: all of it, if it is one of the first; its course, if not.
+
+Somebody must look at every key to decide how a job moves on, but not everybody. The first few
+live agents (by node id) see all keys; every other one sees the *course* of the job alone, which
+changes a handful of times in each round, and what is addressed to it. So a round costs all agents
+of a large job together a number of changes that grows with their number, not with its square.
+
+There is no election: whoever looks and finds itself among the first sees everything from then
+on, and whoever finds others before it no longer does. An agent outside looks now and then, the
+more often the more likely it is that it is needed: when something is due, and when few come
+before it. So the first ones may die at any moment, all at once too, and the looks of all agents
+together grow with the logarithm of their number. Too many that see everything do no harm either:
+the fence decides.
+
+Must always hold: a snapshot is never older than the one before; one that is not `whole` is never
+decided upon. Who calls it: `rendezvous`, on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.errors import StoreReplaced
+from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import failures, parse
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range, Read
+from zero_orchestrator.store.replica import Replica
+
+FIRST = 3
+"""So many agents see everything: no death of two of them at once delays anything."""
+REREAD_S = 2.0
+"""An agent makes sure, by reading, that it has missed nothing after so long without a change."""
+PENDING_S = 0.25
+"""The same for one outside while the job waits for something."""
+LOOKS_PER_S = 25
+"""The agent that has k others before it looks no more often than LOOKS_PER_S / k times a second."""
+LONGEST_S = 15.0
+"""But no more rarely than that: half of a large job may be gone at once."""
+CAUSES = 8
+"""So many reports of failures, the oldest, are read by an agent that does not see all of them."""
+
+
+class Sight:
+    """One agent's view of its job."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        keys: Keys,
+        spec: JobSpec,
+        node: str,
+        *,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Look for the first time.
+
+        Args:
+            store: Each of its calls ends in bounded time.
+            keys: Of the job.
+            spec: Of the job.
+            node: The id of this agent, which has registered.
+            clock: Paces the looks that no change asks for.
+            on_change: Called on a thread of the store when looking is worth while.
+
+        Raises:
+            StoreUnavailable: The store did not answer; nothing is being watched.
+        """
+        self._store, self._keys, self._spec, self._id = store, keys, spec, node
+        self._clock = clock
+        self._on_change = on_change
+        self._view: _Whole | _Course = self._open(whole=self._is_first())
+        self._job: Snapshot | None = None
+        self._fence = 0
+        self._checked_s, self._pause_s = clock.now(), REREAD_S
+
+    @property
+    def whole(self) -> bool:
+        """Whether this agent sees everything, and so may decide."""
+        return isinstance(self._view, _Whole)
+
+    def look(self) -> Snapshot:
+        """The job, as new as the watch has it; the same object until something has changed.
+
+        Raises:
+            StoreUnavailable: The store did not answer where it had to be asked.
+            StoreReplaced: This is not the store that the job was in.
+        """
+        if self._clock.now() - self._checked_s >= self._pause_s:
+            self._check()
+        before, job = self._job, self._view.look()
+        if job is before:
+            return job
+        if job.fence < self._fence:
+            raise StoreReplaced(
+                f"etcd has lost the data of job {self._keys.job}: its last transition was at "
+                f"revision {self._fence}, and now {job.fence or 'there is none'}. Start the agents "
+                "again; the job goes on from its newest checkpoint"
+            )
+        self._fence = job.fence
+        if self.whole and self._id not in first(job) and job.node(self._id) is not None:
+            self._change(whole=False)
+            job = self._view.look()
+        self._job = job
+        return job
+
+    def distrust(self) -> None:
+        """Make sure at the next look: something was written, or may have happened elsewhere."""
+        self._pause_s = 0.0
+
+    def said(self, report: KeyValue) -> None:
+        """This agent has written a report."""
+        self._view.said(report)
+
+    def gone(self, node: Node) -> None:
+        """This agent knows that another one is dead."""
+        self._view.gone(node)
+        self.distrust()
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._view.close()
+
+    def _check(self) -> None:
+        if self._view.check() and not self.whole:
+            self._change(whole=True)
+        self._checked_s = self._clock.now()
+        self._pause_s = self._view.pause_s * random.uniform(0.8, 1.2)
+
+    def _is_first(self) -> bool:
+        """Whether at most FIRST - 1 live agents come before this one: a read of a few keys."""
+        found = self._store.range(self._keys.nodes, limit=FIRST)
+        return self._keys.node(self._id) in [item.key for item in found.items]
+
+    def _change(self, *, whole: bool) -> None:
+        before, self._view = self._view, self._open(whole=whole)
+        before.close()
+
+    def _open(self, *, whole: bool) -> _Whole | _Course:
+        view = _Whole if whole else _Course
+        return view(self._store, self._keys, self._spec, self._id, self._on_change)
+
+
+def first(job: Snapshot) -> list[str]:
+    """The agents that see everything, of a job that is seen as a whole."""
+    return heapq.nsmallest(FIRST, (node.id for node in job.nodes))
+
+
+def place(job: Snapshot, node: str) -> int:
+    """A node's place among those who may move the job on; another order at each revision."""
+
+    def turn(node: str) -> bytes:
+        return hashlib.sha256(f"{job.fence}/{node}".encode()).digest()
+
+    ids = sorted(first(job), key=turn)
+    return ids.index(node) if node in ids else len(ids)
+
+
+class _Whole:
+    """Every key of the job."""
+
+    pause_s = REREAD_S
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        keys: Keys,
+        spec: JobSpec,
+        node: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._keys, self._spec = keys, spec
+        self._all = Replica(store, keys.prefix, on_change)
+        self._found: Range | None = None
+        self._job = Snapshot(spec=spec)
+
+    def look(self) -> Snapshot:
+        if (found := self._all.look()) is not self._found:
+            self._job, self._found = parse(self._keys, found, self._spec), found
+        return self._job
+
+    def check(self) -> bool:
+        """Read everything again; it stays until others are seen to come first."""
+        self._all.distrust()
+        return True
+
+    def said(self, report: KeyValue) -> None:
+        self._all.distrust()
+
+    def gone(self, node: Node) -> None:
+        self._all.distrust()
+
+    def close(self) -> None:
+        self._all.close()
+
+
+class _Course:
+    """What every agent must know, what is addressed to this one, and what it has said itself.
+
+    Of the other agents it knows the members of the round, and which of them it found dead.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        keys: Keys,
+        spec: JobSpec,
+        node: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._store, self._keys, self._spec, self._id = store, keys, spec, node
+        self._own = store.get(keys.node(node))
+        self._course = Replica(store, keys.course, on_change)
+        self._orders = Replica(store, keys.drain(node), on_change)
+        self._reports: tuple[KeyValue, ...] = ()
+        self._dead: frozenset[tuple[str, str]] = frozenset()
+        self._seen: tuple[object, ...] = ()
+        self._job = Snapshot(spec=spec)
+        self._causes: tuple[Failure, ...] = ()
+        self._causes_of = 0
+        self._latest_first = ""
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next check: short while something is due, and longer the more come first."""
+        job = self._job
+        reported = any(r.key.startswith(self._keys.report(job.n, "")) for r in self._reports)
+        due = job.state is not State.ACTIVE or job.yielding is not None or reported
+        pause_s = min(self._before() / LOOKS_PER_S, LONGEST_S)
+        return max(PENDING_S if due else REREAD_S, pause_s)
+
+    def _before(self) -> int:
+        """How many live agents come before this one, as far as it knows."""
+        if not self._job.members.nodes:
+            return self._spec.min_nodes
+        return sum(self._latest_first < member.id < self._id for member in self._job.members.nodes)
+
+    def look(self) -> Snapshot:
+        found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
+        if found != self._seen:
+            self._job, self._seen = self._parse(found[0], found[1]), found
+        return self._job
+
+    def check(self) -> bool:
+        """Has the watch told the newest? Is this agent registered still, and among the first?"""
+        me = self._keys.node(self._id)
+        head, own, order, early = self._store.read(
+            [
+                Read(self._keys.round),
+                Read(me),
+                Read(self._keys.drain(self._id)),
+                Read(self._keys.nodes, prefix=True, limit=FIRST),
+            ]
+        )
+        if (head.items[0].mod_revision if head.items else 0) != self._job.fence:
+            self._course.distrust()
+        if not set(order.items) <= set(self._orders.look().items):
+            self._orders.distrust()
+        self._own = own.items[0] if own.items else None
+        first_keys = [item.key for item in early.items]
+        self._latest_first = max(first_keys, default="").removeprefix(self._keys.nodes)
+        return me in first_keys
+
+    def said(self, report: KeyValue) -> None:
+        now = self._keys.report(self._job.n, "")
+        kept = (old for old in self._reports if old.key.startswith(now) and old.key != report.key)
+        self._reports = (*kept, report)
+
+    def gone(self, node: Node) -> None:
+        self._dead |= {(node.id, node.incarnation)}
+
+    def close(self) -> None:
+        self._course.close()
+        self._orders.close()
+
+    def _parse(self, course: Range, orders: Range) -> Snapshot:
+        own = (self._own,) if self._own is not None else ()
+        items = (*course.items, *orders.items, *own, *self._reports)
+        job = parse(self._keys, Range(course.revision, items), self._spec)
+        others = [m for m in job.members.nodes if m.id != self._id]
+        if self._dead:
+            others = [m for m in others if (m.id, m.incarnation) not in self._dead]
+        known = (*job.failures, *self._failures(job))
+        return dataclasses.replace(job, nodes=(*job.nodes, *others), failures=known)
+
+    def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
+        """Why the round ended, for the agents that must know; read once."""
+        if job.state not in {State.FORMING, State.FAILED} or job.n == 0:
+            return ()
+        if job.fence != self._causes_of:
+            prefix = self._keys.report(job.n, "fail/")
+            found = self._store.range(prefix, limit=CAUSES, oldest=True)
+            self._causes = failures(found.items, prefix)
+            self._causes_of = job.fence
+        return self._causes

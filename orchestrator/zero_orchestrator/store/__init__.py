@@ -1,0 +1,1 @@
+"""The store of a job: keys, transactions, leases, watches; on etcd, and in memory."""

@@ -1,0 +1,284 @@
+"""The connection to etcd: one of several endpoints, a deadline on every call, login, errors.
+
+etcd3's client knows one endpoint and one timeout for all calls, and its login cannot be
+renewed. A `Connection` holds one such client at a time. A call that fails for want of an answer
+gives its connection up: the next call starts on a fresh one, at the next endpoint. That also
+gets away from a server that is stopped, cut off, or without a leader, whose TCP connection looks
+healthy for minutes. One channel per endpoint, rather than one for all, lets gRPC resolve names
+again at each attempt and check a TLS certificate against the name it was reached by.
+
+Must always hold: every call ends within its deadline; nothing but `StoreError`s leaves here; a
+write is sent again only if it certainly was not carried out. Who calls it: `etcd` and
+`etcd_watch`. Importing this module imports grpc and etcd3.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
+from zero_orchestrator.store import etcd_messages
+from zero_orchestrator.store.etcd_errors import login_again, never_sent, rpc_error, store_error
+
+etcd_messages.install()
+
+import etcd3  # noqa: E402 (needs the messages)
+
+rpc: Any = etcd3.etcdrpc
+"""Etcd's messages and stubs."""
+
+DEFAULT_PORT = 2379
+
+T = TypeVar("T")
+
+_CHANNEL_OPTIONS = (
+    # A fresh channel must be a fresh TCP connection, or a dead one would be found again.
+    ("grpc.use_local_subchannel_pool", 1),
+    # gRPC's own limits are 20 s for an attempt to connect and 120 s between attempts.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # etcd is a neighbour: a proxy for the web is not the way to it.
+    ("grpc.enable_http_proxy", 0),
+    # etcd itself sets no limit to what a range returns.
+    ("grpc.max_receive_message_length", -1),
+    # A name with several addresses (a headless service) starts at any of them.
+    (
+        "grpc.service_config",
+        '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """How to log in and whom to trust. Without `ca` the connection is not encrypted."""
+
+    user: str | None = None
+    password: str | None = dataclasses.field(default=None, repr=False)
+    ca: Path | None = None
+    """The authority that signed the server's certificate, PEM."""
+    cert: Path | None = None
+    """This client's certificate, PEM, where the server asks for one."""
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.user is None) != (self.password is None):
+            raise SpecError("a login to etcd needs both a user and a password")
+        if (self.cert is None) != (self.key is None):
+            raise SpecError("a client certificate for etcd needs both its cert and its key file")
+        if self.cert is not None and self.ca is None:
+            raise SpecError("a client certificate for etcd needs the ca file of the server as well")
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """`HOST[:PORT][,HOST[:PORT]...]` as endpoints with a port each; IPv6 hosts in brackets.
+
+    Raises:
+        SpecError: The text names no endpoint, a scheme, or a port that is no number.
+    """
+    endpoints = tuple(_with_port(part.strip()) for part in text.split(",") if part.strip())
+    if not endpoints:
+        raise SpecError(f"no etcd endpoint in {text!r}; write HOST:PORT[,HOST:PORT...]")
+    return endpoints
+
+
+def _with_port(endpoint: str) -> str:
+    if "://" in endpoint:
+        raise SpecError(f"etcd endpoint {endpoint!r}: write HOST:PORT, without the scheme")
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]"):
+        host, port = endpoint, str(DEFAULT_PORT)
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise SpecError(f"etcd endpoint {endpoint!r}: write an IPv6 address as [ADDRESS]:PORT")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SpecError(f"etcd endpoint {endpoint!r}: write HOST:PORT with a port of 1 to 65535")
+    return f"{host}:{port}"
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """One connection to one endpoint, until it is given up."""
+
+    endpoint: str
+    client: etcd3.Etcd3Client
+    token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The login, as gRPC metadata: call credentials would be refused without TLS."""
+        return (("token", self.token),) if self.token else ()
+
+    def with_deadline(self, timeout_s: float) -> Any:
+        """The client with another timeout: a shallow copy, sharing channel and stubs."""
+        client = copy.copy(self.client)
+        client.timeout = max(0.0, timeout_s)
+        client.metadata = self.metadata
+        return client
+
+
+class Connection:
+    """Calls to whichever endpoint answers. Thread-safe."""
+
+    def __init__(
+        self,
+        endpoints: str,
+        *,
+        timeout_s: float,
+        credentials: Credentials | None = None,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Nothing is sent before the first call.
+
+        Args:
+            endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster.
+            timeout_s: For a call that names no timeout of its own.
+            credentials: Login and TLS.
+            on_move: Called when a connection was given up for a new one.
+        """
+        self.endpoints = parse_endpoints(endpoints)
+        self.timeout_s = timeout_s
+        self._credentials = credentials or Credentials()
+        self._on_move = on_move
+        self._lock = threading.Lock()
+        self._closed = False
+        # Not all clients of a cluster start at the same member.
+        self._index = random.randrange(len(self.endpoints))
+        self._session = self._open()
+
+    @property
+    def session(self) -> Session:
+        """The connection in use."""
+        return self._session
+
+    def call(
+        self,
+        send: Callable[[Any], T],
+        *,
+        repeatable: bool = False,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Make one call, wherever it is answered, within one deadline.
+
+        Each endpoint is tried once, and the first a second time: its connection may have
+        broken while nobody used it.
+
+        Args:
+            send: Makes the call on an etcd3 client.
+            repeatable: The call may be carried out twice. One that may not is tried again
+                only if it did not leave this machine.
+            timeout_s: For all tries together; the store's timeout by default.
+
+        Raises:
+            StoreUnavailable: No answer from any; the call may have been carried out.
+            StoreRefused, LeaseLost, Compacted: The answer was no.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        failures: list[str] = []
+        while True:
+            session = self._session
+            try:
+                return self._send(session, send, deadline)
+            except (grpc.RpcError, etcd3.Etcd3Exception) as error:
+                failure = self.failed(session, rpc_error(error))
+                failures.append(str(failure))
+                tried_enough = len(failures) > len(self.endpoints) or time.monotonic() > deadline
+                if tried_enough or not _may_repeat(rpc_error(error), failure, repeatable):
+                    raise type(failure)("; ".join(dict.fromkeys(failures))) from error
+            except ValueError as error:  # gRPC's error for a channel closed under a call
+                if not self._closed:
+                    raise
+                raise StoreUnavailable("this store is closed") from error
+
+    def logged_in(self) -> Session:
+        """The connection in use, with a token if there is a user: for streams.
+
+        Raises:
+            StoreUnavailable, StoreRefused: The login failed.
+        """
+        session = self._session
+        try:
+            self._login(session, self.timeout_s)
+        except grpc.RpcError as error:
+            raise self.failed(session, error) from error
+        return session
+
+    def failed(self, session: Session, error: grpc.RpcError) -> StoreError:
+        """What an error means; gives `session` up if it was for want of an answer."""
+        failure = store_error(error.code(), error.details(), session.endpoint)
+        if isinstance(failure, StoreUnavailable):
+            self.give_up(session)
+        return failure
+
+    def give_up(self, session: Session) -> None:
+        """Go on at the next endpoint, unless another thread has done so already.
+
+        The old channel is not closed: calls of other threads may get their answers yet. It
+        goes when the last of them has ended, each by its deadline.
+        """
+        with self._lock:
+            if session is not self._session or self._closed:
+                return
+            self._index = (self._index + 1) % len(self.endpoints)
+            self._session = self._open()
+        self._on_move()
+
+    def close(self) -> None:
+        """Close the channel; calls in progress end with StoreUnavailable. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+        self._session.client.close()
+
+    def _open(self) -> Session:
+        endpoint, who = self.endpoints[self._index], self._credentials
+        host, _, port = endpoint.rpartition(":")
+        client = etcd3.Etcd3Client(
+            host=f"dns:///{host}",
+            port=int(port),
+            ca_cert=who.ca,
+            cert_cert=who.cert,
+            cert_key=who.key,
+            grpc_options=_CHANNEL_OPTIONS,
+        )
+        return Session(endpoint, client)
+
+    def _send(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
+        if self._closed:
+            raise StoreUnavailable("this store is closed")
+        try:
+            return self._send_once(session, send, deadline)
+        except grpc.RpcError as error:
+            # Tokens expire. A call refused for that was not carried out: any may be repeated.
+            if not login_again(error.details()):
+                raise
+            session.token = None
+            return self._send_once(session, send, deadline)
+
+    def _send_once(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
+        self._login(session, deadline - time.monotonic())
+        return send(session.with_deadline(deadline - time.monotonic()))
+
+    def _login(self, session: Session, timeout_s: float) -> None:
+        """Fetch a token, if there is a user to log in and none was fetched before.
+
+        Raises:
+            grpc.RpcError: As any call.
+        """
+        who = self._credentials
+        if who.user is not None and session.token is None:
+            request = rpc.AuthenticateRequest(name=who.user, password=who.password)
+            stub = rpc.AuthStub(session.client.channel)
+            session.token = stub.Authenticate(request, max(0.0, timeout_s)).token
+
+
+def _may_repeat(error: grpc.RpcError, failure: StoreError, repeatable: bool) -> bool:
+    """Whether another try could succeed, and cannot carry out a write twice."""
+    return isinstance(failure, StoreUnavailable) and (repeatable or never_sent(error.details()))

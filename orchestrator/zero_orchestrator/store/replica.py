@@ -1,0 +1,102 @@
+"""A local copy of all keys under a prefix, kept current by a watch.
+
+Reading keys again at each change costs as much as there are keys; applying the change costs as
+much as it says. So a job's keys are read once, and then each change is carried over. The copy
+always is what the store held at one revision, perhaps a little ago: the watch delivers whole
+revisions, in order.
+
+Must always hold: `look` never returns a mixture of two revisions, and never an older one than
+before; after `distrust` it returns what was written by then. Who calls it: `sight`.
+
+Source of the idea: the reflector of Kubernetes' client-go (list, then watch from there).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore, Range
+
+
+class Replica:
+    """The keys under one prefix. `look` on one thread; changes arrive on one of the store."""
+
+    def __init__(self, store: KeyValueStore, prefix: str, on_change: Callable[[], None]) -> None:
+        """Read the keys, and follow them from there.
+
+        Args:
+            store: Each of its calls ends in bounded time.
+            prefix: Of the keys to be copied.
+            on_change: Called on a thread of the store after each change.
+
+        Raises:
+            StoreUnavailable: The store did not answer; nothing is being watched.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._items: dict[str, KeyValue] = {}
+        self._range: Range | None = None
+        self._revision = -1
+        self._stale = False
+        self._read()
+        self._watch = store.watch(
+            prefix, self._apply, after=self._revision, on_compacted=self._lost_track
+        )
+
+    def look(self) -> Range:
+        """The keys as of one revision; the same object until something has changed.
+
+        Raises:
+            StoreUnavailable: The copy is not to be trusted, and the store did not answer.
+        """
+        if self._stale:
+            self._read()
+        with self._lock:
+            if self._range is None:
+                self._range = Range(self._revision, tuple(self._items.values()))
+            return self._range
+
+    def distrust(self) -> None:
+        """Let the next `look` read the keys from the store: one of them was just written."""
+        self._stale = True
+
+    def close(self) -> None:
+        """Follow the keys no longer."""
+        self._watch.cancel()
+
+    def _read(self) -> None:
+        self._stale = False  # before the read: what is written during it is to be read again
+        before = self._revision
+        try:
+            found = self._store.range(self._prefix)
+        except StoreUnavailable:
+            self._stale = True
+            raise
+        with self._lock:
+            # The watch may have been faster. A store that went back is another one: begin afresh.
+            if found.revision > self._revision or found.revision < before:
+                self._items = {item.key: item for item in found.items}
+                self._revision, self._range = found.revision, None
+
+    def _apply(self, changes: Sequence[Change]) -> None:
+        with self._lock:
+            for change in changes:
+                if change.revision <= self._revision:
+                    continue  # a reading was faster
+                if change.item is None:
+                    self._items.pop(change.key, None)
+                else:
+                    self._items[change.key] = change.item
+            self._revision, self._range = max(self._revision, changes[-1].revision), None
+        self._on_change()
+
+    def _lost_track(self, revision: int) -> None:
+        """The history is compacted, or it is another one."""
+        with self._lock:
+            self._revision = min(self._revision, revision - 1)
+        self._stale = True
+        self._on_change()
