@@ -20,6 +20,18 @@ from zero_engine.checkpoint.table import TensorTable, numel
 from zero_engine.errors import CheckpointError
 
 
+class Pieces(tuple[Piece, ...]):
+    """Pieces of which the columns are kept: whoever saves or loads them again has them already."""
+
+    _known: tuple[TensorTable, Extents] | None = None
+
+    def extents(self, table: TensorTable) -> Extents:
+        """See `extents`."""
+        if self._known is None or self._known[0] is not table:
+            self._known = (table, _extents(self, table))
+        return self._known[1]
+
+
 class Extents(NamedTuple):
     """The columns, each int64 [pieces]."""
 
@@ -31,6 +43,10 @@ class Extents(NamedTuple):
     """Elements; may be none."""
     itemsize: Ints
     """Bytes of an element."""
+    memory: Ints
+    """Which allocation the data lie in."""
+    address: Ints
+    """Of the first byte."""
 
 
 def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
@@ -40,23 +56,31 @@ def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
         CheckpointError: A piece is of no known tensor, leaves its bounds, or is not a contiguous
             vector of the tensor's dtype.
     """
+    return (pieces if isinstance(pieces, Pieces) else Pieces(pieces)).extents(table)
+
+
+def _extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
     index = table.index
     tensor = _ints([index.get(piece.id, -1) for piece in pieces])
     start = _ints([piece.start for piece in pieces])
     length = _ints([piece.data.numel() for piece in pieces])
     # Of an unknown tensor, -1, nothing is in bounds: it has the last number, less than nothing.
     in_bounds = (start >= 0) & (start + length <= np.append(table.numels, -1)[tensor])
-    for bad in np.flatnonzero(~(in_bounds & _vectors(pieces, table)))[:1].tolist():
+    for bad in np.flatnonzero(~(in_bounds & _vectors(pieces, tensor, table)))[:1].tolist():
         raise _unstorable(pieces[bad], table)
-    return Extents(tensor, start, length, np.append(table.itemsizes, 0)[tensor])
+    itemsize = np.append(table.itemsizes, 0)[tensor]
+    memory = _ints([piece.data.untyped_storage().data_ptr() for piece in pieces])
+    return Extents(
+        tensor, start, length, itemsize, memory, _ints([piece.data.data_ptr() for piece in pieces])
+    )
 
 
-def _vectors(pieces: Sequence[Piece], table: TensorTable) -> npt.NDArray[np.bool_]:
+def _vectors(pieces: Sequence[Piece], tensors: Ints, table: TensorTable) -> npt.NDArray[np.bool_]:
     """[pieces], whether each is a contiguous vector of its tensor's dtype."""
-    dtypes = {tensor: info.dtype for tensor, info in table.items()}
+    dtypes = [*(info.dtype for info in table.values()), None]
     good = [
-        data.dtype == dtypes.get(tensor) and data.dim() == 1 and data.is_contiguous()
-        for tensor, _, data in pieces
+        data.dtype == dtypes[tensor] and data.dim() == 1 and data.is_contiguous()
+        for (_, _, data), tensor in zip(pieces, tensors.tolist(), strict=True)
     ]
     return np.array(good, dtype=np.bool_)
 

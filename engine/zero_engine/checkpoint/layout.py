@@ -106,7 +106,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     given = extents(state.pieces, table)
     order = _file_order(given, table)
     pieces = tuple(state.pieces[row] for row in order.tolist())
-    tensor, start, length, itemsize = (column[order] for column in given)
+    tensor, start, length, itemsize, _, _ = (column[order] for column in given)
     ends = np.cumsum(length * itemsize)
     begins = ends - length * itemsize
     head = _head(pieces, begins.tolist(), ends.tolist(), table, comment)

@@ -15,21 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from zero_engine.checkpoint.fragments import Ints
 from zero_engine.checkpoint.manifest import Manifest
 from zero_engine.checkpoint.pieces import State, TensorId, TensorInfo
+from zero_engine.checkpoint.table import table_of
 from zero_engine.errors import ModelMismatch
 
 _SHOWN = 5
 
 
-def resolve(state: State, manifest: Manifest) -> dict[TensorId, TensorId]:
-    """Wanted tensor -> the stored tensor that it is read from.
+def resolve(state: State, manifest: Manifest) -> Ints:
+    """[wanted tensors], the position of the stored tensor that each is read from.
 
     Raises:
         ModelMismatch: Names the first missing, extra and reshaped tensors, and counts them.
     """
-    if state.tensors == manifest.tensors:
-        return {tensor: tensor for tensor in manifest.tensors}
+    table = table_of(manifest.tensors)
+    if table.same_as(state.tensors):
+        return np.arange(len(table))
     stored = {t: stored_id(t, manifest) for t in state.tensors}
     missing = [t for t, source in stored.items() if source not in manifest.tensors]
     used = set(stored.values())
@@ -51,7 +56,7 @@ def resolve(state: State, manifest: Manifest) -> dict[TensorId, TensorId]:
                 },
             )
         )
-    return stored
+    return np.array([table.index[source] for source in stored.values()], dtype=np.int64)
 
 
 def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:

@@ -40,13 +40,15 @@ from zero_engine.checkpoint.manifest import (
 )
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.table import TensorTable
+from zero_engine.checkpoint.table import TensorTable, known_table
 from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
 """No tensor is larger, nor all files together; keeps every sum of sizes inside 64 bits."""
 _NONCE = re.compile(r"[0-9a-f]{4}")
+_END = re.compile(rb"[0-9]+}")
+"""Of a manifest, behind the name of its last member."""
 
 
 class ManifestError(CheckpointError):
@@ -96,12 +98,27 @@ def parse(text: bytes) -> Manifest:
         raise ManifestError("does not match its own digest; it is truncated or damaged")
     digest, _ = envelope
     try:
-        record = json.loads(text, object_pairs_hook=_once)
-        return replace(_manifest(_Fields(record, "manifest")), digest=digest, text=text)
+        rest, tensors = _cut_known_table(text)
+        record = json.loads(rest, object_pairs_hook=_once)
+        return replace(_manifest(_Fields(record, "manifest"), tensors), digest=digest, text=text)
     except ManifestError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
         raise ManifestError(f"is not readable: {error}") from error
+
+
+def _cut_known_table(text: bytes) -> tuple[bytes, TensorTable | None]:
+    """The text with [] for its table of tensors, and this, if the process has it already.
+
+    The text of a table is a whole array, and what is behind it here ends the outermost object: so
+    it is no other member, and nothing inside one, that is cut out.
+    """
+    head, key, rest = text.rpartition(b',"tensors":')
+    table, world, end = rest.rpartition(b',"world":')
+    known = known_table(table.decode(errors="replace"))
+    if known is None or not _END.fullmatch(end):
+        return text, None
+    return head + key + b"[]" + world + end, known
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,9 +160,9 @@ def _unbounded(value: object, where: str, at_least: int = 0) -> ManifestError:
     return ManifestError(f"{where} is {value!r}; expected {at_least} .. 2**60")
 
 
-def _manifest(fields: _Fields) -> Manifest:
+def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
     _check_version(fields)
-    tensors = _tensors(fields.take("tensors", list))
+    tensors = known if known is not None else _tensors(fields.take("tensors", list))
     block_bytes = fields.count("block_bytes", at_least=PAGE_BYTES)
     files = _files(fields.take("files", list), block_bytes)
     if (total := sum(file.size_bytes for file in files)) > MAX_BYTES:

@@ -84,19 +84,10 @@ def fill(
 @uncollected()
 def _plan(state: State, manifest: Manifest) -> tuple[list[Read], list[Read]]:
     """The reads that weights need, and the others; each by file and position."""
-    stored, wanted = table_of(manifest.tensors), table_of(state.tensors)
-    sources = resolve(state, manifest)
-    given = extents(state.pieces, wanted)
-    source = np.array([stored.index[sources[tensor]] for tensor in wanted], dtype=np.int64)
-    wants = Wants(
-        tensor=source[given.tensor],
-        start=given.start,
-        length=given.length,
-        itemsize=given.itemsize,
-        memory=np.array([p.data.untyped_storage().data_ptr() for p in state.pieces], np.int64),
-        address=np.array([p.data.data_ptr() for p in state.pieces], np.int64),
-    )
-    reads = plan(wants, manifest.fragments, len(stored), manifest.block_bytes)
+    stored_at = resolve(state, manifest)
+    given = extents(state.pieces, table_of(state.tensors))
+    wants = Wants(stored_at[given.tensor], *given[1:])
+    reads = plan(wants, manifest.fragments, len(manifest.tensors), manifest.block_bytes)
     # A part may reach into targets that follow its own, but only in the same allocation.
     weights = np.array([piece.id.kind == PARAM for piece in state.pieces], dtype=bool)
     held = np.isin(wants.memory, wants.memory[weights]).tolist()

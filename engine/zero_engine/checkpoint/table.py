@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -63,12 +64,26 @@ class TensorTable(dict[TensorId, TensorInfo]):
             CheckpointError: A dtype cannot be stored.
         """
         rows = [[t.kind, t.fqn, name_of(info.dtype), info.shape] for t, info in self.items()]
-        return canonical(rows)
+        text = canonical(rows)
+        _by_text[text] = self
+        return text
+
+    def same_as(self, other: Mapping[TensorId, TensorInfo]) -> bool:
+        """Whether another has the same tensors in the same order."""
+        return self is other or list(self.items()) == list(other.items())
 
     def name(self, position: int) -> str:
         """`kind/fqn` of the tensor at a position, for messages."""
         tensor = list(self)[position]
         return f"{tensor.kind}/{tensor.fqn}"
+
+
+_by_text: WeakValueDictionary[str, TensorTable] = WeakValueDictionary()
+
+
+def known_table(text: str) -> TensorTable | None:
+    """A table of this process that has this text, if there is one: a model saves the same often."""
+    return _by_text.get(text)
 
 
 def numel(info: TensorInfo) -> int:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.bulk import uncollected
+from zero_engine.checkpoint.extents import Pieces
 from zero_engine.checkpoint.match import resolve
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_engine.checkpoint.table import TensorTable
+from zero_engine.checkpoint.table import TensorTable, table_of
 from zero_engine.errors import ModelMismatch
 from zero_engine.exchange.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
@@ -96,10 +97,11 @@ class EngineState:
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
             self._check_form(manifest)
-            coming = self._tensors(self._optimizer.tensors_after(manifest))
-            resolve(chosen(State(coming, ())).state, manifest)
+            if not self._has(manifest.tensors):
+                coming = self._tensors(self._optimizer.tensors_after(manifest))
+                resolve(chosen(State(coming, ())).state, manifest)
             self._optimizer.make(manifest)
-        return chosen(self._state({}))
+        return chosen(self._state({}, manifest.tensors))
 
     def _frozen(self) -> frozenset[str]:
         """The parameters that nothing trains."""
@@ -119,14 +121,26 @@ class EngineState:
 
     # ---- tensors and pieces ----
 
-    def _state(self, meta: Mapping[str, Any]) -> State:
-        mark = self._optimizer.mark() if self._optimizer is not None else None
-        memory = (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
+    def _state(
+        self, meta: Mapping[str, Any], same: Mapping[TensorId, TensorInfo] | None = None
+    ) -> State:
+        """All tensors and this rank's pieces; `same` is taken for a table that is equal to it."""
+        memory = self._memory()
         if self._kept.get("memory") != memory:
             of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
-            tensors, pieces = self._tensors(of_optimizer), tuple(self._pieces())
+            tensors, pieces = self._tensors(of_optimizer), Pieces(self._pieces())
+            if same is not None and tensors.same_as(same):
+                tensors = table_of(same)
             self._kept.update(memory=memory, tensors=tensors, pieces=pieces)
         return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
+
+    def _has(self, tensors: Mapping[TensorId, TensorInfo]) -> bool:
+        """Whether this very table is that of the last capture, and of the state as it is."""
+        return self._kept.get("tensors") is tensors and self._kept["memory"] == self._memory()
+
+    def _memory(self) -> tuple[Any, ...]:
+        mark = self._optimizer.mark() if self._optimizer is not None else None
+        return (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
 
     def _live(self) -> Iterator[Tensor]:
         """All that the pieces are views of, in one order."""

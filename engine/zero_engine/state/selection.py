@@ -19,6 +19,7 @@ from torch import Tensor
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.match import stored_id
 from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId
+from zero_engine.checkpoint.table import table_of
 
 _MODULE = frozenset({PARAM, BUFFER})
 _SHOWN = 5
@@ -90,7 +91,7 @@ def select(
             it may rest in fp32 or in 16 bits.
         frozen: The parameters that may have been left out, see `without_frozen`.
     """
-    if not weights_only and state.tensors == manifest.tensors:
+    if not weights_only and table_of(manifest.tensors).same_as(state.tensors):
         return Selection(state)
     if weights_only:
         state = _only(state, [t for t in state.tensors if t.kind in _MODULE])

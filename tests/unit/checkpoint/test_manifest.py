@@ -10,6 +10,7 @@ import pytest
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.parse import ManifestError, NewerFormatError, parse
+from zero_engine.checkpoint.table import TensorTable, table_of
 from zero_engine.errors import CheckpointError
 
 
@@ -21,7 +22,8 @@ def text(tmp_path_factory):
 
 def signed(record: object) -> bytes:
     """A record with a digest that is right: what an attacker, or a bug, would write."""
-    return sign(json.dumps({k: v for k, v in record.items() if k != "digest"}).encode())
+    body = {k: v for k, v in record.items() if k != "digest"}
+    return sign(json.dumps(body, separators=(",", ":")).encode())
 
 
 def sign(body: bytes) -> bytes:
@@ -115,11 +117,39 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["", "known-table"])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_manifest_with_a_right_digest_is_refused(text, case):
+def test_a_hostile_manifest_with_a_right_digest_is_refused(text, case, known):
     path, value, why = HOSTILE[case]
+    here = known_here(text) if known else None
     with pytest.raises(ManifestError, match=why):
         parse(changed(text, path, value))
+    del here
+
+
+def known_here(text: bytes) -> TensorTable:
+    """The table of a manifest, as that of a model in this process."""
+    table = table_of(parse(text).tensors)
+    assert table.text.encode() in text
+    return table
+
+
+def test_a_table_that_the_process_has_is_not_made_again(text):
+    assert parse(text).tensors is not parse(text).tensors
+    here = known_here(text)
+    assert parse(text).tensors is here
+
+
+def test_what_only_looks_like_the_table_at_the_end_of_a_manifest_is_left_where_it_is(text):
+    here, record = known_here(text), json.loads(text)
+    looks_alike = {"step": 7, "tensors": record["tensors"], "world": 3}
+    last = {key: value for key, value in record.items() if key not in ("meta", "tensors")}
+    for meta in (looks_alike, {"inner": looks_alike}, {"words": ',"tensors":[],"world":3}'}):
+        hidden = signed({**last, "tensors": record["tensors"][::-1], "meta": meta})
+        found = parse(changed(text, "meta", meta))
+        assert (found.tensors == here, found.meta) == (True, meta)
+        with pytest.raises(ManifestError, match="fragments"):  # they are of the reversed table
+            parse(hidden)
 
 
 def test_a_key_that_is_there_twice_is_refused(text):
