@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
-from zero_engine.errors import CommitRefused, PeerLost
+from zero_engine.errors import CommitRefused, LeavingNow, PeerLost
 from zero_engine.exchange.waiting import Interrupt
 from zero_orchestrator import contract
 from zero_orchestrator.contract import (
@@ -80,6 +80,11 @@ class AgentLink:
     def leave_asked(self) -> bool:
         """Whether the agent wants this worker out of its group."""
         return self._leave.is_set()
+
+    def heed(self, what: str) -> None:
+        """Raise LeavingNow, which names what this worker does, if it is to leave at once."""
+        if self.interrupt.reason:
+            raise LeavingNow(f"{what}: asked to leave: {self.interrupt.reason}")
 
     def progress(self, step: int, samples: int, loss: float) -> None:
         """Tell the agent that a step has ended."""

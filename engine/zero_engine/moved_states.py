@@ -14,7 +14,7 @@ Called by `engine` and `loading`; `parts.Core` holds one. Source of the names: D
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,11 +79,13 @@ class MovedStates:
         """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
         self._given_away = False
         self.torn: Torn | None = None
+        self._read_until: Callable[[], object] | None = None
 
     def move(
         self, core: Core, include: Container[Kind], *, pin_memory: bool, non_blocking: bool
     ) -> None:
         """Copy to host memory and free on the device; what is moved already stays moved."""
+        self._wait_for_reader()
         for kind in Kind:
             if kind in include:
                 for tensor in tensors_of(core, kind):
@@ -125,6 +127,19 @@ class MovedStates:
         """All of it belongs to another engine from now on."""
         self._given_away = True
 
+    def lend(self, until: Callable[[], object]) -> None:
+        """Another thread reads the states where they are; whoever needs them next waits for it.
+
+        Args:
+            until: Returns when it reads no more.
+        """
+        self._read_until = until
+
+    def _wait_for_reader(self) -> None:
+        if self._read_until is not None:
+            self._read_until()
+            self._read_until = None
+
     def need(
         self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False
     ) -> None:
@@ -139,6 +154,7 @@ class MovedStates:
         Raises:
             EngineError: Something is, or another engine has the module.
         """
+        self._wait_for_reader()
         if self.torn is not None and not refills:
             raise EngineError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "

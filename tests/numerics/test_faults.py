@@ -81,6 +81,9 @@ FAULTS = {
     "the disk is slow while training goes on: what is saved is the state of its own step": [
         "test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_written",
     ],
+    "Ctrl-C in mid-save, and training goes on: saved is what was there when the save began": [
+        "test_who_interrupts_a_save_and_trains_on_finds_in_it_what_was_there_when_it_began",
+    ],
     "a rank is stopped in mid-save: nobody waits for it for long, its late vote is refused": [
         "test_a_stopped_rank_does_not_hold_up_the_others_and_its_late_vote_is_refused",
         "test_a_refused_commit_publishes_nothing_and_training_goes_on",

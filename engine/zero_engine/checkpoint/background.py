@@ -48,12 +48,9 @@ class Background:
 
     def wait(self) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that."""
-        running, self._running = self._running, None
-        try:
-            return running.result() if running is not None else None
-        except KeyboardInterrupt:
-            self._running = running
-            raise
+        outcome = self._running.result() if self._running is not None else None
+        self._running = None  # not before: whatever a signal raises, the outcome can be waited for
+        return outcome
 
     def finished(self) -> Outcome | None:
         """The same, or None at once if it has not ended."""

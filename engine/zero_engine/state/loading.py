@@ -15,6 +15,7 @@ Used by `persistence`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ from zero_engine.moved_states import MovedStates, Torn
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
+
+_log = logging.getLogger(__name__)
 
 
 class Loading:
@@ -91,6 +94,15 @@ class Loading:
         before = self._before
         mended = before is None or self._options.wants_optimizer or not before.optimizer
         self._moved.torn = None if mended else before
+
+    def report(self, loaded: Loaded) -> None:
+        """Say what was loaded, and what was not."""
+        for remark in self.selection.remarks:
+            _log.info("%s", remark)
+        engine = loaded.manifest.meta["engine"]
+        digest = engine.get("weight_hash")
+        weights = f", weights {digest[:16]}" if digest else ""
+        _log.info("loaded %s, step %d%s", loaded.path, engine["step"], weights)
 
     def _tear(self, reason: str) -> None:
         before = self._before is not None and self._before.optimizer

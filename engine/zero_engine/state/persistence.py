@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
 from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
-from zero_engine.errors import CheckpointError, CommitRefused, EngineError, LeavingNow
+from zero_engine.errors import CheckpointError, CommitRefused, EngineError
 from zero_engine.exchange.distributed import group_store
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
@@ -41,7 +42,7 @@ from zero_engine.state.loading import Loading
 from zero_engine.state.ram_tier import RamTier
 from zero_engine.state.saver import Request, Saver
 from zero_engine.state.schedule import Schedule
-from zero_engine.state.selection import LoadOptions, Selection
+from zero_engine.state.selection import LoadOptions
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Persistence:
         self._run = run
         self._link = link
         self._ballot = checkpoint.Ballot(
-            group_store("ballot"), run.rank, run.world, on_wait=self._heed_agent
+            group_store("ballot"), run.rank, run.world, on_wait=partial(link.heed, "loading")
         )
         self._directory: Place | None = None
         self._ram_root: Place | None = None
@@ -111,19 +112,14 @@ class Persistence:
             return False
         self._tell(self.saver.wait_for_room())
         tag = tag or f"global_step{step}"
-        copied = self.saver.begin(
-            Request(
-                root=directory,
-                state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
-                step=step,
-                tag=tag,
-                fence=self._link.fence(step, tag, self._run.cursor.samples),
-            ),
-            copy=not waits,
+        request = Request(
+            root=directory,
+            state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
+            step=step,
+            tag=tag,
+            fence=self._link.fence(step, tag, self._run.cursor.samples),
         )
-        saved = self.wait() if waits else True
-        if not copied:  # for want of room, on this rank alone: as if it had been in the background
-            self._tell(self.saver.wait())
+        saved = self._save(request, waits=waits)
         self._some_rank_busy = not waits
         self.schedule.begun(time.monotonic() - begin_s)
         if self.leaving and self._run.declared:
@@ -131,6 +127,19 @@ class Persistence:
         elif self.leaving:
             self._leave()
         return saved
+
+    def _save(self, request: Request, *, waits: bool) -> bool:
+        """Begin it; return when nothing reads the state any more, or what was read is copied."""
+        try:
+            copied = self.saver.begin(request, copy=not waits)
+            saved = self.wait() if waits else True
+            if not copied:  # for want of room, on this rank alone: as if it had been in background
+                self._tell(self.saver.wait())
+            return saved
+        except BaseException:  # Ctrl-C, or whatever a signal handler raises
+            if self.saver.busy:
+                self._core.moved.lend(lambda: self._tell(self.saver.wait_for_room()))
+            raise
 
     def close(self) -> None:
         """Finish the saves in flight."""
@@ -267,7 +276,7 @@ class Persistence:
         loading.end()
         self._script_has_state |= bool(client)
         if self._run.rank == 0:
-            _report_loaded(loaded, loading.selection)
+            loading.report(loaded)
         return str(loaded.path), client
 
     def _keep_layout(self, filled: State) -> None:
@@ -276,11 +285,6 @@ class Persistence:
             self.saver.forget()
             if self.ram is not None:
                 self.ram.forget()
-
-    def _heed_agent(self) -> None:
-        """While a load waits for rank 0: leave at once if that is asked for."""
-        if self._link.interrupt.reason:
-            raise LeavingNow(f"loading: asked to leave: {self._link.interrupt.reason}")
 
     # ---- at the end of a step ----
 
@@ -340,12 +344,3 @@ class Persistence:
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)
-
-
-def _report_loaded(loaded: checkpoint.Loaded, selection: Selection) -> None:
-    for remark in selection.remarks:
-        _log.info("%s", remark)
-    engine = loaded.manifest.meta["engine"]
-    digest = engine.get("weight_hash")
-    weights = f", weights {digest[:16]}" if digest else ""
-    _log.info("loaded %s, step %d%s", loaded.path, engine["step"], weights)

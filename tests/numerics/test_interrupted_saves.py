@@ -1,0 +1,106 @@
+"""Ctrl-C, or a signal handler that raises, while training waits for a save to be written."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_engine
+from tests.support.saving import Gated, use
+from tests.support.waiting import wait_for
+from tests.support.world import WorldPool
+from zero_engine.checkpoint import find
+from zero_engine.engine import Engine
+from zero_engine.state.saver import Saver
+
+WIDTH = 2048
+"""Its state takes several slabs, most of which are not copied before the first is written."""
+
+
+class Preempted(Exception):
+    """What a script raises in its handler of a signal."""
+
+
+def make(stage: int) -> Engine:
+    torch.manual_seed(1)
+    engine, *_ = zero_engine.initialize(
+        model=nn.Linear(WIDTH, WIDTH),
+        config={
+            "train_batch_size": 2,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        },
+    )
+    return engine
+
+
+def step(engine: Engine) -> None:
+    begun_at = engine.global_steps
+    while engine.global_steps == begun_at:
+        engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+        engine.step()
+
+
+def main_thread_is_in(function: Any) -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(each.f_code is function.__code__ for each, _ in traceback.walk_stack(frame))
+
+
+def interrupt_a_save(root: str, stage: int, error: type[BaseException]) -> tuple[str, str]:
+    """Rank 0 is interrupted when it has begun to write, and goes on."""
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    engine = make(stage)
+    step(engine)
+    saved = engine.weight_hash()
+    if dist.get_rank():
+        engine.save_checkpoint(root)
+    else:
+        before = signal.signal(signal.SIGINT, interrupt)
+        disk = use(engine, Gated())
+        assert isinstance(disk, Gated)
+
+        def act() -> None:
+            assert disk.reached.wait(30)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            wait_for(lambda: main_thread_is_in(Saver.wait_for_room), 30, "it waits once more")
+            disk.gate.set()
+
+        threading.Thread(target=act, daemon=True).start()
+        with pytest.raises(error):
+            engine.save_checkpoint(root)
+        signal.signal(signal.SIGINT, before)
+    step(engine)
+    assert engine.wait_for_checkpoint()
+    return saved, engine.weight_hash()
+
+
+def load(root: str, stage: int) -> tuple[str, str]:
+    engine = make(stage)
+    engine.load_checkpoint(root)
+    loaded = engine.weight_hash()
+    step(engine)
+    return loaded, engine.weight_hash()
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"), [(0, KeyboardInterrupt), (2, Preempted), (3, KeyboardInterrupt)]
+)
+def test_who_interrupts_a_save_and_trains_on_finds_in_it_what_was_there_when_it_began(
+    worlds: WorldPool, tmp_path: Path, stage: int, error: type[BaseException]
+) -> None:
+    both = worlds.run(2, interrupt_a_save, str(tmp_path), stage, error)
+    assert len(find(tmp_path).candidates) == 1
+    assert worlds.run(2, load, str(tmp_path), stage) == both
