@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.s3_server import S3Server, s3_server
 from zero_orchestrator.store.etcd import EtcdStore
@@ -59,3 +60,9 @@ def store(request: pytest.FixtureRequest) -> Iterator[KeyValueStore]:
 def root() -> str:
     """A prefix that no other test uses."""
     return f"/zero/test-{next(_namespaces)}/"
+
+
+@pytest.fixture(scope="session")
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the example trained by one process to which nothing happens."""
+    return run_alone(tmp_path_factory.mktemp("undisturbed"))

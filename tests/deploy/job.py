@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.cluster import TINY
 from zero_orchestrator.jobfile import checks, schema
 from zero_orchestrator.jobfile.schema import Job
-
-# That of `tests/support/cluster.py`, shorter.
-STEPS = 151
-SAMPLES = 32 * 150 + 10
-ARGUMENTS = (*TINY, f"--samples={SAMPLES}")
 
 
 def job(directory: Path, more: str = "", *, nodes: str = "2:8") -> Job:

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.job import ARGUMENTS, SAMPLES, STEPS
 from tests.deploy.manifests import BASE, OVERLAYS, ROOT, Object, named, render
 from tests.support import sandbox
 from tests.support.certificates import issue
-from tests.support.cluster import final_hash
+from tests.support.cluster import SAMPLES, STEPS, TINY, final_hash
 from tests.support.controllers import Verdict, verdict
 from tests.support.kubelet import Cluster, expand
 from tests.support.sandbox import Image
@@ -53,7 +52,7 @@ def images() -> dict[str, Image]:
 
 def tiny_overlay(of: Path, directory: Path) -> Path:
     """An overlay as a user would change it for a small job: sizes and arguments, nothing else."""
-    arguments = [*ARGUMENTS, "--ledger=/checkpoints/ledger"]
+    arguments = [*TINY, "--ledger=/checkpoints/ledger"]
     add = {"op": "add", "path": "/spec/template/spec/containers/0/args/-"}
     sizes = {"parallelism": 2, "completions": 2}
     patch = [{"op": "replace", "path": f"/spec/{key}", "value": n} for key, n in sizes.items()]
@@ -87,7 +86,7 @@ def tiny_job_file(directory: Path) -> list[Object]:
         "script": "examples/train_gpt.py",
         "args": [
             "--config=$(CONFIG)", "--checkpoints=$(CHECKPOINTS)",
-            *ARGUMENTS, "--ledger=/checkpoints/ledger",
+            *TINY, "--ledger=/checkpoints/ledger",
         ],
         "config": str(ROOT / "examples" / "gpt.json"),
         "nodes": {"min": 1, "max": 4, "start": 2},

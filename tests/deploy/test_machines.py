@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.job import ARGUMENTS, SAMPLES
 from tests.deploy.manifests import DEPLOY, ROOT
-from tests.support.cluster import Cluster, environment, final_hash, training
+from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, training
 from tests.support.network import kill_all_with, own_loopback
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_engine.samples.ledger import read_ledger, verify
@@ -163,7 +162,7 @@ class Allocation:
         }  # fmt: skip
         with (self.directory / "output").open("ab") as output:
             return subprocess.Popen(
-                [*self._network, "bash", str(SBATCH), *training(self.directory, *ARGUMENTS)],
+                [*self._network, "bash", str(SBATCH), *training(self.directory)],
                 env=environment() | facts, stdout=output, stderr=output, cwd=ROOT,
             )  # fmt: skip
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.job import ARGUMENTS, SAMPLES
 from tests.support.cluster import (
+    SAMPLES,
     Cluster,
     descendants,
     environment,
@@ -65,7 +65,7 @@ def program(directory: Path, name: str, text: str) -> Path:
 def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_the_same_bits(
     tmp_path, etcd, undisturbed_hash, how, code
 ):
-    script, *arguments = paced(training(tmp_path, *ARGUMENTS), 0.02)
+    script, *arguments = paced(training(tmp_path), 0.02)
     path = job_file(
         tmp_path, script=script, args=arguments, threads=1, etcd={"endpoints": [etcd.endpoint]}
     )

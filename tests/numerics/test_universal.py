@@ -35,7 +35,7 @@ Whole = dict[tuple[str, str], Tensor]
 @pytest.fixture(scope="module")
 def many() -> Iterator[WorldPool]:
     """Worlds of up to eight ranks."""
-    pool = WorldPool(8, "forkserver")
+    pool = WorldPool(8)
     yield pool
     pool.close()
 

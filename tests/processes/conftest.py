@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster, run_alone
+from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
-
-
-@pytest.fixture(scope="session")
-def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of the example trained by one process to which nothing happens."""
-    return run_alone(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture

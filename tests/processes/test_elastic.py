@@ -51,7 +51,7 @@ def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed
 
 
 def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
-    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"), pause_s=0.1)
+    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"), pause_s=0.2)
     job.start("a", "b", "c")
     job.wait_for_step(20, world=3)
     first, *others = job.events("activate")[-1]["nodes"]
@@ -90,7 +90,7 @@ def test_training_does_not_stand_still_while_a_late_node_imports(
     cluster, undisturbed_hash, tmp_path
 ):
     (tmp_path / "sitecustomize.py").write_text(IMPORTS_WAIT)
-    job = cluster(flags=("--nnodes=1:2",), pause_s=0.06)
+    job = cluster(flags=("--nnodes=1:2",), pause_s=0.1)
     job.start("a")
     job.wait_for_step(10, world=1)
     job.start("b", PYTHONPATH=str(tmp_path), GO=str(tmp_path / "go"))
@@ -120,21 +120,21 @@ def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhe
     """Four nodes, three over the boundary, four again: 8 micro-batches are no multiple of 3."""
     config = json.loads(TRAIN.with_name("gpt.json").read_text()) | {"checkpoint": {"async": True}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    more = (f"--config={tmp_path}/config.json", "--samples=4010", "--epochs=2")
+    more = (f"--config={tmp_path}/config.json", "--samples=2010", "--epochs=2")
     expected = run_alone(tmp_path / "alone", *more)
     job = cluster(flags=("--nnodes=1:4", "--max-restarts=1"))
-    job.script = [str(STUCK_SAVE), *paced(training(tmp_path, *more), 0.03)]
+    job.script = [str(STUCK_SAVE), *paced(training(tmp_path, *more), 0.1)]
     job.start("a", "b", "c")
-    job.start("d", STUCK_FROM_STEP="40", STUCK_MARKER=str(tmp_path / "stuck"))
+    job.start("d", STUCK_FROM_STEP="20", STUCK_MARKER=str(tmp_path / "stuck"))
     job.wait_for_step(1, world=4)
     wait_for((tmp_path / "stuck").exists, 60.0, "a save that has begun")
     job.agents["d"].kill_node()
-    job.wait_for_step(127, world=3)
+    job.wait_for_step(64, world=3)
     job.start("d")
-    job.wait_for_step(128, world=4)
+    job.wait_for_step(65, world=4)
     job.wait_for_end()
-    report = verify(read_ledger(tmp_path / "ledger"), 4010)
-    assert (report.problems, report.steps, report.samples) == ((), 2 * 126, 2 * 4010)
+    report = verify(read_ledger(tmp_path / "ledger"), 2010)
+    assert (report.problems, report.steps, report.samples) == ((), 2 * 63, 2 * 2010)
     assert report.repeated_steps > 0  # that save counts for nothing
     assert final_hash(job.output) == expected
 

@@ -32,8 +32,8 @@ def steps_done(job: Cluster) -> int:
         ("stopped and continued", 0.03, 30),
         pytest.param(
             "killed and restarted",
-            0.4,
-            150,
+            0.6,
+            100,
             marks=[pytest.mark.slow, pytest.mark.timeout(300)],
             id="for a minute",
         ),

@@ -21,8 +21,8 @@ from zero_engine.samples.ledger import Report, read_ledger, verify
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_gpt.py"
 PACED = ROOT / "tests" / "support" / "paced.py"
-SAMPLES = 32 * 250 + 10
-STEPS = 251
+SAMPLES = 32 * 150 + 10
+STEPS = 151
 TINY = ("--width=32", "--layers=2", "--length=32", f"--samples={SAMPLES}", "--save-every=20")
 
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def training(directory: Path, *more: str) -> list[str]:
-    """The example and its arguments: about ten seconds of steps on two cores."""
+    """The example and its arguments: some seconds of steps."""
     places = (f"--checkpoints={directory}/checkpoints", f"--ledger={directory}/ledger")
     return [str(TRAIN), *TINY, *places, *more]
 
@@ -116,7 +116,7 @@ class Cluster:
     job: str = "job"
     flags: Sequence[str] = ("--nnodes=1:4", "--max-restarts=3")
     script: Sequence[str] = ()
-    pause_s: float = 0.03
+    pause_s: float = 0.06
     """Added to each step: a fast machine must not be done before a test has done its part."""
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)

@@ -43,13 +43,12 @@ class _Worker:
 class WorldPool:
     """Runs functions as the ranks of a world. `close` it when done."""
 
-    def __init__(self, size: int, method: str = "spawn") -> None:
-        """Start `size` processes; by "forkserver" they share one import of torch."""
+    def __init__(self, size: int) -> None:
+        """Start `size` processes, which share one import of torch."""
         import torch.distributed as dist
 
-        self._context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            self._context.set_forkserver_preload(["torch", "torch.distributed", "zero_engine"])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "zero_engine"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers = [self._start() for _ in range(size)]
         self._calls = 0
@@ -125,6 +124,8 @@ def _serve(pipe: Connection, port: int) -> None:
 
     import zero_engine  # noqa: F401 - so that all imports are frozen
 
+    # Loaders' processes start as those of a script do, and import nothing again.
+    multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # a collection then looks at what calls have left, and at nothing else
     torch.set_num_threads(1)
     torch.manual_seed(0)
