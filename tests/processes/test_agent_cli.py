@@ -115,6 +115,37 @@ def test_a_fresh_interpreter_for_each_worker_on_request(tmp_path):
     assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
 
 
+def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_path):
+    (tmp_path / "heavy.py").write_text("print('imported', flush=True)")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import heavy, os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] < '1')"
+    )
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--preload=heavy,json.none")
+    done = agent(*flags, str(script), env=env)
+    assert (done.returncode, done.stdout.count("imported")) == (0, 1), done.stderr
+    assert "there is no module json.none to preload" in done.stderr
+
+
+def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "threads.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    script = tmp_path / "script.py"
+    script.touch()
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    for flags, told in (
+        (("--preload=torch,nowhere.at.all",), "there is no module nowhere.at.all; install it"),
+        (("--preload=threads", "--cold-start"), "leave out --preload, or --cold-start"),
+        (("--preload=threads",), "importing threads starts a thread"),
+    ):
+        done = agent("--standalone", *flags, str(script), env=env)
+        assert (done.returncode != 0, done.stdout) == (True, "")
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ['WORLD_SIZE'])")

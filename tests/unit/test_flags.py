@@ -17,7 +17,7 @@ OURS = {
     *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
     *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
     *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
-    "ram-budget",
+    *("ram-budget", "preload"),
 }
 
 

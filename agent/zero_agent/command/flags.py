@@ -127,6 +127,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(name="module", short="-m", kind=None, help="SCRIPT is the name of a module"),
         Flag(name="no-python", kind=None, help="SCRIPT is a program, not run by Python"),
         Flag(name="run-path", kind=None, help="run SCRIPT in a warm worker, even with PYTHON_EXEC"),
+        Flag(
+            name="preload",
+            kind=_items,
+            default=(),
+            metavar="MODULE[,...]",
+            help="import these once, besides torch, before workers are forked: a restart then "
+            "does not wait for them",
+        ),
         Flag(name="cold-start", kind=None, help="a fresh interpreter for each worker, no fork"),
     ),
     "where the nodes meet": (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -72,7 +73,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         streams=streams,
         cpus=_cpus(args.numa_binding, slots, environ),
         virtual_local_rank=args.virtual_local_rank,
-        preload=() if program.command else AgentConfig.preload,
+        preload=_preload(args.preload, program),
         shutdown_timeout_s=_shutdown_timeout_s(args, environ),
         hang=parse_hang_timeout(args.hang_timeout),
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
@@ -171,6 +172,24 @@ def _program(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
     return Program(
         target=args.script, is_module=args.module, arguments=args.arguments, command=command
     )
+
+
+def _preload(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
+    """What is imported before workers are forked from it."""
+    flag = f"--preload={','.join(wanted)}"
+    if program.command:
+        if wanted:
+            raise SpecError(
+                f"{flag}: workers are forked from those imports only if Python runs the script in "
+                "place; leave out --preload, or --cold-start, --no-python and PYTHON_EXEC"
+            )
+        return ()
+    for module in wanted:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise SpecError(
+                f"{flag}: there is no module {module}; install it, or leave it to the script"
+            )
+    return (*AgentConfig.preload, *wanted)
 
 
 def _executable(args: argparse.Namespace) -> Program:

@@ -31,6 +31,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -192,8 +193,16 @@ def host_timers(agent: socket.socket, path: str) -> None:
 def preload(modules: list[str]) -> None:
     """Import what the workers will need; what is not installed is left to them."""
     for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module and "." in module:  # of a package that is there
+                print(f"zero-agent: there is no module {module} to preload", file=sys.stderr)
+        if threading.active_count() > 1:
+            raise SystemExit(
+                f"zero-agent: importing {module} starts a thread, which workers that "
+                "are forked would lack; leave it out of --preload"
+            )
     gc.freeze()  # shared with every worker for good: no collection there looks at it, or copies it
 
 

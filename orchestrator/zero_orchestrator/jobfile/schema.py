@@ -175,6 +175,7 @@ class JobFile:
     node_unit: int | None = entry(scalar(positive), "rounds of a multiple of so many nodes", None)
     join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
     etcd_grace: str | None = entry(scalar(duration), "to go on without etcd: 600, 10m", None)
+    preload: str | None = entry(scalar(str), "modules, such as transformers.trainer", None)
     hang_timeout: str | None = entry(scalar(hang), "600, 10m, auto or off", None)
     health_check: str | None = entry(scalar(str), "a command that says a node is fit", None)
     health_check_timeout: str | None = entry(scalar(more_than_none), "60, 10m", None)

@@ -33,6 +33,7 @@ exclude_for: 10m
 node_unit: 2
 join_timeout: 2h
 etcd_grace: 0
+preload: json,numpy
 hang_timeout: off
 health_check: test -e "/mnt/$USER" && nvidia-smi
 health_check_timeout: 5
@@ -45,6 +46,7 @@ checkpoint: {ram_budget: 3Gi}
     )  # fmt: skip
     assert (spec.exclude_after, spec.exclude_for_s, spec.node_unit) == (4, 600, 2)
     assert (config.join_timeout_s, config.etcd_grace_s) == (7200, 0)
+    assert config.preload[-2:] == ("json", "numpy")
     assert not config.hang.enabled
     assert config.health_check == 'test -e "/mnt/$USER" && nvidia-smi'
     assert config.health_check_timeout_s == 5
