@@ -294,8 +294,8 @@ def _make_stepper(
 def _make_scheduler(
     given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer | None
 ) -> Any:
-    # A scheduler object has a step(); a callable that makes one has not.
-    if given is not None and hasattr(given, "step"):
+    # A scheduler object has a step(); a function that makes one has not, and a class makes one.
+    if hasattr(given, "step") and not isinstance(given, type):
         return given
     if given is None and (config is None or config.type is None):
         return None

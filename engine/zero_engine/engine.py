@@ -30,9 +30,10 @@ from zero_engine.moved_states import (
     FOR_FORWARD_OF_SHARDS,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    Torn,
     offload,
 )
-from zero_engine.optim.zero_optimizer import StepOutcome
+from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
 from zero_engine.parts import Core, Run
 from zero_engine.precision import Precision
 from zero_engine.reporting import Reporter, Stopwatch
@@ -175,21 +176,18 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
             self._persistence.depart_if_asked()
 
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        assert self._core.zero is not None
-        plan, cursor = self._run.ending(), self._run.cursor
-        # Everybody's notes: about leaving and saving, then those of the micro-steps.
-        with self._stopwatch.measure("step"):
-            outcome = self._core.zero.step(
-                torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
-                lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
-            )
-        self._profile.report(cursor.step)
-        self._micro_steps.clear()
-        self._last = outcome
-        self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
-        if outcome.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-        cursor.step, cursor.samples, cursor.micro = cursor.step + 1, plan.position + plan.samples, 0
+        zero, cursor = self._core.zero, self._run.cursor
+        assert zero is not None
+        try:
+            outcome = self._change(zero, lr_kwargs)
+        except BaseException as error:
+            if zero.changing:
+                reason = f"a step has failed half way: {str(error) or type(error).__name__}"
+                self._core.moved.torn = Torn(reason, optimizer=True)
+            raise
+        finally:
+            zero.changing = False
+        self._profile.report(cursor.step - 1)
         if not outcome.applied:
             self._report_skip(outcome)
         elif outcome.scaling and self.global_rank == 0:
@@ -199,6 +197,23 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._persistence.hear(outcome.notes[:, :NOTES])
         self._link.progress(cursor.step, cursor.samples, self.mean_loss)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
+
+    def _change(self, zero: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> StepOutcome:
+        """Update weights, scheduler and position, all of them or none."""
+        plan, cursor = self._run.ending(), self._run.cursor
+        # Everybody's notes: about leaving and saving, then those of the micro-steps.
+        with self._stopwatch.measure("step"):
+            outcome = zero.step(
+                torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
+                lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
+            )
+        self._micro_steps.clear()
+        self._last = outcome
+        self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
+        if outcome.applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        cursor.step, cursor.samples, cursor.micro = cursor.step + 1, plan.position + plan.samples, 0
+        return outcome
 
     def _report_skip(self, outcome: StepOutcome) -> None:
         assert self._core.zero is not None

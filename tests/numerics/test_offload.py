@@ -169,8 +169,9 @@ def fail_half_way(path: str) -> list[str]:
 def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_path: Path) -> None:
     failed, again, saved = worlds.run(1, fail_half_way, str(tmp_path))[0]
     assert "Input/output error; the disk is failing: name another one as nvme_path" in failed
-    assert again == f"a step has failed half way: {failed}; start again from the newest checkpoint"
-    assert saved.startswith("save_checkpoint() between backward() and step()")
+    half = f"because a step has failed half way: {failed}; load a whole checkpoint, or start again"
+    assert again == f"step(): the state is neither the old one nor that of a checkpoint, {half}"
+    assert saved.startswith("save_checkpoint(): the state is neither the old one nor that of")
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])

@@ -93,6 +93,8 @@ class ZeroOptimizer:
         self._clip = clip
         self.accumulating = False
         """There are gradients that no step has applied yet."""
+        self.changing = False
+        """Weights and state are no longer those of before a step, and the step has not ended."""
         self._scaling = scaling or LossScaling()
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
@@ -218,7 +220,7 @@ class ZeroOptimizer:
     def step(
         self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
     ) -> StepOutcome:
-        """Apply the gradient totals. Collective.
+        """Apply the gradient totals. Collective. The caller ends it, by `changing`.
 
         Args:
             notes: [n] fp32, the same n on all ranks; every rank gets everybody's.
@@ -234,6 +236,7 @@ class ZeroOptimizer:
         applied = math.isfinite(norm)
         culprit = "" if applied else self._culprit(ordered)
         if applied:
+            self.changing = True
             self._apply(norm, factor)
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
