@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from zero_engine.checkpoint.fetches import Fetches
 
 if TYPE_CHECKING:
     from zero_engine.checkpoint.place import Place
@@ -45,24 +47,31 @@ def open_source(path: Place) -> AbstractContextManager[Source]:
 
 @contextmanager
 def _open_file(path: Path) -> Iterator[Source]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield _File(descriptor)
-    finally:
-        os.close(descriptor)
+    with ExitStack() as opened:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened.callback(os.close, descriptor)
+        fetches = None
+        with suppress(OSError):  # not every file system can be read past the page cache
+            fetches = Fetches(path)
+            opened.callback(fetches.close)
+        yield _File(descriptor, fetches)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of this machine: read straight into place."""
+    """A file of this machine: what was not fetched is read straight into place."""
 
     descriptor: int
+    fetches: Fetches | None
 
     def expect(self, spans: Sequence[Span]) -> None:
-        """The kernel reads ahead by itself."""
+        if self.fetches is not None:
+            self.fetches.begin(spans)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         left = [buffer for buffer in buffers if buffer]
+        if self.fetches is not None and self.fetches.take(left, offset):
+            return 0
         missing = sum(map(len, left))
         while left:
             count = os.preadv(self.descriptor, left[:_IOV_MAX], offset)

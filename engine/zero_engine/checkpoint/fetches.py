@@ -1,0 +1,124 @@
+"""Reading ranges of a file past the page cache, several at a time.
+
+What a rank wants of a file has gaps, in which lies what other ranks want. The kernel's own
+read-ahead falters at each gap or reads what is in it, and finds a page of memory for every 4 KiB
+that are read once. What is expected is known: it is fetched straight into a few slabs of huge
+pages, while what came before is taken out of others.
+
+Must always hold: nothing is fetched but what was expected, up to whole pages; it takes the memory
+of the slabs, however much is expected; what is not fetched, for whatever reason, is left to the
+reader, who reads it plainly and hears of the error.
+
+Called by `source`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zero_engine.checkpoint.huge_pages import zeros
+from zero_engine.checkpoint.layout import PAGE_BYTES
+from zero_engine.checkpoint.plan import READ_BYTES
+
+if TYPE_CHECKING:
+    from zero_engine.checkpoint.source import Span
+
+LEAST_BYTES = 256 << 10
+"""Shorter ranges are read plainly: a disk would do little else than begin."""
+_AT_ONCE = 3
+"""The disk has a next request, also while an answer to an earlier one is taken away."""
+_SLABS = _AT_ONCE + 1
+
+
+class _Fetch(NamedTuple):
+    span: Span
+    slab: memoryview
+    got: Future[int]
+
+
+class Fetches:
+    """The ranges of one file that are under way; for one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: the file system refuses to be read directly."""
+        memory = memoryview(zeros(_SLABS * READ_BYTES))
+        self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._free = [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "zero-read")
+        self._later: deque[Span] = deque()
+        self._coming: deque[_Fetch] = deque()
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        """Fetch what is worth it, in this order; what is cached already is faster from there."""
+        cached = _cached(self._direct, [begin for begin, _ in spans])
+        self._later.extend(
+            span
+            for span, is_cached in zip(spans, cached, strict=True)
+            if LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached
+        )
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._free and self._later:
+            span, slab = self._later.popleft(), self._free.pop()
+            self._coming.append(_Fetch(span, slab, self._threads.submit(self._read, span, slab)))
+
+    def _read(self, span: Span, slab: memoryview) -> int:
+        pages = -(-span[1] // PAGE_BYTES)
+        return os.preadv(self._direct, [slab[: pages * PAGE_BYTES]], span[0])
+
+    def take(self, buffers: Sequence[memoryview], offset: int) -> bool:
+        """Scatter the bytes from `offset` on into the buffers, unless they were not fetched."""
+        span = (offset, sum(map(len, buffers)))
+        if not self._coming or self._coming[0].span != span:
+            return False
+        fetch = self._coming.popleft()
+        try:
+            whole = fetch.got.result() >= span[1]
+        except OSError:
+            whole = False
+        if whole:
+            _scatter(fetch.slab, buffers)
+        self._free.append(fetch.slab)
+        self._go_on()
+        return whole
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._threads.shutdown(cancel_futures=True)
+        os.close(self._direct)
+
+
+def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    left = np.frombuffer(data, np.uint8)
+    for buffer in buffers:  # by numpy, because it lets the threads run meanwhile
+        np.frombuffer(buffer, np.uint8)[:] = left[: len(buffer)]
+        left = left[len(buffer) :]
+
+
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+
+
+def _cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
+    """Whether the pages at some offsets are in memory; of files of others, the kernel says yes."""
+    try:
+        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError):  # it cannot be mapped, or is empty
+        return [False] * len(offsets)
+    with mapped:
+        start, answer = np.frombuffer(mapped, np.uint8).ctypes.data, ctypes.create_string_buffer(1)
+        return [
+            _mincore(start + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, answer) == 0
+            and bool(answer.raw[0] & 1)
+            for offset in offsets
+        ]

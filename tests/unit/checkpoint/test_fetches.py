@@ -1,0 +1,175 @@
+"""What a load expects is fetched past the page cache, and whatever hinders that changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
+from zero_engine.checkpoint.fetches import _SLABS, LEAST_BYTES, _cached
+from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.source import open_source
+from zero_engine.errors import DamagedCheckpoint
+
+MIB = 1 << 20
+CONTENT = random.Random(1).randbytes(9 * MIB + 123)
+RUNS = [(0, MIB), (2 * MIB, 4 * MIB), (7 * MIB, MIB), (8 * MIB, MIB + 123)]
+"""With gaps, and to the end of the file, which is in the middle of a page."""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    forget(path)
+    return path
+
+
+def forget(path):
+    """Drop a file from the page cache."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if any(pages(path)):
+        pytest.skip("this file system is the page cache")
+
+
+def pages(path):
+    """Whether each page of a file is in the page cache."""
+    with path.open("rb") as file:
+        return _cached(file.fileno(), range(0, path.stat().st_size, 4096))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """All that is read: past the page cache or not, from where, how many bytes at most."""
+    noted, preadv = [], os.preadv
+
+    def noting(descriptor, buffers, offset):
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        noted.append((direct, offset, sum(map(len, buffers))))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noting)
+    return noted
+
+
+def read(path, spans, expected):
+    """The bytes of each span, scattered over two buffers and joined again."""
+    with open_source(path) as source:
+        source.expect(expected)
+        return [read_one(source, *span) for span in spans]
+
+
+def read_one(source, offset, length):
+    buffer = memoryview(bytearray(length))
+    missing = source.read_into([buffer[: length // 3], buffer[length // 3 :]], offset)
+    return bytes(buffer[: length - missing])
+
+
+def contents(spans, content=CONTENT):
+    return [content[offset : offset + length] for offset, length in spans]
+
+
+def plain(spans):
+    return [(False, *span) for span in spans]
+
+
+def test_exactly_what_is_expected_is_read_and_none_of_it_stays_in_the_page_cache(file, reads):
+    assert read(file, RUNS, RUNS) == contents(RUNS)
+    whole_pages = [(True, offset, -(-length // 4096) * 4096) for offset, length in RUNS]
+    assert sorted(reads) == whole_pages
+    assert not any(pages(file))
+
+
+def test_what_is_in_the_page_cache_is_read_from_there(file, reads):
+    file.read_bytes()
+    assert read(file, RUNS, RUNS) == contents(RUNS)
+    assert reads == plain(RUNS)
+
+
+def test_short_runs_and_what_nobody_expected_are_read_plainly(file, reads):
+    short = [(0, LEAST_BYTES - 4096), (4096, 4096)]
+    assert read(file, [*short, *RUNS[2:]], short) == contents([*short, *RUNS[2:]])
+    assert reads == plain([*short, *RUNS[2:]])
+
+
+def test_something_unexpected_in_between_disturbs_nothing(file, reads):
+    spans = [RUNS[0], (MIB, 5), *RUNS[1:]]
+    assert read(file, spans, RUNS) == contents(spans)
+    assert [one for one in reads if not one[0]] == plain([(MIB, 5)])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * MIB, 9 * MIB + 122])
+def test_a_file_that_is_too_short_lacks_as_many_bytes_as_it_does(file, size):
+    os.truncate(file, size)
+    assert read(file, RUNS, RUNS) == contents(RUNS, CONTENT[:size])
+
+
+def test_however_much_is_expected_no_more_is_fetched_than_there_are_slabs_for(file, reads):
+    with open_source(file) as source:
+        source.expect([(at, MIB) for at in range(0, 9 * MIB, MIB)])
+    assert len(reads) <= _SLABS < 9
+
+
+def test_a_file_system_that_refuses_is_read_plainly(file, reads, monkeypatch):
+    opening = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reading here")
+        return opening(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert read(file, RUNS, RUNS) == contents(RUNS)
+    assert reads == plain(RUNS)
+
+
+@pytest.mark.parametrize("count", [None, 0, 4096])
+def test_what_cannot_be_fetched_whole_is_read_plainly(file, monkeypatch, count):
+    preadv = os.preadv
+
+    def failing(descriptor, buffers, offset):
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return preadv(descriptor, buffers, offset)
+        if count is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return count
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert read(file, RUNS, RUNS) == contents(RUNS)
+
+
+FULL = {
+    TensorId(kind, fqn): random_bits((MIB,), torch.float32, seed)
+    for seed, (kind, fqn) in enumerate([(PARAM, "a"), (PARAM, "b"), ("exp_avg", "a")])
+}
+
+
+def files(directory):
+    return sorted(directory.glob("*.safetensors"))
+
+
+def test_a_load_at_another_world_size_fetches_no_more_than_the_checkpoint(tmp_path, reads):
+    directory, target = saved(tmp_path, FULL, 2), blank(FULL)
+    for file in files(directory):
+        forget(file)
+    load_all(tmp_path, target, 3)
+    assert same_bits(target, FULL)
+    assert all(direct for direct, _, _ in reads)
+    assert sum(length for *_, length in reads) <= 1.01 * sum(d.nbytes for d in FULL.values())
+    assert not any(is_cached for file in files(directory) for is_cached in pages(file))
+
+
+def test_damage_in_what_was_fetched_is_found_and_named(tmp_path):
+    file = files(saved(tmp_path, FULL, 2))[1]
+    flip(file, 3 * MIB)
+    forget(file)
+    errors = load_all(tmp_path, blank(FULL), 2)
+    assert {type(error) for error in errors} == {DamagedCheckpoint}
+    assert f"{file}: block {3 * MIB // 4096} " in str(errors[0])
