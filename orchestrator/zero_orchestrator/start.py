@@ -1,14 +1,16 @@
-"""The console scripts from their first instant: Ctrl-C ends them without a word.
+"""The console scripts from their first instant: what they may rely on, and that Ctrl-C ends them.
 
 What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
 traceback through other people's modules; so who starts them as processes may have blocked SIGINT,
 and here it is let in. Must always hold: this module imports next to nothing; the programs are
-known to it by name alone. Who calls it: the console scripts, `python -m`.
+known to it by name alone; they have all three standard streams. Who calls it: the console scripts,
+`python -m`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -33,12 +35,28 @@ def ctl() -> NoReturn:
 
 def run(module: str) -> NoReturn:
     """Import a module, and end with what its `main` returns."""
+    _fill_standard_streams()
     try:
         with _killed_by_interrupt():
             main = import_module(module).main
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _fill_standard_streams() -> None:
+    """What the caller has closed (`>&-`) leads nowhere.
+
+    Its number would else be that of the first file to be opened, and what a library prints would
+    be written there; and Python has no stream in its place.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.dup2(descriptor, number)
+            if descriptor > number:
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 @contextlib.contextmanager

@@ -272,15 +272,36 @@ def opened(fifo):
         return None
 
 
-def test_a_closed_pipe_is_no_error(trained):
-    command = " ".join([*COMMAND, "show", str(trained[0])])
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("ls ROOT >&-", 0, ""),
+        ("show ROOT --json >/dev/full", 2, "zero-ckpt: No space left on device\n"),
+        ("ls ROOT >/dev/full", 2, "zero-ckpt: No space left on device\n"),
+        ("ls ROOT/none 2>&-", 2, ""),
+    ],
+)
+def test_whatever_becomes_of_the_output_the_exit_code_is_right(trained, command, code, told):
+    script = f"{sys.executable} -c 'from zero_orchestrator.start import ckpt; ckpt()'"
     done = subprocess.run(
-        ["bash", "-c", f"{command} | head -1"],
+        ["bash", "-c", f"{script} {command.replace('ROOT', str(trained[0]))}"],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         timeout=60,
         env=environment(),
     )
-    assert done.stderr == ""
-    assert done.stdout.startswith("checkpoint")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_closed_pipe_is_no_error(trained, flags):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, "show", str(trained[0]), *flags]
+    with subprocess.Popen(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        os.close(writer)
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE

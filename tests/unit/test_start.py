@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -39,6 +40,27 @@ def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
     program = INTERRUPTED + "def main(): return 7\n"
     ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     assert run(tmp_path, program, ignore).returncode == 7
+
+
+def test_what_is_closed_leads_nowhere_and_is_no_file_that_is_opened_next(tmp_path):
+    program = """
+        import os, sys
+        def main():
+            opened = os.open("opened", os.O_CREAT | os.O_WRONLY)
+            print("to nobody")
+            os.write(1, b"nor this")
+            os.write(2, b"nor that")
+            os.system("echo nor what a child says")
+            return opened if sys.stdin.read() == "" else 1
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    command = f"{sys.executable} -c 'from zero_orchestrator.start import run; run(\"program\")'"
+    done = subprocess.run(
+        ["bash", "-c", f"PYTHONPATH=.:{':'.join(sys.path)} {command} <&- >&- 2>&-"],
+        cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert (tmp_path / "opened").read_bytes() == b""
 
 
 def test_every_console_script_begins_here_and_brings_little_along():

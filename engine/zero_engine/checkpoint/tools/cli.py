@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     except CheckpointError as error:
         return _fail(options, str(error))
     except BrokenPipeError:  # `zero-ckpt show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return _BROKEN_PIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -56,9 +56,18 @@ def _run(options: argparse.Namespace) -> int:
 def _fail(options: argparse.Namespace, message: str, code: int = TROUBLE) -> int:
     """People read the message on stderr; with --json, tools find it on stdout as well."""
     print(f"zero-ckpt: {message}", file=sys.stderr)
-    if options.json:
-        output.print_json({"error": message, "exit_code": code})
+    try:
+        if options.json:
+            output.print_json({"error": message, "exit_code": code})
+        sys.stdout.flush()
+    except OSError:  # it may be what the message is about: a full disk
+        _give_up_stdout()
     return code
+
+
+def _give_up_stdout() -> None:
+    """What it cannot take is not tried again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,9 +52,15 @@ _COLORS = {
 _SHOWN_TENSORS = 4
 
 
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which has an exit code of its own for that."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Stdout as it is now; wide when it is no terminal, so that nothing is cut in a pipe."""
-    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 200, highlight=False)
+    return _Stdout(soft_wrap=False, width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def print_json(record: object) -> None:
