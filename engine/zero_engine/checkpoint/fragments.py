@@ -73,6 +73,17 @@ def from_lists(columns: Mapping[str, Sequence[int] | Ints]) -> Fragments:
     return loose.take(np.lexsort((loose.start, loose.tensor)))
 
 
+def run_lengths(follows: npt.NDArray[np.bool_], length: Ints) -> tuple[Ints, Ints]:
+    """The first row of each run, and how long the rows of each run are together.
+
+    Args:
+        follows: [rows - 1], whether each row but the first goes on where the one before it ends.
+        length: [rows], of each row; none is empty.
+    """
+    heads = np.flatnonzero(np.append(True, ~follows)[: len(length)])
+    return heads, np.add.reduceat(length, heads) if len(heads) else length
+
+
 def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> Break | None:
     """Where runs fail to tile [low, high) of each group exactly once, or None if they do.
 

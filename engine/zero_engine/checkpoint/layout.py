@@ -24,9 +24,9 @@ from torch import Tensor
 from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.dtypes import byte_view, name_of
 from zero_engine.checkpoint.extents import Extents, extents
-from zero_engine.checkpoint.fragments import Ints
+from zero_engine.checkpoint.fragments import Ints, run_lengths
 from zero_engine.checkpoint.pieces import Piece, State, TensorId, TensorInfo
-from zero_engine.checkpoint.table import TensorTable, numel, table_of
+from zero_engine.checkpoint.table import TensorTable, table_of
 from zero_engine.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -38,40 +38,21 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """What to write: `head` (length, header, padding), then the data of the pieces in order."""
+    """What to write: `head` (length, header, padding), then `data`."""
 
     head: bytes
-    pieces: tuple[Piece, ...]
+    data: tuple[Tensor, ...]
+    """The pieces in order, as uint8 vectors. Those that follow each other in memory as they do in
+    the file are one: a model of many small tensors is copied in long runs of its flat buffers."""
     columns: Mapping[str, Ints]
     """The fragments of this file by the names in `Fragments`, without the file's own index."""
     size_bytes: int
 
 
 def parts(layout: FileLayout) -> Iterator[Tensor]:
-    """The bytes of a file in order, as few uint8 vectors wherever they are: the head, the pieces.
-
-    Pieces that follow each other in memory as they do in the file are one vector: a model of many
-    small tensors is copied in long runs of its flat buffers.
-    """
+    """The bytes of a file in order, as uint8 vectors wherever they are."""
     yield torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
-    run: list[Tensor] = []
-    for piece in layout.pieces:
-        data = byte_view(piece.data)
-        if run and not _follows(data, run[-1]):
-            yield _joined(run)
-            run = []
-        run.append(data)
-    if run:
-        yield _joined(run)
-
-
-def _follows(data: Tensor, last: Tensor) -> bool:
-    same = data.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return same and data.data_ptr() == last.data_ptr() + last.numel()
-
-
-def _joined(run: Sequence[Tensor]) -> Tensor:
-    return run[0].as_strided((sum(data.numel() for data in run),), (1,))
+    yield from layout.data
 
 
 def block_bytes_for(tensors: Mapping[TensorId, TensorInfo]) -> int:
@@ -105,13 +86,18 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     table = table_of(state.tensors)
     given = extents(state.pieces, table)
     order = _file_order(given, table)
-    pieces = tuple(state.pieces[row] for row in order.tolist())
-    tensor, start, length, itemsize, _, _ = (column[order] for column in given)
-    ends = np.cumsum(length * itemsize)
-    begins = ends - length * itemsize
-    head = _head(pieces, begins.tolist(), ends.tolist(), table, comment)
-    columns = {"tensor": tensor, "start": start, "length": length, "offset": len(head) + begins}
-    return FileLayout(head, pieces, columns, len(head) + int((length * itemsize).sum()))
+    placed = Extents(*(column[order] for column in given))
+    size = placed.length * placed.itemsize
+    begin = np.cumsum(size) - size
+    pieces = [state.pieces[row] for row in order.tolist()]
+    head = _head(pieces, placed, begin, table, comment)
+    columns = {
+        "tensor": placed.tensor,
+        "start": placed.start,
+        "length": placed.length,
+        "offset": len(head) + begin,
+    }
+    return FileLayout(head, tuple(_runs(pieces, placed)), columns, len(head) + int(size.sum()))
 
 
 def _file_order(given: Extents, table: TensorTable) -> Ints:
@@ -120,27 +106,35 @@ def _file_order(given: Extents, table: TensorTable) -> Ints:
     return order[given.length[order] > 0]
 
 
+def _runs(pieces: Sequence[Piece], placed: Extents) -> Iterator[Tensor]:
+    size = placed.length * placed.itemsize
+    follows = placed.memory[1:] == placed.memory[:-1]
+    follows &= placed.address[1:] == placed.address[:-1] + size[:-1]
+    heads, sizes = run_lengths(follows, size)
+    for row, count in zip(heads.tolist(), sizes.tolist(), strict=True):
+        yield byte_view(pieces[row].data).as_strided((count,), (1,))
+
+
 def _head(
     pieces: Sequence[Piece],
-    begins: Sequence[int],
-    ends: Sequence[int],
+    placed: Extents,
+    begin: Ints,
     table: TensorTable,
     comment: Mapping[str, str],
 ) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **comment}}
     names = {dtype: name_of(dtype) for dtype in {info.dtype for info in table.values()}}
-    for piece, begin, end in zip(pieces, begins, ends, strict=True):
-        info = table[piece.id]
-        key, shape = _entry(piece, info)
+    end = begin + placed.length * placed.itemsize
+    whole = placed.length == table.numels[placed.tensor]
+    numbers = (column.tolist() for column in (placed.length, whole, begin, end))
+    for (tensor, start, _), length, is_whole, *offsets in zip(pieces, *numbers, strict=True):
+        info, key = table[tensor], f"{tensor.kind}/{tensor.fqn}"
+        # The true shape where the piece is the whole tensor, else a vector.
+        shape = info.shape if is_whole else (length,)
+        key = key if is_whole else f"{key}@{start}"
         if key in header:
             raise CheckpointError(f"piece {key!r} is there twice; a rank owns an element once")
-        header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = -(-(LENGTH_BYTES + len(text)) // PAGE_BYTES) * PAGE_BYTES - LENGTH_BYTES
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
-
-
-def _entry(piece: Piece, info: TensorInfo) -> tuple[str, Sequence[int]]:
-    """Key and shape: the true shape when the piece is the whole tensor, else a vector."""
-    key, count = f"{piece.id.kind}/{piece.id.fqn}", piece.data.numel()
-    return (key, info.shape) if count == numel(info) else (f"{key}@{piece.start}", (count,))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero_engine.checkpoint.fragments import Fragments, Ints
+from zero_engine.checkpoint.fragments import Fragments, Ints, run_lengths
 
 READ_BYTES = 4 << 20
 """Of one read: a disk needs no longer ones to be at its fastest."""
@@ -137,9 +137,9 @@ def _joined(parts: Ints, wants: Wants) -> Ints:
         & (memory[1:] == memory[:-1])
         & (address[1:] == address[:-1] + length[:-1])
     )
-    heads = np.flatnonzero(np.append(True, ~follows)[: len(file)])
+    heads, lengths = run_lengths(follows, length)
     joined = parts[:, heads]
-    joined[2] = np.add.reduceat(length, heads) if len(heads) else length
+    joined[2] = lengths
     return joined
 
 

@@ -155,7 +155,7 @@ def saved_by(full, world):
     layouts = [own_layout(share_of_units(full, rank, world), rank) for rank in range(world)]
     columns = [layout.columns for layout in layouts]
     joined = {name: [n for one in columns for n in one[name]] for name in columns[0]}
-    joined["file"] = [rank for rank, layout in enumerate(layouts) for _ in layout.pieces]
+    joined["file"] = [rank for rank, one in enumerate(columns) for _ in one["tensor"]]
     return from_lists(joined), [layout.size_bytes for layout in layouts]
 
 
