@@ -1,9 +1,10 @@
-"""Reading ranges of a file past the page cache, several at a time.
+"""Reading ranges of a file past the page cache, several at a time, where there are huge pages.
 
 What a rank wants of a file has gaps, in which lies what other ranks want. The kernel's own
 read-ahead falters at each gap or reads what is in it, and finds a page of memory for every 4 KiB
 that are read once. What is expected is known: it is fetched straight into a few slabs of huge
-pages, while what came before is taken out of others.
+pages, while what came before is taken out of others. With small pages that can be half as fast as
+through the page cache: each of them is a segment of its own to the disk.
 
 Must always hold: nothing is fetched but what was expected, up to whole pages; it takes the memory
 of the slabs, however much is expected; what is not fetched, for whatever reason, is left to the
@@ -15,6 +16,7 @@ Called by `source`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections import deque
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zero_engine.checkpoint.huge_pages import zeros
+from zero_engine.checkpoint.huge_pages import are_given, zeros
 from zero_engine.checkpoint.layout import PAGE_BYTES
 from zero_engine.checkpoint.plan import READ_BYTES
 
@@ -49,7 +51,9 @@ class Fetches:
     """The ranges of one file that are under way; for one thread."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError: the file system refuses to be read directly."""
+        """Raises OSError: there are no huge pages, or the file system refuses direct reading."""
+        if not are_given():
+            raise OSError(errno.ENOTSUP, "no huge pages to read into")
         memory = memoryview(zeros(_SLABS * READ_BYTES))
         self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         self._free = [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]

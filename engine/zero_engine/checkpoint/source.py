@@ -51,7 +51,7 @@ def _open_file(path: Path) -> Iterator[Source]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
         fetches = None
-        with suppress(OSError):  # not every file system can be read past the page cache
+        with suppress(OSError):  # then all is read plainly
             fetches = Fetches(path)
             opened.callback(fetches.close)
         yield _File(descriptor, fetches)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
+from zero_engine.checkpoint import huge_pages
 from zero_engine.checkpoint.fetches import _SLABS, LEAST_BYTES, _cached
 from zero_engine.checkpoint.pieces import PARAM, TensorId
 from zero_engine.checkpoint.source import open_source
@@ -20,6 +21,15 @@ MIB = 1 << 20
 CONTENT = random.Random(1).randbytes(9 * MIB + 123)
 RUNS = [(0, MIB), (2 * MIB, 4 * MIB), (7 * MIB, MIB), (8 * MIB, MIB + 123)]
 """With gaps, and to the end of the file, which is in the middle of a page."""
+
+
+@pytest.fixture(autouse=True)
+def setting(tmp_path_factory, monkeypatch):
+    """Of the kernel: huge pages for who asks for them."""
+    path = tmp_path_factory.mktemp("sys") / "enabled"
+    path.write_text("always [madvise] never\n")
+    monkeypatch.setattr(huge_pages, "SETTING", path)
+    return path
 
 
 @pytest.fixture
@@ -126,6 +136,13 @@ def test_a_file_system_that_refuses_is_read_plainly(file, reads, monkeypatch):
         return opening(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
+    assert read(file, RUNS, RUNS) == contents(RUNS)
+    assert reads == plain(RUNS)
+
+
+@pytest.mark.parametrize("text", ["always madvise [never]\n", None])
+def test_where_there_are_no_huge_pages_all_is_read_plainly(file, reads, setting, text):
+    setting.write_text(text) if text else setting.unlink()
     assert read(file, RUNS, RUNS) == contents(RUNS)
     assert reads == plain(RUNS)
 
