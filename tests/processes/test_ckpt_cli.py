@@ -122,6 +122,25 @@ def test_verify_and_diff_say_by_their_exit_code_what_they_found(root, ckpt, of_j
     assert ckpt("diff", root, root).returncode == 2
 
 
+def test_a_damaged_manifest_is_damage_and_not_passed_over_in_silence(root, ckpt, of_json, caplog):
+    newest, older, *_ = (candidate.path for candidate in find(root).candidates)
+    manifest = newest / "MANIFEST.json"
+    os.truncate(manifest, manifest.stat().st_size - 100)
+
+    for flags in ((), ("--all",)):
+        done = ckpt("verify", root, *flags)
+        assert done.returncode == 1
+        assert f"{newest}: DAMAGED in 1 places\n  MANIFEST.json, bytes 0:" in done.stdout
+        assert f"{older}: whole" in done.stdout
+    results = of_json("verify", root, "--all")
+    assert [bool(result["damage"]) for result in results] == [True, False, False]
+
+    shown = ckpt("show", root)
+    assert shown.returncode == 0
+    assert str(older) in shown.stdout
+    assert f"passed over: {manifest}: does not match its own digest" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [

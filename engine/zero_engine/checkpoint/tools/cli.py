@@ -13,17 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from zero_engine.checkpoint.candidates import Candidate, find
+from zero_engine.checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, Why, find
+from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools import arguments, convert, locate, output, upkeep
 from zero_engine.checkpoint.tools.compare import Relation, compare
 from zero_engine.checkpoint.tools.describe import describe
 from zero_engine.checkpoint.tools.listing import Status, list_root
-from zero_engine.checkpoint.tools.verify import Damage, total_bytes, verify
+from zero_engine.checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_engine.errors import CheckpointError
 
 OK, FOUND, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine; damage or differences were found; it could not be done; Ctrl-C."""
 _BROKEN_PIPE = 141
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,21 +139,38 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    chosen = [] if options.all else [locate.one(options.checkpoint)]
-    if options.all:
-        root = locate.root(options.checkpoint)
-        chosen = list(find(root).candidates)
-        if not chosen:
-            raise CheckpointError(f"{root}: there is no committed checkpoint here")
+    chosen, unusable = _to_verify(options)
     check, results = _checker(options), []
-    for checkpoint in chosen:
-        damages, size = check(checkpoint), total_bytes(checkpoint.manifest)
-        results.append({"path": checkpoint.path, "size_bytes": size, "damage": damages})
+
+    def tell(path: Place, size: int, damages: list[Damage]) -> None:
+        results.append({"path": path, "size_bytes": size, "damage": damages})
         if not options.json:
-            output.show_damage(checkpoint.path, damages, size)
+            output.show_damage(path, damages, size)
+
+    for entry in unusable:
+        if entry.why is Why.DAMAGED:
+            damage = of_manifest(entry)
+            tell(entry.path, damage.end, [damage])
+        else:
+            _log.warning("passed over: %s", entry.reason)
+    for checkpoint in chosen:
+        tell(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
     if options.json:
         output.print_json(results)
     return FOUND if any(result["damage"] for result in results) else OK
+
+
+def _to_verify(options: argparse.Namespace) -> tuple[Sequence[Candidate], list[Rejected]]:
+    """What has a manifest to go by, and what was committed and has none that can be used."""
+    if not options.all:
+        chosen, passed_over = locate.newest(options.checkpoint)
+        return [chosen], passed_over
+    root = locate.root(options.checkpoint)
+    found = find(root)
+    unusable = [entry for entry in found.rejected if entry.why in WAS_COMMITTED]
+    if not found.candidates and not unusable:
+        raise CheckpointError(f"{root}: there is no committed checkpoint here")
+    return found.candidates, unusable
 
 
 def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:

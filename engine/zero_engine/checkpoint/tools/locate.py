@@ -5,17 +5,39 @@ Called by `cli`; everything behind it gets a `Candidate`.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, examine, find
+from zero_engine.checkpoint.candidates import (
+    WAS_COMMITTED,
+    Candidate,
+    Rejected,
+    Why,
+    examine,
+    scan,
+)
 from zero_engine.checkpoint.manifest import MANIFEST
 from zero_engine.checkpoint.parse import read_manifest
 from zero_engine.checkpoint.place import Place, place
 from zero_engine.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
+
 
 def one(name: str) -> Candidate:
+    """As `newest`; what is passed over is said."""
+    chosen, passed_over = newest(name)
+    for entry in passed_over:
+        _log.warning("passed over: %s", entry.reason)
+    return chosen
+
+
+def newest(name: str) -> tuple[Candidate, list[Rejected]]:
     """The checkpoint that `name` means; a quarantined one only if it is named itself.
+
+    Returns:
+        It, and the newer ones that were committed and cannot be used.
 
     Raises:
         CheckpointError: There is none, or it is unusable; says why and what there is instead.
@@ -23,12 +45,17 @@ def one(name: str) -> Candidate:
     """
     path, tag = split(name)
     if is_checkpoint(path):
-        return _named(path, tag)
-    found = find(path)
-    chosen = [c for c in found.candidates if tag in (None, c.manifest.tag)]
-    if not chosen:
-        raise CheckpointError(_nothing(path, tag, found.candidates, found.rejected))
-    return chosen[0]
+        return _named(path, tag), []
+    candidates: list[Candidate] = []
+    rejected: list[Rejected] = []
+    for entry in scan(path):
+        if isinstance(entry, Rejected):
+            rejected.append(entry)
+        elif tag in (None, entry.manifest.tag):
+            return entry, [each for each in rejected if each.why in WAS_COMMITTED]
+        else:
+            candidates.append(entry)
+    raise CheckpointError(_nothing(path, tag, candidates, rejected))
 
 
 def root(name: str) -> Place:
@@ -106,8 +133,8 @@ _FOREIGN = {
 def _nothing(
     path: Place,
     tag: str | None,
-    candidates: tuple[Candidate, ...],
-    rejected: tuple[Rejected, ...],
+    candidates: Sequence[Candidate],
+    rejected: Sequence[Rejected],
 ) -> str:
     unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
     also = f"; not usable: {'; '.join(unusable)}" if unusable else ""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import xxhash
 
-from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.manifest import FileRecord, Manifest
+from zero_engine.checkpoint.candidates import Candidate, Rejected
+from zero_engine.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from zero_engine.checkpoint.plan import READ_BYTES
 from zero_engine.checkpoint.reader import contents
 from zero_engine.checkpoint.source import Source, Span, open_source
@@ -172,6 +173,22 @@ def _wrong_sizes(checkpoint: Candidate) -> Iterator[Damage]:
             )
 
 
+def of_manifest(entry: Rejected) -> Damage:
+    """That of a checkpoint whose manifest cannot be used."""
+    manifest = entry.path / MANIFEST
+    return Damage(
+        file=MANIFEST,
+        begin=0,
+        end=manifest.stat().st_size,
+        problem=entry.reason.removeprefix(f"{manifest}: "),
+        tensors=(),
+    )
+
+
 def present_bytes(checkpoint: Candidate) -> dict[str, int]:
-    """The sizes of the files that are there now."""
-    return {path.name: path.stat().st_size for path in checkpoint.path.iterdir()}
+    """The sizes of the files that are there now; a training that goes on may delete them."""
+    sizes = {}
+    for path in checkpoint.path.iterdir():
+        with suppress(FileNotFoundError):
+            sizes[path.name] = path.stat().st_size
+    return sizes
