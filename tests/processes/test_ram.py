@@ -42,14 +42,20 @@ def ram_job(cluster):
     """Makes jobs that keep every step in memory."""
     made: list[Cluster] = []
 
-    def make(flags: tuple[str, ...], *, save_every: int = NEVER, **ram: Any) -> Cluster:
+    def make(
+        flags: tuple[str, ...],
+        *,
+        save_every: int = NEVER,
+        pause_s: float = PAUSE_S,
+        **ram: Any,
+    ) -> Cluster:
         job = cluster(flags=flags)
         config = json.loads((ROOT / "examples" / "gpt.json").read_text())
         config["checkpoint"] = {"ram": ram}
         path = job.directory / "config.json"
         path.write_text(json.dumps(config))
         more = (f"--samples={SAMPLES}", f"--save-every={save_every}", f"--config={path}")
-        job.script = paced(training(job.directory, *more), PAUSE_S)
+        job.script = paced(training(job.directory, *more), pause_s)
         made.append(job)
         return job
 
@@ -112,7 +118,8 @@ def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, 
 
 
 def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd_store):
-    job = ram_job(("--nnodes=2", "--max-restarts=0"), budget_bytes=200 << 20)
+    # It lasts for longer than agents take to tell the store twice.
+    job = ram_job(("--nnodes=2", "--max-restarts=0"), pause_s=0.5, budget_bytes=200 << 20)
     job.start("a", "b")
     kept_step(job, least=3, world=2)
 
