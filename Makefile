@@ -13,7 +13,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 image-test: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)
