@@ -137,6 +137,22 @@ def test_nothing_is_ever_overwritten_and_damage_leaves_nothing(checkpoint, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
+def test_of_two_exports_to_one_place_the_first_is_not_disturbed(checkpoint, tmp_path):
+    source, _ = checkpoint
+    selection, out = export.select(source), tmp_path / "model"
+    theirs = tmp_path / "model.partial"
+
+    def begin_another(_: int) -> None:
+        theirs.write_text("theirs")
+
+    with pytest.raises(FileExistsError):
+        export.export_torch(source, selection, out, begin_another)
+    assert theirs.read_text() == "theirs"
+    with pytest.raises(CheckpointError, match=r"model\.partial is there already; remove it"):
+        export.export_torch(source, selection, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "model.partial"]
+
+
 def test_a_prefix_that_not_all_names_have_is_an_error(tmp_path):
     saved(tmp_path, adam_state())
     with pytest.raises(CheckpointError, match=r"'norm\.bias' does not begin with it"):

@@ -120,12 +120,17 @@ _READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
 def run_import(options: argparse.Namespace) -> None:
     """Carry out `import`; raises CheckpointError or OSError."""
     _check_flags(options)
+    root = place(options.dir)
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(
+            f"{root}: this is a file; give a directory of checkpoints, or a new one"
+        )
     foreign = adopt.tie(_READERS[options.kind](options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
     if loose := adopt.unexplained(foreign):
         _log.warning(_UNEXPLAINED, ", ".join(loose))
     path = adopt.adopt(
-        place(options.dir),
+        root,
         foreign,
         source=f"{options.kind}: {options.source}",
         tag=options.tag,

@@ -112,17 +112,19 @@ def export_torch(
         DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
         OSError: Reading or writing failed.
     """
+    partial = out.with_name(out.name + _PARTIAL)
     _must_be_new(out)
+    _must_be_new(partial)
     whole = {}
     for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
         whole[tensor] = selection.convert(data)
         progress(data.numel() * data.element_size())
     # Tied names get one object: torch.save writes it once, torch.load ties it again.
     state = {name: whole[tensor] for name, tensor in selection.names.items()}
-    partial = out.with_name(out.name + _PARTIAL)
     out.parent.mkdir(parents=True, exist_ok=True)
+    file = partial.open("xb")  # two exports at once: one of them
     try:
-        with partial.open("wb") as file:
+        with file:
             with _errors_of_libraries(out):
                 torch.save(state, file)
             DISK.sync(file)

@@ -56,6 +56,8 @@ def load_torch(
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise CheckpointError(f"{what}: there is no such file") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{what}: this is a directory; give the file of torch.save") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(_refusal(what, str(error))) from error
     except ModuleNotFoundError as error:
