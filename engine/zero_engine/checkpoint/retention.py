@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -125,13 +126,24 @@ def abandoned(
         if entry.why is Why.REMOVED or _LEFTOVER.fullmatch(entry.path.name):
             leftovers.append(Leftover(path=entry.path, reason="left by a deletion that died"))
         elif entry.why is Why.UNCOMMITTED:
-            idle_s = now_s - last_change_s(entry.path)
-            sentence = f"never committed, last written {max(idle_s, 0):.0f} s ago"
-            if idle_s > older_than_s:
-                leftovers.append(Leftover(path=entry.path, reason=sentence))
-            else:
-                kept.append(f"{entry.path}: {sentence}; it may still be being saved")
+            with going(entry.path):
+                idle_s = now_s - last_change_s(entry.path)
+                sentence = f"never committed, last written {max(idle_s, 0):.0f} s ago"
+                if idle_s > older_than_s:
+                    leftovers.append(Leftover(path=entry.path, reason=sentence))
+                else:
+                    kept.append(f"{entry.path}: {sentence}; it may still be being saved")
     return leftovers, kept
+
+
+@contextmanager
+def going(path: Place) -> Iterator[None]:
+    """What is done to a directory that somebody else may be deleting ends when it is gone."""
+    try:
+        yield
+    except FileNotFoundError:
+        if (path / MANIFEST).exists():
+            raise
 
 
 def last_change_s(path: Place) -> float:
@@ -146,7 +158,7 @@ def last_change_s(path: Place) -> float:
 
 
 def remove(path: Place, disk: Disk | None = None) -> None:
-    """Delete one checkpoint; returns when it is gone for good.
+    """Delete one checkpoint; returns when it is gone for good, or others delete it.
 
     Raises:
         CheckpointError: Something in the directory could not be deleted; it is no checkpoint any
@@ -154,13 +166,15 @@ def remove(path: Place, disk: Disk | None = None) -> None:
         OSError: It could not be made to stop being a checkpoint; it is as it was.
     """
     disk = disk or disk_of(path)
-    _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
+    with going(path):
+        _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
 
 
 def sweep(path: Place, disk: Disk | None = None) -> None:
     """Delete what is no checkpoint. Raises as `remove`."""
     disk = disk or disk_of(path)
-    _delete(disk.retire(path, committed=False), disk)
+    with going(path):
+        _delete(disk.retire(path, committed=False), disk)
 
 
 def _delete(path: Place, disk: Disk) -> None:

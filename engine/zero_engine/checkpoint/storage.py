@@ -81,9 +81,9 @@ class Disk:
         path.symlink_to(name)
 
     def remove_dangling(self, directory: Place) -> None:
-        """Remove the links that lead nowhere any more."""
+        """Remove the links to checkpoints that are gone; what leads elsewhere is somebody's own."""
         for path in _local(directory).iterdir():
-            if path.is_symlink() and not path.exists():
+            if path.is_symlink() and not path.exists() and os.readlink(path).startswith("step-"):
                 path.unlink(missing_ok=True)
 
     def retire(self, path: Place, *, committed: bool) -> Place:

@@ -31,6 +31,13 @@ def test_the_tag_goes_with_its_checkpoint(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "new", new.name]
 
 
+def test_a_link_of_somebodys_own_stays_though_it_leads_nowhere_just_now(tmp_path):
+    old = saved(tmp_path, adam_state(), step=1, tag="old")
+    (tmp_path / "archive").symlink_to("/mnt/not-mounted/archive")
+    remove(old)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["archive", "latest"]
+
+
 @pytest.mark.parametrize("tag", ["a/b", "latest", ".hidden", "removed.x", "step-000000007.g1.abcd"])
 def test_a_tag_that_would_be_taken_for_something_else_is_no_link(tmp_path, tag):
     path = saved(tmp_path, adam_state(), tag=tag)

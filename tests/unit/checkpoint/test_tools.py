@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
-from zero_engine.checkpoint import find
+from zero_engine.checkpoint import find, retention
 from zero_engine.checkpoint.candidates import quarantine
 from zero_engine.checkpoint.pieces import PARAM, TensorId
 from zero_engine.checkpoint.retention import Best
@@ -122,6 +122,21 @@ def test_verified_is_said_only_after_reading_everything(root):
     assert [row.status for row in rows] == [Status.VERIFIED, Status.DAMAGED]
 
 
+def test_what_training_deletes_meanwhile_is_left_out_of_a_listing(root):
+    """A run that goes on tidies up while somebody looks."""
+    new, old = find(root).candidates
+
+    def delete(candidate):
+        retention.remove(old.path)
+        if candidate.path == new.path:
+            retention.remove(new.path)
+        return []
+
+    (third,) = [saved(root, adam_state(seed=3), step=3, tag="c")]
+    rows = list_root(root, now_s=2e9, check=delete)
+    assert [row.name for row in rows] == [third.name]
+
+
 # ---- show ----
 
 
@@ -232,6 +247,16 @@ def test_prune_does_what_it_says(tmp_path):
     for action in plan.actions:
         action.act()
     assert [c.manifest.step for c in find(tmp_path).candidates] == [6, 5, 3]
+
+
+def test_prune_goes_on_where_training_has_deleted_before_it(tmp_path):
+    for step in range(1, 6):
+        saved(tmp_path, adam_state(), step=step)
+    plan = upkeep.plan_prune(tmp_path, keep_last=2, keep_every=None, check=verify)
+    retention.remove(plan.actions[0].path)
+    for action in plan.actions:
+        action.act()
+    assert [c.manifest.step for c in find(tmp_path).candidates] == [5, 4]
 
 
 def test_prune_keeps_the_best_and_says_why(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, scan
 from zero_engine.checkpoint.manifest import MANIFEST
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.retention import last_change_s
+from zero_engine.checkpoint.retention import going, last_change_s
 from zero_engine.checkpoint.tools.verify import Damage, present_bytes, total_bytes
 
 
@@ -69,11 +69,12 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
     Raises:
         OSError: Something could not be read.
     """
-    return [
-        _row(entry, now_s, check)
-        for entry in scan(root)
-        if isinstance(entry, Candidate) or entry.why is not Why.OTHER
-    ]
+    rows = []
+    for entry in scan(root):
+        if isinstance(entry, Candidate) or entry.why is not Why.OTHER:
+            with going(entry.path):
+                rows.append(_row(entry, now_s, check))
+    return rows
 
 
 def _row(entry: Candidate | Rejected, now_s: float, check: Check | None) -> Row:
