@@ -37,6 +37,11 @@ def test_a_script_that_reads_them_in_any_way_gets_nan_and_ends_well() -> None:
     assert seen == [dict.fromkeys(WAYS, True)] * parameters
 
 
+def test_views_that_a_hook_has_kept_show_nan_when_the_memory_is_gone() -> None:
+    seen = run_module("tests.numerics.kept_views")
+    assert seen == [{"views": True, "nan": True, "same": True}] * 2
+
+
 # ---- whenever they are read, training goes on as if nobody had looked ----
 
 

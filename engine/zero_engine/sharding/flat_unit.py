@@ -5,9 +5,10 @@ Owns the layout and the buffers. Must always hold:
 - Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
   and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
 - Parameters are views of the buffer while it holds them, and show NaN while it does not
-  (`parameter_views`), so that a script can read them at any time. Refilling the buffer does not
-  touch the versions that autograd checks. A buffer is freed by resizing its storage, never by
-  dropping it, so that views saved by autograd come alive again with it.
+  (`parameter_views`), so that a script can read them at any time; so do views that it has kept
+  (`vacancy`). Refilling the buffer does not touch the versions that autograd checks. A buffer is
+  freed by resizing its storage, never by dropping it, so that views saved by autograd come alive
+  again with it.
 - Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
   computes in are the buffer itself.
 - The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
@@ -30,6 +31,7 @@ from zero_engine.exchange.collectives import Collectives, Pending, wait
 from zero_engine.exchange.quantization import pack, packed_size, unpack
 from zero_engine.sharding.parameter_views import ParameterViews
 from zero_engine.sharding.partition import UnitSpec
+from zero_engine.sharding.vacancy import Vacancy
 from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 
@@ -165,6 +167,7 @@ class FlatUnit:
         starts = [slot.start for slot in self.layout.slots]
         self._views = ParameterViews(self.params, starts, self.full)
         self._views.show()
+        self._vacancy = Vacancy()
         self.gathered = True
         self.holders = 0
         if stage.shards_parameters:
@@ -201,7 +204,7 @@ class FlatUnit:
     def begin_gather(self) -> None:
         """Let the full parameters come (stage 3); `gather` waits for them."""
         if not self.gathered and self._arriving is None:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self._vacancy.fill(self.full.untyped_storage(), self.full.nbytes)
             self._arriving = self._publish()
 
     def gather(self) -> None:
@@ -221,9 +224,10 @@ class FlatUnit:
             self.gather()
         if self.gathered:
             self._views.hide()
-        if not self.full.untyped_storage().resizable():  # somebody looks at it through numpy()
+        storage = self.full.untyped_storage()
+        if storage.nbytes() and not storage.resizable():  # somebody looks at it through numpy()
             self._leave_memory()
-        self.full.untyped_storage().resize_(0)
+        self._vacancy.free(self.full.untyped_storage())
         self.gathered = False
 
     def let_go(self) -> None:
