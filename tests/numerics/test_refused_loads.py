@@ -79,6 +79,48 @@ def test_after_a_refused_load_training_goes_on_as_if_it_had_not_been_tried(
         assert refused == undisturbed
 
 
+# ---- another optimizer ----
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+LION = {"type": "Lion", "params": {"lr": 1e-3}}
+
+
+def save_with(root: str, optimizer: dict[str, Any]) -> None:
+    engine = make_engine(config(1, optimizer=optimizer))
+    train(engine, REFUSED_AT)
+    engine.save_checkpoint(root)
+
+
+def load_with(root: str, optimizer: dict[str, Any]) -> tuple[str, int]:
+    """What is said, and the step from which the weights alone go on."""
+    engine = make_engine(config(1, optimizer=optimizer))
+    with pytest.raises(ModelMismatch) as refusal:
+        engine.load_checkpoint(root)
+    engine.load_checkpoint(root, load_optimizer_states=False)
+    begun_at = engine.global_steps
+    train(engine, ENDS_AT)
+    return str(refusal.value), begun_at
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "why"),
+    [
+        (SGD, ADAMW, "SGD, which has no amsgrad, betas, "),
+        (LION, ADAMW, "Lion, which has no amsgrad, "),
+        (ADAMW, SGD, "AdamW, which has no dampening, momentum, nesterov: SGD cannot go on"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_and_the_weights_can_be_had_without_it(
+    worlds: WorldPool, tmp_path: Path, saved: dict[str, Any], given: dict[str, Any], why: str
+) -> None:
+    worlds.run(2, save_with, str(tmp_path), saved)
+    for text, begun_at in worlds.run(2, load_with, str(tmp_path), given):
+        assert text.startswith("checkpoint global_step2: its optimizer state is that of " + why)
+        assert text.endswith("or load with load_optimizer_states=False")
+        assert begun_at == REFUSED_AT
+
+
 # ---- half a load ----
 
 

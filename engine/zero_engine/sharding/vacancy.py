@@ -23,6 +23,8 @@ from typing import Any, cast
 import torch
 
 _TILE_BYTES = 2 << 20
+_MOST_BYTES = 32 << 30
+"""Of one storage: each tile is a mapping, of which a process has 65530."""
 _MAP_FIXED = 0x10
 _range: list[tuple[int, int]] = []
 """Address and size of the longest."""
@@ -58,7 +60,7 @@ class Vacancy:
 
 def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
     """A storage of no bytes that points to at least so many; None if there can be none."""
-    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+    if size_bytes > _MOST_BYTES or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return None
     if not _range or _range[-1][1] < size_bytes:
         with suppress(OSError, AttributeError):  # too many mappings; no such calls here

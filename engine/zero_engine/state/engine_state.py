@@ -96,7 +96,9 @@ class EngineState:
         )
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
-            self._check_form(manifest)
+            if any(tensor.kind not in (PARAM, BUFFER) for tensor in manifest.tensors):
+                self._check_form(manifest)
+                self._check_kind(manifest)
             if not self._has(manifest.tensors):
                 coming = self._tensors(self._optimizer.tensors_after(manifest))
                 resolve(chosen(State(coming, ())).state, manifest)
@@ -214,9 +216,8 @@ class EngineState:
         """The state of whole parameters and that of segments are not to be mixed."""
         assert self.zero is not None
         there_whole = any(group.get(WHOLE) for group in manifest.meta["engine"]["groups"])
-        has_state = any(tensor.kind not in (PARAM, BUFFER) for tensor in manifest.tensors)
         whole = isinstance(self.zero.steps, StepByOwners)
-        if has_state and there_whole != whole:
+        if there_whole != whole:
             there = manifest.meta["engine"].get("optimizer") or "another"
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: optimizer {there} was stepped on "
@@ -225,6 +226,20 @@ class EngineState:
                 f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
                 "saved with, the same in needs_whole_parameters, or load with "
                 "load_optimizer_states=False"
+            )
+
+    def _check_kind(self, manifest: Manifest) -> None:
+        """Another optimizer may go on with the state of one that has all options that it has."""
+        assert self.zero is not None
+        there = manifest.meta["engine"].get("optimizer")
+        here = type(self.zero.optimizer).__name__
+        saved = [group["hyperparameters"] for group in manifest.meta["engine"]["groups"]]
+        lacking = _options(self.zero.optimizer.param_groups) - _options(saved)
+        if there not in (None, here) and lacking:
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: its optimizer state is that of {there}, which has no "
+                f"{', '.join(sorted(lacking))}: {here} cannot go on with it; give the optimizer "
+                "that it was saved with, or load with load_optimizer_states=False"
             )
 
     def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -236,6 +251,14 @@ class EngineState:
         for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
             for key, value in record["hyperparameters"].items() if record is not None else ():
                 group[key] = _like(group.get(key), value)
+
+
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Options of torch's optimizers that say how to compute, and not what."""
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {key for group in groups for key in group} - _HOW
 
 
 def _like(current: Any, value: Any) -> Any:
