@@ -20,7 +20,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,22 +58,21 @@ class Fetches:
         self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         self._free = [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]
         self._threads = ThreadPoolExecutor(_AT_ONCE, "zero-read")
-        self._later: deque[Span] = deque()
+        self._later: Iterator[Span] = iter(())
         self._coming: deque[_Fetch] = deque()
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Fetch what is worth it, in this order; what is cached already is faster from there."""
-        cached = _cached(self._direct, [begin for begin, _ in spans])
-        self._later.extend(
-            span
-            for span, is_cached in zip(spans, cached, strict=True)
-            if LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached
-        )
+        """Fetch what is worth it, in this order, as slabs become free."""
+        self._later = filter(self._is_worth_it, spans)
         self._go_on()
 
+    def _is_worth_it(self, span: Span) -> bool:
+        """What is in the page cache is faster from there."""
+        return LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached(self._direct, span[0])
+
     def _go_on(self) -> None:
-        while self._free and self._later:
-            span, slab = self._later.popleft(), self._free.pop()
+        while self._free and (span := next(self._later, None)):
+            slab = self._free.pop()
             self._coming.append(_Fetch(span, slab, self._threads.submit(self._read, span, slab)))
 
     def _read(self, span: Span, slab: memoryview) -> int:
@@ -113,16 +112,13 @@ _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
-def _cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
-    """Whether the pages at some offsets are in memory; of files of others, the kernel says yes."""
+def is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page at an offset is in memory; of a file of others, the kernel says yes."""
+    begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    except (OSError, ValueError):  # it cannot be mapped, or is empty
-        return [False] * len(offsets)
-    with mapped:
-        start, answer = np.frombuffer(mapped, np.uint8).ctypes.data, ctypes.create_string_buffer(1)
-        return [
-            _mincore(start + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, answer) == 0
-            and bool(answer.raw[0] & 1)
-            for offset in offsets
-        ]
+        page = mmap.mmap(descriptor, 1, prot=mmap.PROT_READ, offset=begin)
+    except (OSError, ValueError):  # it cannot be mapped, or the file ends before
+        return False
+    with page:
+        address, answer = np.frombuffer(page, np.uint8).ctypes.data, ctypes.create_string_buffer(1)
+        return _mincore(address, 1, answer) == 0 and bool(answer.raw[0] & 1)

@@ -27,6 +27,8 @@ PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gc
 
 _REQUEST_BYTES = 8 << 20
 """What one request fetches: large enough for its latency not to matter."""
+_AHEAD_BYTES = 64 << 20
+"""What is fetched side by side, and held in memory until it is read."""
 
 
 def file_system(url: str) -> Any:
@@ -141,11 +143,16 @@ class _ObjectSource:
     """Ranges of one object; those expected are fetched side by side."""
 
     path: ObjectPath
+    later: Iterator[list[Span]] = field(default_factory=lambda: iter(()))
     fetched: dict[Span, memoryview] = field(default_factory=dict)
 
     def expect(self, spans: Sequence[Span]) -> None:
+        self.later = _groups(spans)
+        self._go_on()
+
+    def _go_on(self) -> None:
         self.fetched = {}
-        runs = list(_runs(spans))
+        runs = list(_runs(next(self.later, [])))
         whole = [(run[0][0], sum(length for _, length in run)) for run in runs]
         for run, body in zip(runs, self._fetch(whole), strict=True):
             for begin, length in run:
@@ -154,6 +161,8 @@ class _ObjectSource:
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         span = (offset, sum(map(len, buffers)))
+        if not self.fetched:
+            self._go_on()
         found = self.fetched.pop(span, None)
         data = memoryview(self._fetch([span])[0]) if found is None else found
         missing = span[1] - len(data)
@@ -176,6 +185,20 @@ class _ObjectSource:
         if isinstance(item, OSError) and self.path.stat().st_size <= start:
             return b""  # a store refuses a range that begins beyond the end
         raise item
+
+
+def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """As many as may be held in memory, but one at least."""
+    group: list[Span] = []
+    size = 0
+    for span in spans:
+        size += span[1]
+        if group and size > _AHEAD_BYTES:
+            yield group
+            group, size = [], span[1]
+        group.append(span)
+    if group:
+        yield group
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:

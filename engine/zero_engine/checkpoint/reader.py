@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress, groupby
 from operator import not_
@@ -38,8 +38,6 @@ from zero_engine.errors import DamagedCheckpoint
 
 _log = logging.getLogger(__name__)
 
-_AHEAD_BYTES = 64 << 20
-"""What a source is told to expect at once."""
 _SHOWN = 4
 _DAMAGE = frozenset({errno.ENOENT, errno.EIO})
 """What reading a damaged checkpoint fails with; any other error is this node's own problem."""
@@ -139,10 +137,9 @@ class _Reader:
         read, count = reads[0], 0
         try:
             with copy() as source:
-                for batch in _batches(reads, _AHEAD_BYTES // self._manifest.block_bytes):
-                    source.expect([self._span(file, read) for read in batch])
-                    for read in batch:
-                        count += self._read(source, file, read)
+                source.expect([self._span(file, read) for read in reads])
+                for read in reads:
+                    count += self._read(source, file, read)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
@@ -229,17 +226,3 @@ def contents(manifest: Manifest, file: int, begin: int, end: int) -> list[str]:
         describe(tensors[rows.tensor[row]], int(first[row]), int(length[row]))
         for row in np.flatnonzero((rows.file == file) & (length > 0)).tolist()
     ]
-
-
-def _batches(reads: Sequence[Read], most_blocks: int) -> Iterator[list[Read]]:
-    """Reads in groups of so many blocks, but one read at least."""
-    batch: list[Read] = []
-    blocks = 0
-    for read in reads:
-        if batch and blocks + len(read.blocks) > most_blocks:
-            yield batch
-            batch, blocks = [], 0
-        batch.append(read)
-        blocks += len(read.blocks)
-    if batch:
-        yield batch

@@ -31,9 +31,9 @@ class Source(Protocol):
     """An open file."""
 
     def expect(self, spans: Sequence[Span]) -> None:
-        """What will be read next, each span once and in this order: a hint to fetch them at once.
+        """What will be read next, each span once and in this order: a hint to fetch it ahead.
 
-        The caller bounds their sum, because a source may keep all of them in memory.
+        It may be all of a file: a source bounds what it holds in memory.
         """
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:

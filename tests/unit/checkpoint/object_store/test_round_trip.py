@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_engine.checkpoint import find, save
+from zero_engine.checkpoint import find, objects, save
 from zero_engine.checkpoint.candidates import Why
 from zero_engine.checkpoint.place import place
+from zero_engine.checkpoint.source import open_source
 from zero_engine.checkpoint.tools.cli import main
 from zero_engine.errors import DamagedCheckpoint
 
@@ -48,6 +50,21 @@ def test_what_is_saved_is_loaded_at_any_world_size_and_each_byte_is_read_once(ro
     shared = (world + 1) * 3 * SmallObjects.block_bytes  # a block at each end of a run is shared
     assert blocks > 40
     assert data - 2 * 4096 <= sum(result.bytes_read for result in results) <= data + shared
+
+
+def test_however_much_is_expected_of_an_object_little_of_it_is_held_at_once(root, monkeypatch):
+    monkeypatch.setattr(objects, "_AHEAD_BYTES", 2500)
+    content = random.Random(1).randbytes(20_000)
+    path = root / "object"
+    objects.file_system(root.url).pipe_file(str(path), content)
+    spans = [(begin, 1000) for begin in range(0, 20_000, 1500)]
+    buffer = bytearray(1000)
+    with open_source(path) as source:
+        source.expect(spans)
+        for begin, length in spans:
+            assert source.read_into([memoryview(buffer)], begin) == max(begin + length - 20_000, 0)
+            assert buffer.startswith(content[begin : begin + length])
+            assert sum(map(len, source.fetched.values())) <= 1000
 
 
 def test_the_newest_is_loaded_and_latest_names_it(root):
