@@ -29,6 +29,7 @@ from zero_engine.checkpoint.parse import (
 )
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.storage import Disk
+from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def find(root: Place) -> Found:
     """All checkpoints under `root`, newest first, and why the other directories are none.
 
     Raises:
+        CheckpointError: The root is a file, or one checkpoint.
         OSError: The root or a manifest could not be read, for a reason other than damage. A
             root that does not exist has no checkpoints.
     """
@@ -104,9 +106,26 @@ def scan(root: Place) -> Iterator[Candidate | Rejected]:
 
 
 def _newest_first(root: Place) -> list[Place]:
+    _check_root(root)
     entries = root.iterdir() if root.is_dir() else ()
     directories = [path for path in entries if path.is_dir() and not _is_link(path)]
     return sorted(directories, key=_age, reverse=True)
+
+
+def _check_root(root: Place) -> None:
+    """Who names a checkpoint, or a file, would otherwise find that there are none, and begin anew.
+
+    Raises:
+        CheckpointError: It is no directory of checkpoints, and cannot become one.
+    """
+    real = root.resolve()
+    if _NAME.fullmatch(real.name):
+        raise CheckpointError(
+            f"{root} is one checkpoint; give the directory above, {real.parent}, and its name as "
+            "the tag"
+        )
+    if real.exists() and not real.is_dir():
+        raise CheckpointError(f"{root}: this is a file; give a directory of checkpoints")
 
 
 def examine(path: Place) -> Candidate | Rejected:

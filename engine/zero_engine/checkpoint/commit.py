@@ -118,8 +118,8 @@ class _Opening:
     def open(self) -> Record:
         """Make a directory that never was: its generation and nonce, or the problem."""
         try:
-            self.disk.make_directories(self.root)
             number = generation(self.round, self.step, newest_committed(self.root))
+            self.disk.make_directories(self.root)
             return {"round": number, "nonce": self._make_directory(number)}
         except Exception as error:
             return _problem(f"rank {COORDINATOR}: no new directory under {self.root}", error)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from zero_engine import checkpoint
@@ -24,6 +25,7 @@ from zero_engine.checkpoint import Ballot, Loaded, Manifest
 from zero_engine.checkpoint.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.checkpoint.tools.locate import hint
 from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.exchange.collectives import Pending
 from zero_engine.moved_states import MovedStates, Torn
@@ -55,7 +57,7 @@ class Loading:
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `checkpoint.load`."""
         try:
-            return checkpoint.load(
+            loaded = checkpoint.load(
                 directory,
                 ballot,
                 self._wanted,
@@ -71,6 +73,9 @@ class Loading:
             else:
                 self._moved.torn = self._before
             raise
+        if loaded is None and self._state.collectives.rank == 0:
+            _report_nothing(directory)
+        return loaded
 
     def _has_read(self, error: CheckpointError) -> bool:
         """Whether any rank may have read into the state; the same on all ranks."""
@@ -131,3 +136,10 @@ class Loading:
         under_way, self._under_way = self._under_way, []
         for unit, pending in under_way:
             unit.end_restore(pending)
+
+
+def _report_nothing(directory: Place) -> None:
+    """Say so if training begins anew beside checkpoints that others have made."""
+    with suppress(OSError):
+        if directory.is_dir() and (found := hint(directory)):
+            _log.warning("%s: there are no checkpoints here%s", directory, found)

@@ -1,0 +1,62 @@
+"""Loading from, and saving to, what is no directory of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.saving import heard
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.errors import CheckpointError
+
+
+def try_them(root: str) -> list[str]:
+    """What is said of a checkpoint, of its tag, and of a file, by a load and by a save."""
+    engine = make_engine(config(1))
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    path, _ = engine.load_checkpoint(root)
+    assert path is not None
+    (Path(root) / "file").touch()
+    said = []
+    for where in (path, f"{root}/global_step1", f"{root}/file"):
+        for use in (engine.load_checkpoint, engine.save_checkpoint):
+            with pytest.raises(CheckpointError) as refusal:
+                use(where)
+            said.append(str(refusal.value).replace(root, "ROOT").replace(Path(path).name, "STEP"))
+    before = engine.weight_hash()
+    assert engine.load_checkpoint(root, tag=Path(path).name)[0] == path
+    assert engine.weight_hash() == before
+    return said
+
+
+def test_a_checkpoint_or_a_file_in_the_place_of_the_directory_is_no_fresh_start(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    one = "is one checkpoint; give the directory above, ROOT, and its name as the tag"
+    for said in worlds.run(2, try_them, str(tmp_path)):
+        assert [sentence.rpartition(": ROOT")[2] for sentence in said] == [
+            *[f"/STEP {one}"] * 2,
+            *[f"/global_step1 {one}"] * 2,
+            *["/file: this is a file; give a directory of checkpoints"] * 2,
+        ]
+
+
+def load_beside(root: str) -> tuple[str | None, list[str]]:
+    engine = make_engine(config(1))
+    with heard() as lines:
+        path, _ = engine.load_checkpoint(root)
+    return path, [line for line in lines if "import" in line]
+
+
+def test_a_fresh_start_beside_a_checkpoint_of_deepspeed_names_the_import(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    told = (
+        f"{tmp_path}: there are no checkpoints here; it looks like a checkpoint of DeepSpeed: "
+        f"zero-ckpt import {tmp_path} DIR --from deepspeed"
+    )
+    assert worlds.run(2, load_beside, str(tmp_path)) == [(None, [told]), (None, [])]
