@@ -22,6 +22,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,12 +64,8 @@ class Fetches:
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Fetch what is worth it, in this order, as slabs become free."""
-        self._later = filter(self._is_worth_it, spans)
+        self._later = filter(partial(_is_worth_it, self._direct), spans)
         self._go_on()
-
-    def _is_worth_it(self, span: Span) -> bool:
-        """What is in the page cache is faster from there."""
-        return LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached(self._direct, span[0])
 
     def _go_on(self) -> None:
         while self._free and (span := next(self._later, None)):
@@ -99,6 +96,11 @@ class Fetches:
         """Give up what is under way."""
         self._threads.shutdown(cancel_futures=True)
         os.close(self._direct)
+
+
+def _is_worth_it(descriptor: int, span: Span) -> bool:
+    """What is in the page cache is faster from there."""
+    return LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached(descriptor, span[0])
 
 
 def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:

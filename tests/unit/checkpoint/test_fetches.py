@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import random
+import weakref
 
 import pytest
 import torch
 
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
-from zero_engine.checkpoint import huge_pages
+from zero_engine.checkpoint import fetches, huge_pages
 from zero_engine.checkpoint.fetches import _SLABS, LEAST_BYTES, is_cached
 from zero_engine.checkpoint.pieces import PARAM, TensorId
 from zero_engine.checkpoint.source import open_source
@@ -125,6 +127,23 @@ def test_however_much_is_expected_no_more_is_fetched_than_there_are_slabs_for(fi
     with open_source(file) as source:
         source.expect([(at, MIB) for at in range(0, 9 * MIB, MIB)])
     assert len(reads) <= _SLABS < 9
+
+
+def test_the_slabs_go_with_the_file_and_not_only_when_garbage_is_collected(file, monkeypatch):
+    taken = []
+
+    def noting(size):
+        memory = huge_pages.zeros(size)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(fetches, "zeros", noting)
+    gc.disable()
+    try:
+        assert read(file, RUNS[:2], RUNS) == contents(RUNS[:2])
+        assert [slabs() for slabs in taken] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_file_system_that_refuses_is_read_plainly(file, reads, monkeypatch):
