@@ -40,7 +40,7 @@ from zero_engine.checkpoint.manifest import (
 )
 from zero_engine.checkpoint.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.table import TensorTable, known_table
+from zero_engine.checkpoint.table import TensorTable, known_table, remember_table, table_of
 from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -98,27 +98,34 @@ def parse(text: bytes) -> Manifest:
         raise ManifestError("does not match its own digest; it is truncated or damaged")
     digest, _ = envelope
     try:
-        rest, tensors = _cut_known_table(text)
-        record = json.loads(rest, object_pairs_hook=_once)
-        return replace(_manifest(_Fields(record, "manifest"), tensors), digest=digest, text=text)
+        record, table, known = _members(text)
+        manifest = _manifest(_Fields(record, "manifest"), known)
     except ManifestError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
         raise ManifestError(f"is not readable: {error}") from error
+    if table:
+        remember_table(table, table_of(manifest.tensors))
+    return replace(manifest, digest=digest, text=text)
 
 
-def _cut_known_table(text: bytes) -> tuple[bytes, TensorTable | None]:
-    """The text with [] for its table of tensors, and this, if the process has it already.
+def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
+    """The members of a manifest, the text of its table of tensors, and that if it is known.
 
-    The text of a table is a whole array, and what is behind it here ends the outermost object: so
-    it is no other member, and nothing inside one, that is cut out.
+    A known table is not among the members. Its text is a whole array, and what is behind it here
+    ends the outermost object: so it is no other member, and nothing inside one. Where that is not
+    so, the text is "".
     """
     head, key, rest = text.rpartition(b',"tensors":')
     table, world, end = rest.rpartition(b',"world":')
-    known = known_table(table.decode(errors="replace"))
-    if known is None or not _END.fullmatch(end):
-        return text, None
-    return head + key + b"[]" + world + end, known
+    try:
+        words = table.decode() if _END.fullmatch(end) else ""
+        known = known_table(words)
+        rows = [] if known is not None else json.loads(words, object_pairs_hook=_once)
+    except ValueError:
+        return json.loads(text, object_pairs_hook=_once), "", None
+    record = json.loads(head + key + b"[]" + world + end, object_pairs_hook=_once)
+    return {**record, "tensors": rows}, words, known
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class TensorTable(dict[TensorId, TensorInfo]):
         """
         rows = [[t.kind, t.fqn, name_of(info.dtype), info.shape] for t, info in self.items()]
         text = canonical(rows)
-        _by_text[text] = self
+        remember_table(text, self)
         return text
 
     def same_as(self, other: Mapping[TensorId, TensorInfo]) -> bool:
@@ -82,8 +82,13 @@ _by_text: WeakValueDictionary[str, TensorTable] = WeakValueDictionary()
 
 
 def known_table(text: str) -> TensorTable | None:
-    """A table of this process that has this text, if there is one: a model saves the same often."""
+    """The table of this process that has this text, if there is one: it is that of all of a run."""
     return _by_text.get(text)
+
+
+def remember_table(text: str, table: TensorTable) -> None:
+    """A table has this text; it is known for as long as somebody has it."""
+    _by_text[text] = table
 
 
 def numel(info: TensorInfo) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_engine.checkpoint.manifest import check_json
 from zero_engine.checkpoint.parse import ManifestError, NewerFormatError, parse
-from zero_engine.checkpoint.table import TensorTable, table_of
+from zero_engine.checkpoint.table import TensorTable
 from zero_engine.errors import CheckpointError
 
 
@@ -129,15 +129,17 @@ def test_a_hostile_manifest_with_a_right_digest_is_refused(text, case, known):
 
 def known_here(text: bytes) -> TensorTable:
     """The table of a manifest, as that of a model in this process."""
-    table = table_of(parse(text).tensors)
-    assert table.text.encode() in text
+    table = parse(text).tensors
+    assert isinstance(table, TensorTable)
     return table
 
 
 def test_a_table_that_the_process_has_is_not_made_again(text):
-    assert parse(text).tensors is not parse(text).tensors
     here = known_here(text)
     assert parse(text).tensors is here
+    again = TensorTable(here)
+    assert again.text.encode() in text  # as in a process that has saved it
+    assert parse(text).tensors is again
 
 
 def test_what_only_looks_like_the_table_at_the_end_of_a_manifest_is_left_where_it_is(text):
@@ -156,6 +158,13 @@ def test_a_key_that_is_there_twice_is_refused(text):
     body = json.dumps({k: v for k, v in json.loads(text).items() if k != "digest"})
     with pytest.raises(ManifestError, match="key 'step' is there twice"):
         parse(sign(body.replace('"step": 1', '"step": 1, "step": 2').encode()))
+
+
+def test_a_name_in_the_table_that_is_no_text_is_refused(text):
+    body = b"{" + signed(json.loads(text)).partition(b",")[2]
+    assert parse(sign(body)).step == 1
+    with pytest.raises(ManifestError, match="not readable"):
+        parse(sign(body.replace(b"wte.weight", b"wte\xff")))
 
 
 @pytest.mark.parametrize("body", [b"{}", b"{[", b'{"a":' + b"[" * 100_000, b"{\xff", b"{1}"])
