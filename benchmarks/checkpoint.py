@@ -65,7 +65,7 @@ def show(console: Console, workload: str, save_world: int, worlds: dict[int, Tri
     own = saves["save memcpy"][0]["own"]
     title = f"{workload}: {own / 1e9:.2f} GB, saved by {save_world} ranks"
     # What is read raw are the bytes of ours.
-    sizes = {name: saves[f"save {name if name in SAVES else 'ours'}"][0]["size"] for name in LOADS}
+    sizes = {name: saves["save DCP" if name == "DCP" else "save ours"][0]["size"] for name in LOADS}
     console.print(saving(title, saves))
     console.print(loading(title, worlds, sizes))
     for line in standing(worlds, save_world):
