@@ -131,9 +131,9 @@ class EngineState:
         if self._kept.get("memory") != memory:
             of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
             tensors, pieces = self._tensors(of_optimizer), Pieces(self._pieces())
-            if same is not None and tensors.same_as(same):
-                tensors = table_of(same)
             self._kept.update(memory=memory, tensors=tensors, pieces=pieces)
+        if same is not None and self._kept["tensors"].same_as(same):
+            self._kept["tensors"] = table_of(same)
         return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
 
     def _has(self, tensors: Mapping[TensorId, TensorInfo]) -> bool:
