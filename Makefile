@@ -1,5 +1,5 @@
 # make demo   everything the main job needs, and runs it
-# make test   everything the tests need, and runs them (they mostly wait: three at a time on two cores)
+# make test   everything the tests need, and runs them (they mostly wait: four at a time on two cores)
 # make image-test   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make slow-test    those that last for minutes, as an outage of one does
 # make check  format, lint, types, import contracts
@@ -13,7 +13,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 test: dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 image-test: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)

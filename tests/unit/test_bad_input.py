@@ -27,6 +27,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "exclude-for": (("1y", LENGTH), ("0", "write more than 0 seconds")),
     "node-unit": (("x", COUNT), ("0", "from 1"), ("3", "write --nnodes=3:3")),
     "rdzv-id": (("a/b", NAME), ("-x", NAME)),
+    "preload": (("json,nowhere", "there is no module nowhere; install it"),),
     "rdzv-backend": (("zookeeper", "known are static, etcd-v3"),),
     "rdzv-endpoint": (
         ("a:b", "write HOST:PORT with a port"),
