@@ -37,8 +37,8 @@ from checkpoint_report import Took, Trials, loading, saving, standing
 from checkpoint_worker import LOADS, SAVES, run_rank
 from rich.console import Console
 
-from zero_engine.checkpoint.fragments import check_cover, from_lists
-from zero_engine.checkpoint.plan import Wants, plan
+from zero_engine.checkpoint.format.fragments import check_cover, from_lists
+from zero_engine.checkpoint.format.plan import Wants, plan
 
 LIMIT_S = 1800.0
 WIDTH = 130

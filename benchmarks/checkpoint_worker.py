@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Shard
 import zero_engine
 from zero_engine.checkpoint import Ballot, find
 from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.ram_commit import RamSave, commit_in_ram
-from zero_engine.checkpoint.ram_node import RamNode
-from zero_engine.checkpoint.ram_peers import Neighbours
+from zero_engine.checkpoint.ram.ram_commit import RamSave, commit_in_ram
+from zero_engine.checkpoint.ram.ram_node import RamNode
+from zero_engine.checkpoint.ram.ram_peers import Neighbours
 from zero_engine.checkpoint.room import SharedRoom
 from zero_engine.engine import Engine
 from zero_engine.exchange.distributed import group_store

@@ -22,7 +22,7 @@ from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_engine.checkpoint import find
-from zero_engine.checkpoint.storage import Disk
+from zero_engine.checkpoint.files.storage import Disk
 from zero_engine.samples.ledger import read_ledger, verify
 from zero_orchestrator import contract
 

@@ -21,8 +21,8 @@ from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import SMALL
 from zero_engine import checkpoint
 from zero_engine.checkpoint import Loaded, Manifest, find
-from zero_engine.checkpoint.dtypes import byte_view
-from zero_engine.checkpoint.pieces import BUFFER
+from zero_engine.checkpoint.format.dtypes import byte_view
+from zero_engine.checkpoint.format.pieces import BUFFER
 from zero_engine.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 

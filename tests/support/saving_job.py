@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
 from zero_engine.checkpoint import Ballot, save
+from zero_engine.checkpoint.files.storage import Disk
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import Disk
 from zero_engine.errors import CheckpointError
 
 DEADLINE_S = 60

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_engine.checkpoint.dtypes import DTYPES
+from zero_engine.checkpoint.format.dtypes import DTYPES
 from zero_engine.errors import CheckpointError
 from zero_engine.state.client_state import LARGEST_BYTES, pack, unpack
 

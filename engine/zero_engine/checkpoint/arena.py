@@ -17,9 +17,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_engine.checkpoint.layout import FileLayout
+from zero_engine.checkpoint.files.slabs import Copy, copies, halves, slabs_of
+from zero_engine.checkpoint.format.layout import FileLayout
 from zero_engine.checkpoint.room import Room
-from zero_engine.checkpoint.slabs import Copy, copies, halves, slabs_of
 from zero_engine.errors import CheckpointError
 
 _GRAIN_BYTES = 2 << 20

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_engine.checkpoint.manifest import MANIFEST, QUARANTINE, Manifest
-from zero_engine.checkpoint.object_disk import disk_of
-from zero_engine.checkpoint.parse import (
+from zero_engine.checkpoint.files.object_disk import disk_of
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.format.manifest import MANIFEST, QUARANTINE, Manifest
+from zero_engine.checkpoint.format.parse import (
     ManifestError,
     NewerFormatError,
     RemovedError,
     read_manifest,
 )
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import Disk
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

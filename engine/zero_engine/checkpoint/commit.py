@@ -23,14 +23,14 @@ from dataclasses import dataclass
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
-from zero_engine.checkpoint.layout import FileLayout, block_bytes_for, lay_out
-from zero_engine.checkpoint.manifest import MANIFEST, directory_name, file_name
-from zero_engine.checkpoint.object_disk import disk_of
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.files.object_disk import disk_of
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.files.writer import Image, LiveImage, write_file
+from zero_engine.checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
+from zero_engine.checkpoint.format.manifest import MANIFEST, directory_name, file_name
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
-from zero_engine.checkpoint.storage import Disk
-from zero_engine.checkpoint.writer import Image, LiveImage, write_file
 from zero_engine.errors import CheckpointError, CommitRefused
 
 _NONCES = 16

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zero_engine.checkpoint.candidates import Rejected, examine, find
-from zero_engine.checkpoint.manifest import MANIFEST, TOMBSTONE
+from zero_engine.checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import Best, abandoned, expired, remove, sweep
 from zero_engine.errors import CheckpointError

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from zero_engine.checkpoint.objects import PROTOCOLS, ObjectPath, file_system
+from zero_engine.checkpoint.files.objects import PROTOCOLS, ObjectPath, file_system
 from zero_engine.errors import CheckpointError
 
 Place: TypeAlias = Path | ObjectPath

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from zero_engine.checkpoint.ballot import Record
-from zero_engine.checkpoint.bulk import uncollected
 from zero_engine.checkpoint.candidates import LATEST
-from zero_engine.checkpoint.fragments import COLUMNS, Fragments, check_cover, from_lists
-from zero_engine.checkpoint.layout import FileLayout
-from zero_engine.checkpoint.manifest import (
+from zero_engine.checkpoint.files.storage import REMOVED, Disk
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.fragments import COLUMNS, Fragments, check_cover, from_lists
+from zero_engine.checkpoint.format.layout import FileLayout
+from zero_engine.checkpoint.format.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
     encode,
     file_name,
 )
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.pieces import State
+from zero_engine.checkpoint.format.table import canonical, table_of
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import REMOVED, Disk
-from zero_engine.checkpoint.table import canonical, table_of
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

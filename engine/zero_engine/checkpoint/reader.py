@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.dtypes import byte_view, host_bytes
-from zero_engine.checkpoint.extents import describe, extents
-from zero_engine.checkpoint.manifest import FileRecord, Manifest
-from zero_engine.checkpoint.match import resolve
-from zero_engine.checkpoint.pieces import PARAM, Piece, State
+from zero_engine.checkpoint.files.source import Source, Span, open_source
+from zero_engine.checkpoint.files.writer import BlockHasher
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.dtypes import byte_view, host_bytes
+from zero_engine.checkpoint.format.extents import describe, extents
+from zero_engine.checkpoint.format.manifest import FileRecord, Manifest
+from zero_engine.checkpoint.format.match import resolve
+from zero_engine.checkpoint.format.pieces import PARAM, Piece, State
+from zero_engine.checkpoint.format.plan import READ_BYTES, Part, Read, Wants, cut, plan
+from zero_engine.checkpoint.format.table import table_of
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.plan import READ_BYTES, Part, Read, Wants, cut, plan
-from zero_engine.checkpoint.source import Source, Span, open_source
-from zero_engine.checkpoint.table import table_of
-from zero_engine.checkpoint.writer import BlockHasher
 from zero_engine.errors import DamagedCheckpoint
 
 _log = logging.getLogger(__name__)

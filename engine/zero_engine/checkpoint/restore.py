@@ -33,12 +33,12 @@ from zero_engine.checkpoint.candidates import (
     quarantine,
     scan,
 )
-from zero_engine.checkpoint.manifest import MANIFEST, Manifest
-from zero_engine.checkpoint.parse import ManifestError, parse, read_manifest
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.manifest import MANIFEST, Manifest
+from zero_engine.checkpoint.format.parse import ManifestError, parse, read_manifest
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.ram_node import age
-from zero_engine.checkpoint.ram_search import RamCheckpoint, RamSearch
+from zero_engine.checkpoint.ram.ram_node import age
+from zero_engine.checkpoint.ram.ram_search import RamCheckpoint, RamSearch
 from zero_engine.checkpoint.reader import Copies, fill
 from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch, PeerLost
 

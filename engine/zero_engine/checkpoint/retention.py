@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why
-from zero_engine.checkpoint.manifest import MANIFEST
-from zero_engine.checkpoint.object_disk import disk_of
+from zero_engine.checkpoint.files.object_disk import disk_of
+from zero_engine.checkpoint.files.storage import REMOVED, Disk
+from zero_engine.checkpoint.format.manifest import MANIFEST
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import REMOVED, Disk
 from zero_engine.errors import CheckpointError
 
 FEWEST_KEPT = 2

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from zero_engine.checkpoint.huge_pages import zeros
+from zero_engine.checkpoint.files.huge_pages import zeros
 
 _log = logging.getLogger(__name__)
 

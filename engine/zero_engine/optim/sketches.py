@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.dtypes import DTYPES, name_of
+from zero_engine.checkpoint.format.dtypes import DTYPES, name_of
 from zero_engine.errors import CheckpointError
 
 Path = tuple[str, ...]

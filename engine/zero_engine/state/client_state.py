@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.dtypes import DTYPES, byte_view, name_of
+from zero_engine.checkpoint.format.dtypes import DTYPES, byte_view, name_of
 from zero_engine.errors import CheckpointError
 
 LARGEST_BYTES = 1 << 20

@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.extents import Pieces
-from zero_engine.checkpoint.match import resolve
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_engine.checkpoint.table import TensorTable, table_of
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.extents import Pieces
+from zero_engine.checkpoint.format.match import resolve
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import TensorTable, table_of
 from zero_engine.errors import ModelMismatch
 from zero_engine.exchange.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners

@@ -22,9 +22,9 @@ from typing import Any
 
 from zero_engine import checkpoint
 from zero_engine.checkpoint import Ballot, Loaded, Manifest
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.checkpoint.ram.ram_search import RamSearch
 from zero_engine.checkpoint.tools.locate import hint
 from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.exchange.collectives import Pending

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
 from zero_engine.errors import CheckpointError
 from zero_engine.exchange.collectives import Collectives, wait
 from zero_engine.optim.zero_optimizer import ZeroOptimizer

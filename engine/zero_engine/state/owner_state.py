@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.dtypes import DTYPES
-from zero_engine.checkpoint.pieces import Piece, TensorId, TensorInfo
+from zero_engine.checkpoint.format.dtypes import DTYPES
+from zero_engine.checkpoint.format.pieces import Piece, TensorId, TensorInfo
 from zero_engine.errors import CheckpointError
 from zero_engine.exchange.collectives import Collectives
 from zero_engine.exchange.telling import tell

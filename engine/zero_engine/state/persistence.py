@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zero_engine import checkpoint
 from zero_engine.checkpoint.background import Outcome
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config

@@ -24,13 +24,13 @@ from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena, FrozenImage
 from zero_engine.checkpoint.background import Background
 from zero_engine.checkpoint.candidates import newest_committed
-from zero_engine.checkpoint.layout import FileLayout
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.layout import FileLayout
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.ram_commit import NotKept, RamOff, RamSave, commit_in_ram
-from zero_engine.checkpoint.ram_node import RamNode, home_of
-from zero_engine.checkpoint.ram_peers import Neighbours
-from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.checkpoint.ram.ram_commit import NotKept, RamOff, RamSave, commit_in_ram
+from zero_engine.checkpoint.ram.ram_node import RamNode, home_of
+from zero_engine.checkpoint.ram.ram_peers import Neighbours
+from zero_engine.checkpoint.ram.ram_search import RamSearch
 from zero_engine.checkpoint.restore import Loaded
 from zero_engine.checkpoint.room import NoArena, SharedRoom, sweep
 from zero_engine.config.saving import Ram

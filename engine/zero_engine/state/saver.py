@@ -18,18 +18,18 @@ from functools import partial
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.background import Background, Outcome
-from zero_engine.checkpoint.direct import DirectDisk
+from zero_engine.checkpoint.files.direct import DirectDisk
+from zero_engine.checkpoint.files.object_disk import disk_of
+from zero_engine.checkpoint.files.slabs import two_rooms
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.files.writer import Image, LiveImage
+from zero_engine.checkpoint.format.layout import FileLayout
+from zero_engine.checkpoint.format.pieces import Piece, State
 from zero_engine.checkpoint.housekeeping import Keep, tidy
-from zero_engine.checkpoint.layout import FileLayout
-from zero_engine.checkpoint.object_disk import disk_of
-from zero_engine.checkpoint.pieces import Piece, State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.room import NoArena, PrivateRoom
-from zero_engine.checkpoint.slabs import two_rooms
-from zero_engine.checkpoint.storage import Disk
-from zero_engine.checkpoint.writer import Image, LiveImage
 from zero_engine.config.saving import Checkpoint
 from zero_engine.elastic import AgentLink
 from zero_engine.errors import CheckpointError, CommitRefused, PeerLost

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.pieces import PARAM
+from zero_engine.checkpoint.format.pieces import PARAM
 from zero_engine.checkpoint.tools.arguments import size
 from zero_engine.checkpoint.tools.export import Selection, export_hf, export_torch, select
 from zero_engine.checkpoint.tools.locate import one

@@ -24,11 +24,11 @@ from tests.unit.checkpoint.support import (
 )
 from zero_engine.checkpoint import own_layout, save
 from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.files.slabs import SLAB_BYTES
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.files.writer import LiveImage, write_file
+from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.checkpoint.room import NoArena, PrivateRoom, SharedRoom, sweep
-from zero_engine.checkpoint.slabs import SLAB_BYTES
-from zero_engine.checkpoint.storage import Disk
-from zero_engine.checkpoint.writer import LiveImage, write_file
 from zero_engine.errors import CheckpointError
 
 

@@ -23,7 +23,7 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_engine.checkpoint import find, save
-from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId
+from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_engine.errors import CheckpointError, CommitRefused
 
 

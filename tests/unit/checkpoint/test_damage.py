@@ -20,7 +20,7 @@ from tests.unit.checkpoint.support import (
 )
 from zero_engine.checkpoint import find, load
 from zero_engine.checkpoint.candidates import Why
-from zero_engine.checkpoint.storage import Disk
+from zero_engine.checkpoint.files.storage import Disk
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from tests.unit.checkpoint.support import adam_state, saved
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, TensorId
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_engine.checkpoint.tools import export, locate
 from zero_engine.checkpoint.tools.adopt import Dtypes, adopt
 from zero_engine.checkpoint.tools.foreign import read_hf, read_torch

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
-from zero_engine.checkpoint import fetches, huge_pages
-from zero_engine.checkpoint.fetches import _SLABS, LEAST_BYTES, is_cached
-from zero_engine.checkpoint.pieces import PARAM, TensorId
-from zero_engine.checkpoint.source import open_source
+from zero_engine.checkpoint.files import fetches, huge_pages
+from zero_engine.checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
+from zero_engine.checkpoint.files.source import open_source
+from zero_engine.checkpoint.format.pieces import PARAM, TensorId
 from zero_engine.errors import DamagedCheckpoint
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, TensorId
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_engine.checkpoint.tools import adopt, locate
 from zero_engine.checkpoint.tools.adopt import Dtypes
 from zero_engine.checkpoint.tools.dcp import read_dcp

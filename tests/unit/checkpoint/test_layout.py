@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zero_engine.checkpoint import own_layout
-from zero_engine.checkpoint.layout import parts
-from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.layout import parts
+from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
 
 NAMES = ("a", "b", "c", "d")
 

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, saved
-from zero_engine.checkpoint.manifest import check_json
-from zero_engine.checkpoint.parse import ManifestError, NewerFormatError, parse
-from zero_engine.checkpoint.table import TensorTable
+from zero_engine.checkpoint.format.manifest import check_json
+from zero_engine.checkpoint.format.parse import ManifestError, NewerFormatError, parse
+from zero_engine.checkpoint.format.table import TensorTable
 from zero_engine.errors import CheckpointError
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.unit.checkpoint.support import share, table
 from zero_engine.checkpoint import own_layout
-from zero_engine.checkpoint.fragments import check_cover, first_break, from_lists
-from zero_engine.checkpoint.layout import block_bytes_for
-from zero_engine.checkpoint.pieces import PARAM, State, TensorId, TensorInfo
-from zero_engine.checkpoint.plan import Part, Wants, plan
+from zero_engine.checkpoint.format.fragments import check_cover, first_break, from_lists
+from zero_engine.checkpoint.format.layout import block_bytes_for
+from zero_engine.checkpoint.format.pieces import PARAM, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.plan import Part, Wants, plan
 
 BLOCK = 64
 

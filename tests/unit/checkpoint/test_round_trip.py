@@ -22,10 +22,10 @@ from tests.unit.checkpoint.support import (
     table,
 )
 from zero_engine.checkpoint import Loaded, find, load, reader
-from zero_engine.checkpoint.dtypes import DTYPES, byte_view
-from zero_engine.checkpoint.layout import PAGE_BYTES
-from zero_engine.checkpoint.pieces import PARAM, Piece, State, TensorId
-from zero_engine.checkpoint.storage import DISK
+from zero_engine.checkpoint.files.storage import DISK
+from zero_engine.checkpoint.format.dtypes import DTYPES, byte_view
+from zero_engine.checkpoint.format.layout import PAGE_BYTES
+from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
 from zero_engine.checkpoint import find, retention
 from zero_engine.checkpoint.candidates import quarantine
-from zero_engine.checkpoint.pieces import PARAM, TensorId
+from zero_engine.checkpoint.format.pieces import PARAM, TensorId
 from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.tools import locate, upkeep
 from zero_engine.checkpoint.tools.cli import main

@@ -7,8 +7,8 @@ import torch
 
 from tests.unit.checkpoint.support import adam_state, blank, flip, on_ranks, saved, share
 from zero_engine.checkpoint import find, load
-from zero_engine.checkpoint.dtypes import byte_view
-from zero_engine.checkpoint.pieces import PARAM
+from zero_engine.checkpoint.format.dtypes import byte_view
+from zero_engine.checkpoint.format.pieces import PARAM
 from zero_engine.errors import CheckpointError, ModelMismatch
 
 WORLD = 3

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.commit import save
-from zero_engine.checkpoint.dtypes import byte_view, host_bytes
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.dtypes import byte_view, host_bytes
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools.foreign import Foreign
 from zero_engine.errors import CheckpointError

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.dtypes import byte_view
-from zero_engine.checkpoint.pieces import TensorId
+from zero_engine.checkpoint.format.dtypes import byte_view
+from zero_engine.checkpoint.format.pieces import TensorId
 from zero_engine.checkpoint.tools.tensors import read_tensors
 from zero_engine.checkpoint.tools.verify import Progress
 

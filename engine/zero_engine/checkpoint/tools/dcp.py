@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from zero_engine.checkpoint.dtypes import NAMES
+from zero_engine.checkpoint.format.dtypes import NAMES
 from zero_engine.checkpoint.tools.foreign import Foreign, is_buffer
 from zero_engine.checkpoint.tools.hyper import group_record, plain
 from zero_engine.checkpoint.tools.pickles import load_listed, load_torch

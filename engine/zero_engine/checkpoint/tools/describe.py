@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.manifest import QUARANTINE
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, TensorId
+from zero_engine.checkpoint.format.manifest import QUARANTINE
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_engine.checkpoint.tools.listing import engine_meta
 from zero_engine.checkpoint.tools.tensors import read_tensors
 from zero_engine.checkpoint.tools.verify import Progress, total_bytes

@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.pieces import BUFFER, PARAM, TensorId, TensorInfo
-from zero_engine.checkpoint.storage import DISK
-from zero_engine.checkpoint.table import numel
+from zero_engine.checkpoint.files.storage import DISK
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import numel
 from zero_engine.checkpoint.tools.tensors import read_tensors
 from zero_engine.checkpoint.tools.verify import Progress
 from zero_engine.errors import CheckpointError

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected, Why, scan
-from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.format.manifest import MANIFEST
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import going, last_change_s
 from zero_engine.checkpoint.tools.verify import Damage, present_bytes, total_bytes

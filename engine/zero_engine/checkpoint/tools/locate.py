@@ -17,8 +17,8 @@ from zero_engine.checkpoint.candidates import (
     examine,
     scan,
 )
-from zero_engine.checkpoint.manifest import MANIFEST
-from zero_engine.checkpoint.parse import read_manifest
+from zero_engine.checkpoint.format.manifest import MANIFEST
+from zero_engine.checkpoint.format.parse import read_manifest
 from zero_engine.checkpoint.place import Place, place
 from zero_engine.errors import CheckpointError
 

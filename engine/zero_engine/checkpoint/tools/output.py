@@ -33,8 +33,8 @@ from rich.table import Table
 from rich.tree import Tree
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.objects import ObjectPath
-from zero_engine.checkpoint.pieces import BUFFER, PARAM
+from zero_engine.checkpoint.files.objects import ObjectPath
+from zero_engine.checkpoint.format.pieces import BUFFER, PARAM
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools.compare import Difference, Relation
 from zero_engine.checkpoint.tools.listing import Row, Status

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.pieces import Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import numel
 from zero_engine.checkpoint.reader import fill
-from zero_engine.checkpoint.table import numel
 from zero_engine.errors import CheckpointError
 
 BATCH_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zero_engine.checkpoint.candidates import LATEST, Candidate, Why, find
-from zero_engine.checkpoint.object_disk import disk_of
+from zero_engine.checkpoint.files.object_disk import disk_of
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import Best, abandoned, check_policy, expired, remove, sweep
 from zero_engine.checkpoint.tools.listing import Check

@@ -19,10 +19,10 @@ from functools import partial
 import xxhash
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected
-from zero_engine.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from zero_engine.checkpoint.plan import READ_BYTES
+from zero_engine.checkpoint.files.source import Source, Span, open_source
+from zero_engine.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest
+from zero_engine.checkpoint.format.plan import READ_BYTES
 from zero_engine.checkpoint.reader import contents
-from zero_engine.checkpoint.source import Source, Span, open_source
 
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""

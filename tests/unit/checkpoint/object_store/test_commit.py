@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.s3_server import s3_server
 from tests.unit.checkpoint.support import SmallObjects, adam_state, names, save_all, saved
-from zero_engine.checkpoint.manifest import MANIFEST
-from zero_engine.checkpoint.object_disk import OBJECTS, _create
+from zero_engine.checkpoint.files.object_disk import OBJECTS, _create
+from zero_engine.checkpoint.format.manifest import MANIFEST
 from zero_engine.checkpoint.place import place
 from zero_engine.errors import CheckpointError, CommitRefused
 

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, blank, load_all, save_all, saved
-from zero_engine.checkpoint.objects import ObjectPath
+from zero_engine.checkpoint.files.objects import ObjectPath
 from zero_engine.checkpoint.place import place
 from zero_engine.checkpoint.tools.cli import main
 from zero_engine.errors import CheckpointError

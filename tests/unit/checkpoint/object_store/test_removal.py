@@ -16,8 +16,8 @@ from tests.unit.checkpoint.support import (
 )
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.candidates import Why
+from zero_engine.checkpoint.files.object_disk import OBJECTS
 from zero_engine.checkpoint.housekeeping import Keep, tidy
-from zero_engine.checkpoint.object_disk import OBJECTS
 from zero_engine.checkpoint.retention import remove, sweep
 from zero_engine.errors import CheckpointError
 

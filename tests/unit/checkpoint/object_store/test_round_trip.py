@@ -20,10 +20,11 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_engine.checkpoint import find, objects, save
+from zero_engine.checkpoint import find, save
 from zero_engine.checkpoint.candidates import Why
+from zero_engine.checkpoint.files import objects
+from zero_engine.checkpoint.files.source import open_source
 from zero_engine.checkpoint.place import place
-from zero_engine.checkpoint.source import open_source
 from zero_engine.checkpoint.tools.cli import main
 from zero_engine.errors import DamagedCheckpoint
 

@@ -11,10 +11,10 @@ from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, sam
 from zero_agent.ram import Ram
 from zero_engine.checkpoint import Ballot, Loaded, load, own_layout
 from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.ram_commit import Kept, RamSave, commit_in_ram
-from zero_engine.checkpoint.ram_node import RamNode, home_of
-from zero_engine.checkpoint.ram_peers import Neighbours
-from zero_engine.checkpoint.ram_search import RamSearch
+from zero_engine.checkpoint.ram.ram_commit import Kept, RamSave, commit_in_ram
+from zero_engine.checkpoint.ram.ram_node import RamNode, home_of
+from zero_engine.checkpoint.ram.ram_peers import Neighbours
+from zero_engine.checkpoint.ram.ram_search import RamSearch
 from zero_engine.checkpoint.room import SharedRoom
 from zero_orchestrator.contract import RamRequest
 

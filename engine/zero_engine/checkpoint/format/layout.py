@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.dtypes import byte_view, name_of
-from zero_engine.checkpoint.extents import Extents, extents
-from zero_engine.checkpoint.fragments import Ints, run_lengths
-from zero_engine.checkpoint.pieces import Piece, State, TensorId, TensorInfo
-from zero_engine.checkpoint.table import TensorTable, table_of
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.dtypes import byte_view, name_of
+from zero_engine.checkpoint.format.extents import Extents, extents
+from zero_engine.checkpoint.format.fragments import Ints, run_lengths
+from zero_engine.checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import TensorTable, table_of
 from zero_engine.errors import CheckpointError
 
 PAGE_BYTES = 4096

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.fragments import Fragments
-from zero_engine.checkpoint.pieces import TensorId, TensorInfo
-from zero_engine.checkpoint.table import canonical, table_of
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.fragments import Fragments
+from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import canonical, table_of
 from zero_engine.errors import CheckpointError
 
 FORMAT = 1

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.huge_pages import zeros
-from zero_engine.checkpoint.layout import FileLayout, parts
+from zero_engine.checkpoint.files.huge_pages import zeros
+from zero_engine.checkpoint.format.layout import FileLayout, parts
 
 SLAB_BYTES = 16 << 20
 """Large enough to be written past the page cache, see `direct`."""

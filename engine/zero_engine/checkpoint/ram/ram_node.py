@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_engine.checkpoint.arena import FrozenImage
-from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.format.manifest import MANIFEST
 
 _NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
 _TEMPORARY = f"{MANIFEST}.tmp."

@@ -22,11 +22,11 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from zero_engine.checkpoint.layout import FileLayout
-from zero_engine.checkpoint.manifest import Digests, FileRecord
+from zero_engine.checkpoint.files.slabs import copies, two_rooms
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.format.layout import FileLayout
+from zero_engine.checkpoint.format.manifest import Digests, FileRecord
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.slabs import copies, two_rooms
-from zero_engine.checkpoint.storage import Disk
 
 
 class Image(Protocol):

@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from zero_engine.checkpoint.manifest import MANIFEST
+from zero_engine.checkpoint.format.manifest import MANIFEST
 from zero_engine.checkpoint.place import Place
 
 _BUFFER_BYTES = 1 << 20

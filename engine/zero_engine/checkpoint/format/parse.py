@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from zero_engine.checkpoint.bulk import uncollected
-from zero_engine.checkpoint.dtypes import DTYPES
-from zero_engine.checkpoint.fragments import (
+from zero_engine.checkpoint.format.bulk import uncollected
+from zero_engine.checkpoint.format.dtypes import DTYPES
+from zero_engine.checkpoint.format.fragments import (
     COLUMNS,
     Fragments,
     check_cover,
     first_break,
     from_lists,
 )
-from zero_engine.checkpoint.layout import PAGE_BYTES
-from zero_engine.checkpoint.manifest import (
+from zero_engine.checkpoint.format.layout import PAGE_BYTES
+from zero_engine.checkpoint.format.manifest import (
     FORMAT,
     TOMBSTONE,
     FileRecord,
@@ -38,9 +38,9 @@ from zero_engine.checkpoint.manifest import (
     split_envelope,
     unpack_digests,
 )
-from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import TensorTable, known_table, remember_table, table_of
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.table import TensorTable, known_table, remember_table, table_of
 from zero_engine.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30

@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 
-from zero_engine.checkpoint.source import Source, Span
+from zero_engine.checkpoint.files.source import Source, Span
 
 PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "memory": ""}
 """Protocol -> the extra of this distribution that brings its file system."""

@@ -18,9 +18,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from zero_engine.checkpoint.dtypes import name_of
-from zero_engine.checkpoint.fragments import Ints
-from zero_engine.checkpoint.pieces import TensorId, TensorInfo
+from zero_engine.checkpoint.format.dtypes import name_of
+from zero_engine.checkpoint.format.fragments import Ints
+from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
 from zero_engine.errors import CheckpointError
 
 

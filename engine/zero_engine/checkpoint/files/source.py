@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from zero_engine.checkpoint.fetches import Fetches
+from zero_engine.checkpoint.files.fetches import Fetches
 
 if TYPE_CHECKING:
     from zero_engine.checkpoint.place import Place

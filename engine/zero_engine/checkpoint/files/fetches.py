@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zero_engine.checkpoint.huge_pages import are_given, zeros
-from zero_engine.checkpoint.layout import PAGE_BYTES
-from zero_engine.checkpoint.plan import READ_BYTES
+from zero_engine.checkpoint.files.huge_pages import are_given, zeros
+from zero_engine.checkpoint.format.layout import PAGE_BYTES
+from zero_engine.checkpoint.format.plan import READ_BYTES
 
 if TYPE_CHECKING:
-    from zero_engine.checkpoint.source import Span
+    from zero_engine.checkpoint.files.source import Span
 
 LEAST_BYTES = 256 << 10
 """Shorter ranges are read plainly: a disk would do little else than begin."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero_engine.checkpoint.fragments import Fragments, Ints, run_lengths
+from zero_engine.checkpoint.format.fragments import Fragments, Ints, run_lengths
 
 READ_BYTES = 4 << 20
 """Of one read: a disk needs no longer ones to be at its fastest."""

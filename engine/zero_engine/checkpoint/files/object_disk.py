@@ -26,10 +26,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
-from zero_engine.checkpoint.manifest import MANIFEST, TOMBSTONE
-from zero_engine.checkpoint.objects import ObjectPath, file_system, telling
+from zero_engine.checkpoint.files.objects import ObjectPath, file_system, telling
+from zero_engine.checkpoint.files.storage import DISK, Disk
+from zero_engine.checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.storage import DISK, Disk
 from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zero_engine.checkpoint.fragments import Ints
-from zero_engine.checkpoint.pieces import Piece, TensorId, TensorInfo
-from zero_engine.checkpoint.table import TensorTable, numel
+from zero_engine.checkpoint.format.fragments import Ints
+from zero_engine.checkpoint.format.pieces import Piece, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import TensorTable, numel
 from zero_engine.errors import CheckpointError
 
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from zero_engine.checkpoint.fragments import Ints
-from zero_engine.checkpoint.manifest import Manifest
-from zero_engine.checkpoint.pieces import State, TensorId, TensorInfo
-from zero_engine.checkpoint.table import table_of
+from zero_engine.checkpoint.format.fragments import Ints
+from zero_engine.checkpoint.format.manifest import Manifest
+from zero_engine.checkpoint.format.pieces import State, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import table_of
 from zero_engine.errors import ModelMismatch
 
 _SHOWN = 5

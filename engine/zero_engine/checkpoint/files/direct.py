@@ -25,8 +25,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from zero_engine.checkpoint.layout import PAGE_BYTES
-from zero_engine.checkpoint.storage import Disk
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.format.layout import PAGE_BYTES
 
 _log = logging.getLogger(__name__)
 

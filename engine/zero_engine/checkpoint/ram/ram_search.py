@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from zero_engine.checkpoint.ballot import Ballot, Record
-from zero_engine.checkpoint.manifest import MANIFEST, Manifest
-from zero_engine.checkpoint.parse import MAX_MANIFEST_BYTES, ManifestError, parse
-from zero_engine.checkpoint.ram_node import Holdings, RamNode, age, home_of
-from zero_engine.checkpoint.ram_peers import open_remote, read_whole
+from zero_engine.checkpoint.files.source import open_source
+from zero_engine.checkpoint.format.manifest import MANIFEST, Manifest
+from zero_engine.checkpoint.format.parse import MAX_MANIFEST_BYTES, ManifestError, parse
+from zero_engine.checkpoint.ram.ram_node import Holdings, RamNode, age, home_of
+from zero_engine.checkpoint.ram.ram_peers import open_remote, read_whole
 from zero_engine.checkpoint.reader import Opener
-from zero_engine.checkpoint.source import open_source
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 _log = logging.getLogger(__name__)

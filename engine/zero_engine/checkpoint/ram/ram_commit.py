@@ -31,18 +31,18 @@ from pathlib import Path
 from zero_engine.checkpoint.arena import FrozenImage
 from zero_engine.checkpoint.ballot import Ballot, Record
 from zero_engine.checkpoint.commit import generation
-from zero_engine.checkpoint.layout import block_bytes_for
-from zero_engine.checkpoint.manifest import (
+from zero_engine.checkpoint.files.writer import BlockHasher
+from zero_engine.checkpoint.format.layout import block_bytes_for
+from zero_engine.checkpoint.format.manifest import (
     FileRecord,
     directory_name,
     encode,
     file_name,
 )
-from zero_engine.checkpoint.pieces import State
+from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.publish import Fence, Header, assemble, vote_for
-from zero_engine.checkpoint.ram_node import RamNode, home_of, keep_manifest, seal
-from zero_engine.checkpoint.ram_peers import Neighbours, neighbours
-from zero_engine.checkpoint.writer import BlockHasher
+from zero_engine.checkpoint.ram.ram_node import RamNode, home_of, keep_manifest, seal
+from zero_engine.checkpoint.ram.ram_peers import Neighbours, neighbours
 from zero_engine.errors import CheckpointError, CommitRefused
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from zero_engine.checkpoint.arena import FrozenImage
-from zero_engine.checkpoint.manifest import FileRecord
-from zero_engine.checkpoint.source import Span
+from zero_engine.checkpoint.files.source import Span
+from zero_engine.checkpoint.format.manifest import FileRecord
 from zero_orchestrator import ram_wire
 from zero_orchestrator.ram_wire import Get, Put
 
