@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_engine.checkpoint.format.manifest import check_json
-from zero_engine.checkpoint.format.parse import ManifestError, NewerFormatError, parse
+from zero_engine.checkpoint.format.parse import (
+    ManifestError,
+    NewerFormatError,
+    parse,
+    read_manifest,
+)
 from zero_engine.checkpoint.format.table import TensorTable
 from zero_engine.errors import CheckpointError
 
@@ -152,6 +158,13 @@ def test_what_only_looks_like_the_table_at_the_end_of_a_manifest_is_left_where_i
         assert (found.tensors == here, found.meta) == (True, meta)
         with pytest.raises(ManifestError, match="fragments"):  # they are of the reversed table
             parse(hidden)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_no_manifest_and_is_not_read(tmp_path, make):
+    make(path := tmp_path / "MANIFEST.json")
+    with pytest.raises(ManifestError, match=r"MANIFEST.json: no regular file; not a manifest"):
+        read_manifest(path)
 
 
 def test_a_key_that_is_there_twice_is_refused(text):

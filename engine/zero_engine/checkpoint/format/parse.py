@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ def read_manifest(path: Place) -> Manifest:
     """
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
+    if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
+        raise ManifestError(f"{path}: no regular file; not a manifest")
     try:
         manifest = parse(path.read_bytes())
     except ManifestError as error:
