@@ -65,6 +65,11 @@ def delete(path, file):
     (path / file.name).unlink()
 
 
+def put_a_pipe_in_its_place(path, file):
+    delete(path, file)
+    os.mkfifo(path / file.name)
+
+
 def swap_with_the_next(path, file):
     ours, other = path / file.name, path / "r00002.safetensors"
     ours.rename(path / "spare")
@@ -79,6 +84,7 @@ HARMS = [
     truncate_by_a_byte,
     truncate_by_a_page,
     delete,
+    put_a_pipe_in_its_place,
     swap_with_the_next,
 ]
 

@@ -9,7 +9,9 @@ Called by `reader` and `tools.verify`.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,8 +50,11 @@ def open_source(path: Place) -> AbstractContextManager[Source]:
 @contextmanager
 def _open_file(path: Path) -> Iterator[Source]:
     with ExitStack() as opened:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without waiting: a pipe in the place of a file may never get a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         opened.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "is no regular file", str(path))
         fetches = None
         with suppress(OSError):  # then all is read plainly
             fetches = Fetches(path)
