@@ -45,7 +45,9 @@ class Counting(Cluster):
     """A job of such workers."""
 
     def __init__(self, directory, endpoint, restarts):
-        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start")
+        # Two nodes that are started at once are to meet in round 1, however busy the machine is.
+        settle = "--rdzv-conf=last_call_timeout=10"
+        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start", settle)
         (directory / "counts").mkdir()
         script = directory / "count.py"
         script.write_text(COUNTS)
