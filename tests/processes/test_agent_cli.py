@@ -132,6 +132,7 @@ def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
     (tmp_path / "threads.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
+    (tmp_path / "broken.py").write_text("raise ValueError('no luck')")
     script = tmp_path / "script.py"
     script.touch()
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
@@ -139,6 +140,7 @@ def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
         (("--preload=torch,nowhere.at.all",), "there is no module nowhere.at.all; install it"),
         (("--preload=threads", "--cold-start"), "leave out --preload, or --cold-start"),
         (("--preload=threads",), "importing threads starts a thread"),
+        (("--preload=broken",), "importing broken has failed: ValueError: no luck; python -c"),
     ):
         done = agent("--standalone", *flags, str(script), env=env)
         assert (done.returncode != 0, done.stdout) == (True, "")

@@ -198,6 +198,11 @@ def preload(modules: list[str]) -> None:
         except ModuleNotFoundError as error:
             if error.name == module and "." in module:  # of a package that is there
                 print(f"zero-agent: there is no module {module} to preload", file=sys.stderr)
+        except Exception as error:
+            raise SystemExit(
+                f"zero-agent: importing {module} has failed: {type(error).__name__}: {error}; "
+                f"python -c 'import {module}' shows where"
+            ) from None
         if threading.active_count() > 1:
             raise SystemExit(
                 f"zero-agent: importing {module} starts a thread, which workers that "
