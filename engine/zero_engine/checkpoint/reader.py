@@ -143,7 +143,7 @@ class _Reader:
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
-            raise self._damage(file, read, 0, str(error.strerror)) from error
+            raise self._damage(file, read, 0, f"cannot be read: {error.strerror}") from error
         return count
 
     def _span(self, file: FileRecord, read: Read) -> Span:
@@ -176,7 +176,7 @@ class _Reader:
     def _read_singly(self, source: Source, file: FileRecord, read: Read, error: OSError) -> int:
         """Find out which block of a read that failed is to blame."""
         if len(read.blocks) == 1:
-            raise self._damage(file, read, 0, str(error.strerror)) from error
+            raise self._damage(file, read, 0, f"cannot be read: {error.strerror}") from error
         blocks = cut(read.file, read.parts, self._manifest.block_bytes, most_blocks=1)
         return sum(self._read(source, file, block) for block in blocks)
 

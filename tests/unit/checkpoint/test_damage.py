@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.unit.checkpoint.support import (
 from zero_engine.checkpoint import find, load
 from zero_engine.checkpoint.candidates import Why
 from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.patience import MAY_PASS, TRIES
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
@@ -125,22 +127,74 @@ def test_the_named_range_holds_the_damaged_element(root):
     assert high - low <= 1024  # a block of 4 KiB
 
 
+class Failing:
+    """Reads of one file fail from a byte on: so many times, or always."""
+
+    def __init__(self, monkeypatch, file, number, *, begin=0, times=None):
+        self.tried = 0
+        self._file, self._number, self._begin, self._times = str(file), number, begin, times
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, descriptor, buffers, offset):
+        reaches = offset + sum(map(len, buffers)) > self._begin
+        if reaches and os.readlink(f"/proc/self/fd/{descriptor}") == self._file:
+            self.tried += 1
+            if self._times is None or self.tried <= self._times:
+                raise OSError(self._number, os.strerror(self._number))
+        return self._preadv(descriptor, buffers, offset)
+
+
 def test_blocks_that_the_disk_cannot_read_any_more_are_damage(root, monkeypatch):
-    bad, preadv = newest(root), os.preadv
-
-    def failing(descriptor, buffers, offset):
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        end = offset + sum(map(len, buffers))
-        if name == f"{bad.path}/r00001.safetensors" and end > 8192:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
+    bad = newest(root)
+    Failing(monkeypatch, bad.path / "r00001.safetensors", errno.EIO, begin=8192)
     target = blank(OLD)
     assert {result.manifest.step for result in load_all(root, target, 3)} == {1}
     assert same_bits(target, OLD)
     reason = (bad.path / "QUARANTINE").read_text()
-    assert re.search(r"r00001.safetensors: block 2 \(bytes 8192:12288\) Input/output err", reason)
+    said = "cannot be read: Input/output error; it holds"
+    assert re.search(rf"r00001.safetensors: block 2 \(bytes 8192:12288\) {said}", reason)
+
+
+@pytest.mark.parametrize("number", sorted(MAY_PASS))
+def test_what_can_be_read_the_next_time_is_no_damage(root, monkeypatch, number):
+    best, target = newest(root), blank(NEW)
+    failing = Failing(monkeypatch, best.path / "r00001.safetensors", number, times=TRIES)
+    assert load_all(root, target)[0].manifest.step == 2
+    assert same_bits(target, NEW)
+    assert failing.tried > TRIES
+    assert find(root).rejected == ()
+
+
+def test_a_file_that_cannot_be_read_at_all_is_waited_for_only_once(root, monkeypatch):
+    bad = newest(root)
+    failing = Failing(monkeypatch, bad.path / "r00001.safetensors", errno.EIO)
+    load_all(root, blank(OLD), 1)
+    assert failing.tried == 1 + TRIES + 1  # the read, the tries, its first block
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT])
+def test_a_server_that_stays_away_is_an_error_that_blames_no_checkpoint(root, monkeypatch, number):
+    best = newest(root)
+    file = best.path / "r00001.safetensors"
+    Failing(monkeypatch, file, number)
+    (error,) = load_all(root, blank(NEW), 1)
+    assert isinstance(error, CheckpointError)
+    assert str(error).endswith(f"{os.strerror(number)}: '{file}'")
+    assert find(root).rejected == ()
+
+
+def test_a_manifest_that_can_be_read_the_next_time_is_still_the_newest(root, monkeypatch):
+    manifest, read, tried = newest(root).path / "MANIFEST.json", Path.read_bytes, []
+
+    def failing(path):
+        if path == manifest and (tried.append(path) or len(tried) < TRIES):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert load_all(root, blank(NEW))[0].manifest.step == 2
+    assert len(tried) >= TRIES
 
 
 def test_a_flipped_bit_of_a_moment_is_named_by_parameter_and_range(root):

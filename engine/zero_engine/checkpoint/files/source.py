@@ -2,7 +2,7 @@
 
 Must always hold: a source delivers the bytes of its file or fewer, never other ones; whoever
 reads verifies them. Errors are OSErrors: ENOENT and EIO mean that the file is damaged, anything
-else that it could not be reached.
+else that it could not be reached. A file of this machine is read more than once before it says so.
 
 Called by `reader` and `tools.verify`.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from zero_engine.checkpoint.files.fetches import Fetches
+from zero_engine.checkpoint.patience import may_pass, patiently
 
 if TYPE_CHECKING:
     from zero_engine.checkpoint.place import Place
@@ -50,24 +51,31 @@ def open_source(path: Place) -> AbstractContextManager[Source]:
 @contextmanager
 def _open_file(path: Path) -> Iterator[Source]:
     with ExitStack() as opened:
-        # Without waiting: a pipe in the place of a file may never get a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = patiently(_descriptor, path)
         opened.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "is no regular file", str(path))
+            raise OSError(errno.EIO, "it is no regular file", str(path))
         fetches = None
         with suppress(OSError):  # then all is read plainly
             fetches = Fetches(path)
             opened.callback(fetches.close)
-        yield _File(descriptor, fetches)
+        yield _File(path, descriptor, fetches)
 
 
-@dataclass(frozen=True, slots=True)
+def _descriptor(path: Path) -> int:
+    # Without waiting: a pipe in the place of a file may never get a writer.
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+@dataclass(slots=True)
 class _File:
     """A file of this machine: what was not fetched is read straight into place."""
 
+    path: Path
     descriptor: int
     fetches: Fetches | None
+    is_hopeless: bool = False
+    """It failed as often as is tried; so nobody waits again, however many ranges are wanted."""
 
     def expect(self, spans: Sequence[Span]) -> None:
         if self.fetches is not None:
@@ -79,12 +87,34 @@ class _File:
             return 0
         missing = sum(map(len, left))
         while left:
-            count = os.preadv(self.descriptor, left[:_IOV_MAX], offset)
+            count = self._read(left[:_IOV_MAX], offset)
             if count == 0:
                 break
             offset, missing = offset + count, missing - count
             left = _drop(left, count)
         return missing
+
+    def _read(self, buffers: list[memoryview], offset: int) -> int:
+        try:
+            return os.preadv(self.descriptor, buffers, offset)
+        except OSError as error:
+            if self.is_hopeless or not may_pass(error):
+                raise
+        try:
+            return patiently(self._read_anew, buffers, offset)
+        except OSError:
+            self.is_hopeless = True
+            raise
+
+    def _read_anew(self, buffers: list[memoryview], offset: int) -> int:
+        """Through another descriptor: one that a server has forgotten stays stale."""
+        descriptor = _descriptor(self.path)
+        try:
+            return os.preadv(descriptor, buffers, offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        finally:
+            os.close(descriptor)
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:

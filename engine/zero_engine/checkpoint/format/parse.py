@@ -41,6 +41,7 @@ from zero_engine.checkpoint.format.manifest import (
 )
 from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.format.table import TensorTable, known_table, remember_table, table_of
+from zero_engine.checkpoint.patience import patiently
 from zero_engine.checkpoint.place import Place
 from zero_engine.errors import CheckpointError
 
@@ -71,12 +72,9 @@ def read_manifest(path: Place) -> Manifest:
         ManifestError: It is damaged, hostile or too new; the message says where.
         OSError: It could not be read (FileNotFoundError: the checkpoint is not committed).
     """
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
-    if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
-        raise ManifestError(f"{path}: no regular file; not a manifest")
+    text = patiently(_text, path)
     try:
-        manifest = parse(path.read_bytes())
+        manifest = parse(text)
     except ManifestError as error:
         raise type(error)(f"{path}: {error}") from error
     if manifest.directory != path.parent.name:
@@ -85,6 +83,15 @@ def read_manifest(path: Place) -> Manifest:
             "move it back there to use it"
         )
     return manifest
+
+
+def _text(path: Place) -> bytes:
+    """What may be a manifest; raises as `read_manifest`."""
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
+    if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
+        raise ManifestError(f"{path}: no regular file; not a manifest")
+    return path.read_bytes()
 
 
 @uncollected()
