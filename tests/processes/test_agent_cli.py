@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 from tests.support.cluster import TRAIN, descendants, environment, final_hash, is_alive, training
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import free_port
+from zero_agent.workers.workers import CLOSE_TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -146,6 +148,45 @@ def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
         assert (done.returncode != 0, done.stdout) == (True, "")
         assert told in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def importing(tmp_path):
+    """An agent whose nursery imports without end, and the process that does."""
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib, signal, subprocess\n"
+        "subprocess.Popen(['sleep', '120'])\n"
+        "pathlib.Path(__file__).with_name('imports').write_text(f'{os.getpid()}\\n')\n"
+        "signal.pause()\n"
+    )
+    (tmp_path / "script.py").touch()
+    command = [sys.executable, "-m", "zero_agent", "--standalone", "--preload=endless", "script.py"]
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    mark, started = tmp_path / "imports", []
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 20, "the imports")
+            started = descendants(run.pid)
+            yield run, int(mark.read_text())
+        finally:
+            for pid in filter(is_alive, [run.pid, *started]):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, number):
+    agent, _ = importing
+    started = descendants(agent.pid)
+    agent.send_signal(number)
+    assert agent.wait(CLOSE_TIMEOUT_S / 2) == 128 + number
+    assert "Traceback" not in agent.stderr.read()
+    assert not any(map(is_alive, started))
+
+
+def test_imports_end_with_an_agent_that_is_killed(importing):
+    agent, nursery = importing
+    agent.kill()
+    wait_for(lambda: not is_alive(nursery), 5, "the nursery to be gone")
 
 
 def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):

@@ -6,7 +6,8 @@ thread or CUDA context exists in it, and it holds no connection but the socket t
 
 It also is what keeps a dead agent from leaving anything behind. It adopts the orphans of its
 workers; when its agent is gone (the socket ends, however the agent died) it kills every
-descendant and exits; and when it is killed itself, the kernel kills the workers with it.
+descendant and exits; and when it is killed itself, the kernel kills the workers with it. While it
+imports it hears nothing, so then it dies with its agent.
 
 The socket carries one JSON object a packet. From the agent:
 
@@ -36,7 +37,12 @@ import time
 from typing import Any
 
 from zero_agent.workers import worker_main
-from zero_agent.workers.process_control import adopt_orphans, children, die_with_parent
+from zero_agent.workers.process_control import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    outlive_parent,
+)
 
 PACKET_BYTES = 1 << 17
 KILL_TIMEOUT_S = 5.0
@@ -216,7 +222,9 @@ def main() -> None:
     os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
     adopt_orphans()
     fd, *modules = sys.argv[1:]
+    die_with_parent(os.getppid())
     preload(modules)
+    outlive_parent()  # to kill what the workers leave
     program = Nursery(socket.socket(fileno=int(fd))).serve()
     if program is not None:
         worker_main.run(program)

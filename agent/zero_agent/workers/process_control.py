@@ -27,6 +27,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

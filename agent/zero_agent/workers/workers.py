@@ -10,9 +10,11 @@ ends; `STOPPED`, `FAILED`, ... are said only when every process of the group is 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -93,11 +95,19 @@ class Nursery:
     def close(self) -> None:
         """End it and everything below it."""
         self._hub.remove(self._socket.fileno(), self._socket.close)
+        if not self.ready:  # it imports, and does not listen
+            self._kill()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel kills the workers with it
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        """With what its imports have started; the kernel kills the workers with it."""
+        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def _order(self, order: dict[str, Any], fds: list[int]) -> int:
         worker = next(self._ids)
