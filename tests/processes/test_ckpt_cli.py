@@ -268,20 +268,26 @@ def load_weights(root):
     return engine.weight_hash(), engine.global_steps, train(engine, 1)
 
 
-def test_ctrl_c_ends_a_command_without_a_traceback_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_command_that_is_stopped_ends_without_a_traceback_and_leaves_nothing(
+    tmp_path, number, code, told
+):
     fifo = tmp_path / ".metadata"
     os.mkfifo(fifo)
     command = [*COMMAND, "import", str(tmp_path), str(tmp_path / "ck"), "--from=dcp"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             writer = wait_for(lambda: opened(fifo), 30, "the command reads")
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             os.close(writer)  # a read that begins only now sees the end of the file
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
-    assert process.returncode == 130
-    assert errors == "zero-ckpt: interrupted\n"
+    assert process.returncode == code
+    assert errors == f"zero-ckpt: {told}\n"
     assert not (tmp_path / "ck").exists()
 
 

@@ -78,10 +78,15 @@ def save(
     header = Header(tag=tag, step=step, block_bytes=block_bytes, **opened)
     directory = root / directory_name(header.step, header.round, header.nonce)
     path = directory / file_name(ballot.rank)
-    verdict = ballot.ask(
-        _write_own(path, state, image, ballot.rank, block_bytes, disk),
-        lambda votes: _judge(directory, state, header, votes, fence, disk),
-    )
+    try:
+        verdict = ballot.ask(
+            _write_own(path, state, image, ballot.rank, block_bytes, disk),
+            lambda votes: _judge(directory, state, header, votes, fence, disk),
+        )
+    except KeyboardInterrupt:
+        if ballot.world == 1 and not (directory / MANIFEST).exists():  # else it is not ours to undo
+            withdraw(directory, disk)
+        raise
     if "problem" in verdict:
         _remove_own(path, disk)
     _raise_problem(verdict)

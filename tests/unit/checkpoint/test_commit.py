@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from tests.unit.checkpoint.support import (
     SmallBlocks,
@@ -23,6 +24,7 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_engine.checkpoint import find, save
+from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_engine.errors import CheckpointError, CommitRefused
 
@@ -103,6 +105,44 @@ def test_a_failed_operation_fails_every_rank_and_leaves_nothing(old, operation, 
         with pytest.raises(CheckpointError, match=f"{says}.*Input/output error \\(errno 5\\)"):
             raise error
     check_only_the_old_one(old, before)
+
+
+class Interrupted(Failing):
+    """Ctrl-C in the same operations."""
+
+    def _maybe(self, operation, name):
+        if operation == self.operation and self.name in str(name):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        *(("create", "r00000"), ("write", "r00000"), ("sync", "r00000")),
+        *(("create", "MANIFEST"), ("write", "MANIFEST"), ("sync", "MANIFEST")),
+        ("publish", "MANIFEST"),
+    ],
+)
+def test_a_save_of_one_process_that_is_interrupted_leaves_nothing(old, operation, name):
+    before, disk = names(old), Interrupted(operation, name)
+    with pytest.raises(KeyboardInterrupt):
+        save_alone(old, disk)
+    check_only_the_old_one(old, before)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"), [("sync_directory", "step-000000002"), ("create", "latest")]
+)
+def test_what_is_published_stays_when_the_process_is_interrupted_then(old, operation, name):
+    with pytest.raises(KeyboardInterrupt):
+        save_alone(old, Interrupted(operation, name))
+    assert load_all(old, blank(adam_state()), 3)[0].manifest.step == 2
+
+
+def save_alone(root, disk):
+    ballot = Ballot(HashStore(), 0, 1)
+    state = share(adam_state(), 0, 1)
+    save(root, state, ballot, step=2, tag="t", round=1, fence=None, disk=disk)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(old, caplog):

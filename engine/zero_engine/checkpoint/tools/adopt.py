@@ -24,6 +24,7 @@ from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.commit import save
 from zero_engine.checkpoint.format.dtypes import byte_view, host_bytes
 from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_engine.checkpoint.housekeeping import Keep, tidy
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools.foreign import Foreign
 from zero_engine.errors import CheckpointError
@@ -82,7 +83,9 @@ def adopt(
         meta={"engine": engine, "client": {}, "imported_from": source},
     )
     alone = Ballot(HashStore(), 0, 1)
-    return save(root, state, alone, step=run["step"], tag=tag, round=0, fence=None)
+    committed = save(root, state, alone, step=run["step"], tag=tag, round=0, fence=None)
+    tidy(root, committed, Keep())  # what an import that was killed has left
+    return committed
 
 
 def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,20 +23,33 @@ from zero_engine.checkpoint.tools.listing import Status, list_root
 from zero_engine.checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_engine.errors import CheckpointError
 
-OK, FOUND, TROUBLE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: fine; damage or differences were found; it could not be done; Ctrl-C."""
+OK, FOUND, TROUBLE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+"""Exit codes: fine; damage or differences were found; it could not be done; Ctrl-C; SIGTERM."""
 _BROKEN_PIPE = 141
 _log = logging.getLogger(__name__)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever tidies up after Ctrl-C does so after this."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     logging.basicConfig(format="zero-ckpt: %(message)s", level=logging.WARNING)
     options = _parser().parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(options)
+    except _Terminated:
+        return _fail(options, "terminated", TERMINATED)
     except KeyboardInterrupt:
         return _fail(options, "interrupted", INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 def _run(options: argparse.Namespace) -> int:
