@@ -117,8 +117,10 @@ def _outside(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
-    if now.node.draining or job.stop is not None:
-        why = "draining" if job.stop is None else job.stop
+    # Of a round that is being left, the first node may have gone before it opened the store.
+    reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
+    why = next((reason for reason in reasons if reason is not None), None)
+    if why is not None:
         return Action.REPORT_QUIET, f"{why}: no workers are started"
     if job.master is not None:
         return Action.START, f"round {job.n} begins"

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=1)
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--commits", type=int, default=0, help="checkpoints that are published")
+    parser.add_argument("--drains", type=int, default=0, help="nodes that are told to leave")
     parser.add_argument("--walk", type=int, help="so many random events instead of all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="store_true", help="a user may ask for a stop")
@@ -33,7 +34,8 @@ def main() -> None:
         print(f"{walk(args.nodes, args.walk, args.seed)} rounds, no invariant broken")
         return
     spec = JobSpec(min_nodes=args.at_least, max_nodes=args.nodes, max_restarts=args.restarts)
-    world = begin(spec, args.nodes, args.faults, may_stop=args.stop, commits=args.commits)
+    wishes = {"may_stop": args.stop, "commits": args.commits, "drains": args.drains}
+    world = begin(spec, args.nodes, args.faults, **wishes)
     began = time.process_time()
     count = explore(world, args.rounds)
     print(f"{count:,} worlds, no invariant broken, {time.process_time() - began:.0f} s")

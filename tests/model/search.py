@@ -20,6 +20,7 @@ from tests.model.world import (
     World,
     act,
     commit,
+    drain,
     faults,
     forgive,
     look,
@@ -101,6 +102,7 @@ def events(world: World, index: int) -> Iterator[World]:
         yield act(world, index)
     yield from workers_end(world, index)
     yield from commit(world, index)
+    yield from drain(world, index)
     if world.faults:
         yield from faults(world, index)
 
@@ -230,7 +232,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     leases = {agent.lease: number for number, agent in enumerate(alike)}
     values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
-        (world.faults, world.may_stop, world.commits),
+        (world.faults, world.may_stop, world.commits, world.drains),
         frozenset(values),
         _written(items, order, "/nodes/"),
         _written(items, order, "/fail/", "/symptom/", "/yield"),
@@ -243,7 +245,8 @@ def _place(world: World, agent: Agent) -> tuple[Any, ...]:
     registered = world.database.items.get(KEYS.node(agent.id))
     member = next((i for i, m in enumerate(world.job.members.nodes) if m.id == agent.id), -1)
     arrived = registered.create_revision if registered is not None else 0
-    return (member, arrived, agent.incarnation, agent.workers, agent.round, agent.alive)
+    state = (agent.incarnation, agent.workers, agent.round, agent.alive, agent.draining)
+    return (member, arrived, *state)
 
 
 @cache
@@ -277,6 +280,7 @@ def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tupl
 
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
+    state += (agent.draining,)
     plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 

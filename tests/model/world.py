@@ -3,8 +3,8 @@
 It runs the product's own lines: `rounds.decide`, `rounds.transaction` and
 `supervise.next_action`, on the database of `kv_memory`. An agent acts on what it last read,
 however old that is; it may die between any two operations, lose its lease while it lives on, come
-back under the same lease-less process or as a new one, and a user may ask for a stop at any time.
-Worlds are values: every event returns another world.
+back under the same lease-less process or as a new one, and a user may ask for a stop, or a
+node to leave, at any time. Worlds are values: every event returns another world.
 
 Who calls it: `search`, and the random walks.
 """
@@ -53,13 +53,15 @@ class Agent:
     round: int = 0
     fence: int = 0
     asked: bool = False
+    draining: bool = False
     alive: bool = True
     gone: bool = False
     """The process ended by its own decision."""
 
     @property
     def node(self) -> Node:
-        return Node(id=self.id, incarnation=str(self.incarnation), address="", slots=1)
+        incarnation, draining = str(self.incarnation), self.draining
+        return Node(id=self.id, incarnation=incarnation, address="", slots=1, draining=draining)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class World:
     """A user may still ask for a stop."""
     commits: int = 0
     """So many checkpoints may still be published."""
+    drains: int = 0
+    """So many nodes may still be told to leave."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -89,12 +93,18 @@ class World:
 
 
 def begin(
-    spec: JobSpec, nodes: int, faults: int, *, may_stop: bool = False, commits: int = 0
+    spec: JobSpec,
+    nodes: int,
+    faults: int,
+    *,
+    may_stop: bool = False,
+    commits: int = 0,
+    drains: int = 0,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
     agents = tuple(Agent(name, 0, 0, alive=False) for name in names)
-    return World(spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits)
+    return World(spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits, drains)
 
 
 # ---- the store ----
@@ -272,6 +282,16 @@ def faults(world: World, index: int) -> Iterator[World]:
     yield cut_off.with_agent(index, replace(agent, alive=False, plan=None, workers=Workers.NONE))
     if still_registered(world, agent):
         yield cut_off  # the lease lapsed while the process lives on, with what it last read
+
+
+def drain(world: World, index: int) -> Iterator[World]:
+    """A node is told to leave, and tells the others that it wants to."""
+    agent = world.agents[index]
+    if world.drains and not agent.draining and still_registered(world, agent):
+        told = replace(agent, draining=True, plan=None)
+        says = Put(KEYS.node(agent.id), told.node.to_json(), agent.lease)
+        wishes = write(world, [], [says])[0]
+        yield wishes.with_agent(index, told, drains=world.drains - 1)
 
 
 def stop(world: World) -> World:

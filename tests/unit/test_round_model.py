@@ -62,6 +62,11 @@ def test_a_stop_asked_for_at_any_time_ends_the_job_for_everybody(
     assert explore(begin(spec, nodes, faults, may_stop=True), max_round) > 200
 
 
+def test_whoever_is_told_to_leave_at_any_time_keeps_nobody_waiting():
+    spec = JobSpec(min_nodes=1, max_nodes=2)
+    assert explore(begin(spec, 2, faults=0, drains=1), max_round=2) > 500
+
+
 def test_a_stop_ends_a_running_job_although_a_node_fails_meanwhile():
     spec = JobSpec(min_nodes=2, max_nodes=2)
     assert explore(stop(running(begin(spec, 2, faults=1))), max_round=1) > 500

@@ -40,6 +40,7 @@ FAILURE = Failure(node="me", symptom=False, summary="")
         (job(State.FAILED), Workers.NONE, Action.EXIT),
         (job(State.STOPPED), Workers.NONE, Action.EXIT),
         (replace(RUNS, stop="enough"), Workers.NONE, Action.REPORT_QUIET),
+        (replace(RUNS, yielding="other joins"), Workers.NONE, Action.REPORT_QUIET),
     ],
 )
 def test_an_agent_without_workers(snapshot, workers, expected):
