@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.limits import Stopwatch
 from zero_agent.network import interface_of
 from zero_agent.supervise import Workers
 from zero_agent.workers.channel import Channel
@@ -47,6 +48,8 @@ log = logging.getLogger("zero")
 
 STACKS_S = 0.5
 """Between asking for stacks and the kill."""
+NURSERY_S = 10.0
+"""A nursery that has not obeyed an order for so long is stuck: it takes milliseconds."""
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
@@ -106,6 +109,7 @@ class Crew:
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
+        self._mute = Stopwatch(clock)
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
 
@@ -213,7 +217,7 @@ class Crew:
         self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._log_dir}")
 
     def check_limits(self) -> None:
-        """Kill workers that were asked to stop too long ago."""
+        """Kill workers that were asked to stop too long ago, and a nursery that is stuck."""
         if self._past(self._stop_s, self._config.shutdown_timeout_s):
             self._stop_s = None
             self.kill("the workers did not stop in time")
@@ -222,6 +226,20 @@ class Crew:
             self._group.stop(signal.SIGKILL)
         if self.state is Workers.RUNNING:
             self._check_steps()
+        self._check_nursery()
+
+    def _check_nursery(self) -> None:
+        """One that does not obey would keep its workers, and the whole job, for ever."""
+        if not self._nursery.owes_an_answer:
+            self._mute.stop()
+            return
+        self._mute.start()
+        limit_s = NURSERY_S if self.prepared else self._config.join_timeout_s
+        if self._mute.past(limit_s):
+            self._mute.stop()
+            text = f"the parent of the workers has not answered for {limit_s:g} s: it is killed"
+            self._journal.tell("nursery", f"{text}, and they with it", level=logging.WARNING)
+            self._nursery.kill()
 
     def _check_steps(self) -> None:
         """A worker that has taken no step for too long makes the whole group fail."""
@@ -281,7 +299,10 @@ class Crew:
             self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
 
     def _process_ended(self, process: int, status: int) -> None:
-        self._stores.pop(process, None)
+        if self._stores.pop(process, 0) == self.round and self.state is Workers.RUNNING:
+            assert self._group is not None
+            self._group.store_ended(status)
+            self._journal.tell("exit", self.first_failure.summary, round=self.round)
         end = self._group.ended(process, status) if self._group else None
         if end is not None and end.status != 0 and not end.wanted:
             self._journal.tell("exit", end.summary, round=self.round, rank=end.rank)

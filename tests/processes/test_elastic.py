@@ -23,6 +23,7 @@ from tests.support.cluster import (
     training,
 )
 from tests.support.waiting import wait_for
+from zero_agent.workers.process_control import children
 from zero_engine.samples.ledger import read_ledger, verify
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
@@ -174,3 +175,42 @@ def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tm
     for node in "ab":
         assert job.agents[node].output.count("ValueError: no luck\n") == 1, "one traceback each"
         assert "all 2 restarts are spent (--max-restarts)" in job.agents[node].output
+
+
+def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(
+    cluster, undisturbed_hash
+):
+    """Training would go on without it, up to a save that cannot end."""
+    job = cluster(flags=("--nnodes=2", "--max-restarts=1"))
+    job.start("a", "b")
+    job.wait_for_step(5, world=2)
+    host = job.events("activate")[0]["nodes"][0]
+    (nursery,) = children(job.agents[host].process.pid)
+    (store,) = set(children(nursery)) - {job.worker_of(host)}
+    os.kill(store, signal.SIGKILL)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert [event["text"] for event in job.events("interrupt")] == [
+        "rank 0: the process with the round's TCPStore ended (killed by SIGKILL) "
+        f"on node {host}; restart 1 of 1"
+    ]
+
+
+def test_a_parent_of_workers_that_stands_still_is_replaced(cluster, tmp_path):
+    """It cannot kill its workers, and all other nodes wait for that."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, pathlib, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
+        '(here / f\'began.{os.environ["ZERO_ROUND"]}.{os.environ["RANK"]}\').touch()\n'
+        "while not (here / 'began.2.1').exists(): time.sleep(0.01)\n"
+    )
+    job = cluster(flags=("--nnodes=2", "--max-restarts=1"), script=[str(script), str(tmp_path)])
+    job.start("a", "b")
+    wait_for(lambda: len(list(tmp_path.glob("began.1.*"))) == 2, 60, "the workers of round 1")
+    (nursery,) = children(job.agents["a"].process.pid)
+    os.kill(nursery, signal.SIGSTOP)
+    os.kill(job.worker_of("b"), signal.SIGKILL)
+    job.wait_for_end()
+    (event,) = job.events("nursery")[:1]
+    assert event["node"] == "a"
+    assert "has not answered for 10 s" in event["text"]
+    assert len(job.events("interrupt")) == 1

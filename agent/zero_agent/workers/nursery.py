@@ -16,7 +16,8 @@ The socket carries one JSON object a packet. From the agent:
     {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
 
-To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`.
+To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
+`{"obeyed": true}` once for each order, which shows that this process is not stuck.
 
 Run as `python -m zero_agent.workers.nursery FD MODULE...`; only `workers.py` does.
 """
@@ -83,6 +84,7 @@ class Nursery:
                     return None
                 if program := self._obey(json.loads(data), fds):
                     return program
+                self._tell({"obeyed": True})
             self._reap()
 
     def _receive(self) -> tuple[bytes, list[int]]:

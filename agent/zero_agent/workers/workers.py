@@ -53,6 +53,8 @@ class Nursery:
         self._on_news = on_news
         self.ready = False
         """It has imported what was to be preloaded."""
+        self._ordered = 0
+        self._obeyed = 0
         self._ids = itertools.count(1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
@@ -92,6 +94,15 @@ class Nursery:
         """Signal a worker's whole process group; nothing happens if it is gone."""
         self._send({"op": "signal", "id": worker, "signal": int(number)}, [])
 
+    @property
+    def owes_an_answer(self) -> bool:
+        """It was given orders, and has not said that it has obeyed them."""
+        return self._ordered > self._obeyed
+
+    def kill(self) -> None:
+        """SIGKILL, and the kernel kills the workers with it; its end comes as news."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it and everything below it."""
         self._hub.remove(self._socket.fileno(), self._socket.close)
@@ -120,6 +131,7 @@ class Nursery:
             raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
         try:
             socket.send_fds(self._socket, [data], fds)
+            self._ordered += 1
         except OSError as error:
             log.warning("the nursery does not listen: %s", error)  # its end comes as news
 
@@ -134,6 +146,7 @@ class Nursery:
             return
         news = json.loads(data)
         self.ready = self.ready or "ready" in news
+        self._obeyed += "obeyed" in news
         self._on_news(self, news)
 
 
@@ -162,7 +175,9 @@ class WorkerGroup:
         self._hub = hub
         self._running: dict[int, Order] = {}
         self._stopping = False
-        self._hung: Exit | None = None
+        self._condemned: Exit | None = None
+        self.hung = False
+        """Its workers took no step for too long."""
         self._stacks: list[Path] = []
 
     def start(self, program: Program, orders: Sequence[Order]) -> None:
@@ -187,10 +202,15 @@ class WorkerGroup:
 
     def condemn(self, rank: int, reason: str) -> None:
         """Take the group for hung: it has failed, by this rank, whatever its processes do."""
-        self._hung = Exit(
-            rank=rank, status=-signal.SIGKILL, wanted=False, message=reason, traceback=""
-        )
+        self.hung = True
+        self._condemned = _verdict(rank, -signal.SIGKILL, reason)
         self.show_stacks()
+
+    def store_ended(self, status: int) -> None:
+        """It has failed: without the round's TCPStore no worker can find its peers, or save."""
+        rank = min(order.rank for order in self._running.values())
+        self._condemned = _verdict(rank, status, "the process with the round's TCPStore ended")
+        self.stop(signal.SIGKILL)
 
     def rank_of(self, worker: int) -> int | None:
         """The rank of a running worker of this group."""
@@ -220,9 +240,7 @@ class WorkerGroup:
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
         statuses = {end.status for end in self.exits if not end.wanted}
-        if self._hung is not None:
-            return Workers.FAILED
-        if statuses - set(ExitCode):
+        if self._condemned is not None or statuses - set(ExitCode):
             return Workers.FAILED
         if ExitCode.PEER_LOST in statuses:
             return Workers.PEER_LOST
@@ -231,18 +249,18 @@ class WorkerGroup:
         return Workers.STOPPED if self._stopping else Workers.SUCCEEDED
 
     @property
-    def hung(self) -> bool:
-        """It was condemned."""
-        return self._hung is not None
-
-    @property
     def first_failure(self) -> Exit:
         """The exit that made the group fail: by order of exit, not by anybody's clock."""
-        if self._hung is not None:
-            return replace(self._hung, traceback=read_stacks(self._stacks))
+        if self._condemned is not None:
+            return replace(self._condemned, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if end.status not in set(ExitCode)]
         return (failures or unwanted or self.exits)[0]
+
+
+def _verdict(rank: int, status: int, reason: str) -> Exit:
+    """The end of a worker that this agent takes for failed."""
+    return Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
 
 
 def _with_local_rank(program: Program, local_rank: int) -> Program:
