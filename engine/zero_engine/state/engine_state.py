@@ -229,17 +229,24 @@ class EngineState:
             )
 
     def _check_kind(self, manifest: Manifest) -> None:
-        """Another optimizer may go on with the state of one that has all options that it has."""
+        """Of another name, an optimizer goes on only if it has the options of the one saved.
+
+        Those it lacks would be ignored, and their state kept for nobody; those it has beyond them
+        would have no state. And the others, its learning rate first of all, were chosen for the
+        one saved: from AdamW to Lion that is a factor of ten. `Adam` and `AdamW` are the same
+        optimizer with another value of one, and so is a class derived from them that adds none.
+        """
         assert self.zero is not None
         there = manifest.meta["engine"].get("optimizer")
         here = type(self.zero.optimizer).__name__
         saved = [group["hyperparameters"] for group in manifest.meta["engine"]["groups"]]
-        lacking = _options(self.zero.optimizer.param_groups) - _options(saved)
-        if there not in (None, here) and lacking:
+        differing = _options(self.zero.optimizer.param_groups) ^ _options(saved)
+        if there not in (None, here) and differing:
             raise ModelMismatch(
-                f"checkpoint {manifest.tag}: its optimizer state is that of {there}, which has no "
-                f"{', '.join(sorted(lacking))}: {here} cannot go on with it; give the optimizer "
-                "that it was saved with, or load with load_optimizer_states=False"
+                f"checkpoint {manifest.tag}: its optimizer state is that of {there}, and only one "
+                f"of it and {here} has {', '.join(sorted(differing))}: {here} cannot go on with "
+                "it; give the optimizer that it was saved with, or load with "
+                "load_optimizer_states=False"
             )
 
     def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
