@@ -116,17 +116,12 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     del distributed_port, dist_init_required
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
-    source = _config_source(args, config, config_params)
-    keys = source if isinstance(source, Mapping) else read_json(source)
+    keys = _config_keys(args, config, config_params)
     settings = load_config(keys)
-    if settings.comms_logger.enabled:
-        LOG.configure(settings.comms_logger)
     init_distributed()
     link = AgentLink(dist.get_rank())
     with peers_may_vanish(link):
         take_over(model)
-        if model_parameters is None:
-            model_parameters = [p for p in model.parameters() if p.requires_grad]
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
         core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
@@ -137,7 +132,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     return engine, chosen, run.loader, scheduler
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+def _config_keys(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]:
     sources = {
         "config": config,
         "config_params": config_params,
@@ -148,7 +143,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
         raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
     if not given:
         raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
-    return sources[given[0]]
+    source = sources[given[0]]
+    return source if isinstance(source, Mapping) else read_json(source)
 
 
 # ---- the model ----
@@ -202,6 +198,8 @@ def _make_core(
 
 def _meet(config: Config, link: AgentLink) -> _Shared:
     """Meet the other ranks."""
+    if config.comms_logger.enabled:
+        LOG.configure(config.comms_logger)
     shared = _Shared(
         config=config,
         stage=STAGES[config.zero_optimization.stage],

@@ -40,7 +40,7 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """The process is gone: its lease is not kept alive any more."""
-        lease = self.agents.pop(name)._lease
+        lease = self.agents.pop(name)._registration._keeper
         lease._repeating.cancel()
 
     def settle(self, seconds: float = 10.0) -> None:
@@ -241,7 +241,7 @@ def test_an_agent_whose_lease_lapsed_while_nobody_looked_goes_on_without_a_resta
     cluster = Cluster()
     agent = cluster.join("a")
     cluster.settle()
-    cluster.store.revoke(agent._lease.lease)
+    cluster.store.revoke(agent.lease)
     cluster.settle()
     assert (agent.snapshot.n, agent.snapshot.charges) == (1, 0)
     assert [node.id for node in agent.snapshot.nodes] == ["a"]
@@ -254,7 +254,7 @@ def test_an_agent_that_has_a_new_lease_after_a_silence_notices_lost_nodes_again(
     cluster.join("b")
     cluster.settle()
     agent._ages.silent("no answer")
-    agent._lease._repeating.cancel()
+    agent._registration._keeper._repeating.cancel()
     cluster.store.revoke(agent.lease)
     with pytest.raises(StoreUnavailable, match="ended while this node registered"):
         agent.poll()

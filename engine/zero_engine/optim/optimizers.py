@@ -85,18 +85,21 @@ _WHY_NOT = {name: why for why, names in _REFUSED.items() for name in names.split
 def make_optimizer(
     given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     config: OptimizerConfig | None,
-    parameters: Parameters,
+    parameters: Parameters | None,
     model: nn.Module,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of this run: the user's object or callable, else the config's, else None.
 
-    Muon of the config marks the matrices of `model`, where the script has not.
+    Without `parameters` it gets all of the model's that require gradients. Muon of the config marks
+    the matrices of `model`, where the script has not.
 
     Raises:
         ConfigError: Two were given, or one that cannot work on shards.
     """
     if given is not None and config is not None:
         raise ConfigError("an optimizer is given both to initialize() and in the config; keep one")
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
         optimizer = given
     elif given is not None:

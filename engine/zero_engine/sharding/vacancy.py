@@ -7,7 +7,8 @@ NaN where it would end the process. Must always hold: nobody can write there; th
 given back; a storage that is filled again has its own memory, and says of itself what it says
 without all this (`nbytes` is 0 meanwhile).
 
-On other devices, or where the kernel has no such range to give, it is as if this were not here.
+On other devices, or where the kernel has no such range to give or torch no such calls, it is as if
+this were not here.
 
 Called by `flat_unit`.
 """
@@ -18,7 +19,7 @@ import ctypes
 import os
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -60,15 +61,18 @@ class Vacancy:
 
 def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
     """A storage of no bytes that points to at least so many; None if there can be none."""
-    if size_bytes > _MOST_BYTES or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+    # Neither is torch's promise: where it has one of them no more, nothing is shown.
+    construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if construct is None or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        return None
+    if size_bytes > _MOST_BYTES:
         return None
     if not _range or _range[-1][1] < size_bytes:
         with suppress(OSError, AttributeError):  # too many mappings; no such calls here
             _range.append(_map(-(-size_bytes // _TILE_BYTES) * _TILE_BYTES))
     if not _range or _range[-1][1] < size_bytes:
         return None
-    made: Any = torch._C._construct_storage_from_data_pointer(_range[-1][0], torch.device("cpu"), 0)
-    return cast("torch.UntypedStorage", made)
+    return cast("torch.UntypedStorage", construct(_range[-1][0], torch.device("cpu"), 0))
 
 
 def _map(size_bytes: int) -> tuple[int, int]:

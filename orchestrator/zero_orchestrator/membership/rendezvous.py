@@ -13,20 +13,19 @@ Who calls it: the agent's loop. Thread-safe: `commit` may be called from another
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import LeaseLost, StoreUnavailable, ZeroError
+from zero_orchestrator.errors import StoreUnavailable, ZeroError
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.ages import Ages
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.registration import Registration
 from zero_orchestrator.membership.rounds import Decision, Move, Timing, decide, runs, transaction
 from zero_orchestrator.membership.sight import Sight, place
 from zero_orchestrator.membership.spec import JobSpec
@@ -39,7 +38,6 @@ from zero_orchestrator.store.kv import (
     absent,
     unchanged,
 )
-from zero_orchestrator.store.lease import LeaseKeeper
 
 TURN_S = 0.25
 """How much longer the next agent in turn waits before it tries a transition itself."""
@@ -81,25 +79,31 @@ class Rendezvous:
         self.keys = Keys(job)
         self._store = store
         self._spec = spec
-        self._node = node
         self._clock = clock
         self._journal = journal
         self._timing = timing or Timing()
-        self._ttl_s = lease_ttl_s
         self._on_change = on_change
         self._sight: Sight | None = None
-        self._lease: LeaseKeeper | None = None
-        self._lost_lease = threading.Event()
         self.secret = ""
         """Shared by the job's agents; known once registered."""
         self._ages = Ages(clock)
+        self._registration = Registration(
+            store,
+            self.keys.node(node.id),
+            node,
+            lease_ttl_s,
+            clock=clock,
+            ages=self._ages,
+            journal=journal,
+            on_lost=on_change,
+        )
         self._snapshot = Snapshot(spec=spec)
         self._reason = ""
 
     @property
     def node(self) -> Node:
         """This agent as it is registered."""
-        return self._node
+        return self._registration.node
 
     @property
     def reason(self) -> str:
@@ -109,7 +113,7 @@ class Rendezvous:
     @property
     def lease(self) -> int:
         """Under which this agent is registered."""
-        return self._lease.lease if self._lease is not None else NO_LEASE
+        return self._registration.lease
 
     def register(self) -> None:
         """Agree on the specification and become a live node of the job.
@@ -121,12 +125,12 @@ class Rendezvous:
         agreed = self._agree(self.keys.spec, self._spec.to_json())
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
-        self._announce()
+        self._registration.write()
         self._sight = Sight(
             self._store,
             self.keys,
             self._spec,
-            self._node.id,
+            self.node.id,
             clock=self._clock,
             on_change=self._on_change,
         )
@@ -157,13 +161,13 @@ class Rendezvous:
             StoreUnavailable: The store did not answer; the last snapshot still is `snapshot`.
             NodeTaken: Another agent runs under this node id.
         """
-        if self._lost_lease.is_set():
+        if self._registration.lost:
             self._seeing.distrust()
             self._look()  # first of all: is this the store that knew the lease?
             self._announce()
-            self._journal.tell("lease", f"node {self._node.id} has registered again")
+            self._journal.tell("lease", f"node {self.node.id} has registered again")
         job = self._look()
-        if job.node(self._node.id) is None:
+        if job.node(self.node.id) is None:
             self._announce()  # somebody took this agent for dead
             self._look()
         while self._advance():
@@ -189,15 +193,17 @@ class Rendezvous:
 
     def drain(self) -> int:
         """Ask to leave: no further round includes this node. Returns the revision of the wish."""
-        return self._describe(draining=True)
+        return self._announce(draining=True)
 
     def set_unfit(self, why: str) -> int:
         """Say why this node can take part in no round now; empty: it can."""
-        return self._describe(unfit=why)
+        return self._announce(unfit=why)
 
-    def _describe(self, **facts: Any) -> int:
-        self._node = dataclasses.replace(self._node, **facts)
-        return self._announce()
+    def _announce(self, **facts: Any) -> int:
+        """Register again, and say something else of this agent."""
+        revision = self._registration.change(**facts)
+        self._seeing.distrust()
+        return revision
 
     def publish_master(self, n: int, address: str) -> None:
         """Say where the TCPStore of round n listens, `host:port`."""
@@ -233,8 +239,7 @@ class Rendezvous:
         """Leave: the other agents see it at once."""
         if self._sight is not None:
             self._sight.close()
-        if self._lease is not None:
-            self._lease.close()
+        self._registration.close()
 
     # ---- reading ----
 
@@ -249,8 +254,8 @@ class Rendezvous:
             self._snapshot = job
             if self._seeing.whole:
                 self._ages.look(job)  # who decides must know since when things are as they are
-        mine = job.node(self._node.id)
-        if mine is not None and mine.incarnation != self._node.incarnation:
+        mine = job.node(self.node.id)
+        if mine is not None and mine.incarnation != self.node.incarnation:
             raise NodeTaken(
                 f"another agent has registered as node {mine.id}; this one stops. "
                 "Give each agent its own --node-id, or none"
@@ -283,7 +288,7 @@ class Rendezvous:
     def _my_turn(self, decision: Decision) -> bool:
         assert decision.transition is not None
         due_s = self._ages.pending(decision.transition.move)
-        return due_s >= TURN_S * place(self._snapshot, self._node.id)
+        return due_s >= TURN_S * place(self._snapshot, self.node.id)
 
     def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
         assert decision.transition is not None
@@ -300,44 +305,9 @@ class Rendezvous:
 
     # ---- writing ----
 
-    def _announce(self) -> int:
-        """(Re-)register under a lease that is alive; the revision of it."""
-        if self._lease is None or self._lost_lease.is_set():
-            before = self._lease
-            self._lost_lease.clear()
-            if before is not None:
-                before.close()
-            self._lease = LeaseKeeper(
-                self._store,
-                self._ttl_s,
-                clock=self._clock,
-                on_lost=self._lease_lost,
-                on_silent=self._ages.silent,
-                on_heard=self._ages.heard,
-            )
-            if before is not None:
-                # Whatever the keeper before it last said: the store answers, after a gap.
-                self._ages.heard("a new lease was granted")
-        try:
-            revision = self._store.put(
-                self.keys.node(self._node.id), self._node.to_json(), lease=self._lease.lease
-            )
-        except LeaseLost:
-            self._lost_lease.set()
-            raise StoreUnavailable("the lease ended while this node registered") from None
-        if self._sight is not None:
-            self._sight.distrust()
-        return revision
-
-    def _lease_lost(self, reason: str) -> None:
-        self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere
-        self._lost_lease.set()
-        self._journal.tell("lease", f"node {self._node.id} may be out: {reason}")
-        self._on_change()
-
     def _report(self, n: int, kind: str, value: str = "") -> None:
         """Say once how this node's part of round n ended; a second report changes nothing."""
-        key = self.keys.report(n, kind, self._node.id)
+        key = self.keys.report(n, kind, self.node.id)
         done = self._store.txn([absent(key)], [Put(key, value)])
         self._seeing.said(KeyValue(key, value, done.revision, done.revision))
 

@@ -1,0 +1,120 @@
+"""One agent among the live nodes of a job: its record there, under a lease that it keeps alive.
+
+Must always hold: the record goes when the agent does, within the time to live of the lease at the
+latest; a lease that was lost is replaced only in `write`, so whoever has read the job in between
+knows that this agent may have been taken for dead.
+
+Called by `rendezvous`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from zero_orchestrator.clock import Clock
+from zero_orchestrator.errors import LeaseLost, StoreUnavailable
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.membership.ages import Ages
+from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore
+from zero_orchestrator.store.lease import LeaseKeeper
+
+
+class Registration:
+    """This agent's record in the store."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        key: str,
+        node: Node,
+        ttl_s: int,
+        *,
+        clock: Clock,
+        ages: Ages,
+        journal: Journal,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Nothing is written before `write`.
+
+        Args:
+            store: Shared by all agents of the job.
+            key: Of the record.
+            node: This agent.
+            ttl_s: Of the lease.
+            clock: Of the lease's keeper.
+            ages: Told when the store is silent, and when it is heard again.
+            journal: Told when the lease is lost.
+            on_lost: Called then, on the thread of the lease's keeper.
+        """
+        self._store = store
+        self._key = key
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._ages = ages
+        self._journal = journal
+        self._on_lost = on_lost
+        self._keeper: LeaseKeeper | None = None
+        self._lost = threading.Event()
+        self.node = node
+        """This agent as it is, or is about to be, registered."""
+
+    @property
+    def lease(self) -> int:
+        """Under which it is registered."""
+        return self._keeper.lease if self._keeper is not None else NO_LEASE
+
+    @property
+    def lost(self) -> bool:
+        """The lease has ended since the last `write`: the others may take this agent for dead."""
+        return self._lost.is_set()
+
+    def change(self, **facts: Any) -> int:
+        """Say something else of this agent; the revision of it. Raises as `write`."""
+        self.node = dataclasses.replace(self.node, **facts)
+        return self.write()
+
+    def write(self) -> int:
+        """(Re-)register under a lease that is alive; the revision of it.
+
+        Raises:
+            StoreUnavailable: The store did not answer, or the lease has ended meanwhile.
+        """
+        if self._keeper is None or self.lost:
+            self._keeper = self._new_keeper(self._keeper)
+        try:
+            return self._store.put(self._key, self.node.to_json(), lease=self._keeper.lease)
+        except LeaseLost:
+            self._lost.set()
+            raise StoreUnavailable("the lease ended while this node registered") from None
+
+    def close(self) -> None:
+        """Leave: the other agents see it at once."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _new_keeper(self, before: LeaseKeeper | None) -> LeaseKeeper:
+        self._lost.clear()
+        if before is not None:
+            before.close()
+        keeper = LeaseKeeper(
+            self._store,
+            self._ttl_s,
+            clock=self._clock,
+            on_lost=self._lease_lost,
+            on_silent=self._ages.silent,
+            on_heard=self._ages.heard,
+        )
+        if before is not None:
+            # Whatever the keeper before it last said: the store answers, after a gap.
+            self._ages.heard("a new lease was granted")
+        return keeper
+
+    def _lease_lost(self, reason: str) -> None:
+        self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere
+        self._lost.set()
+        self._journal.tell("lease", f"node {self.node.id} may be out: {reason}")
+        self._on_lost()
