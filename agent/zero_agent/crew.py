@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
-from zero_agent.limits import Stopwatch
 from zero_agent.network import interface_of
 from zero_agent.supervise import Workers
 from zero_agent.workers.channel import Channel
-from zero_agent.workers.exits import Exit
+from zero_agent.workers.exits import Exit, describe
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.orders import Orders
 from zero_agent.workers.steps import Steps
@@ -48,8 +47,6 @@ log = logging.getLogger("zero")
 
 STACKS_S = 0.5
 """Between asking for stacks and the kill."""
-NURSERY_S = 10.0
-"""A nursery that has not obeyed an order for so long is stuck: it takes milliseconds."""
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
@@ -109,7 +106,6 @@ class Crew:
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
-        self._mute = Stopwatch(clock)
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
 
@@ -230,14 +226,9 @@ class Crew:
 
     def _check_nursery(self) -> None:
         """One that does not obey would keep its workers, and the whole job, for ever."""
-        if not self._nursery.owes_an_answer:
-            self._mute.stop()
-            return
-        self._mute.start()
-        limit_s = NURSERY_S if self.prepared else self._config.join_timeout_s
-        if self._mute.past(limit_s):
-            self._mute.stop()
-            text = f"the parent of the workers has not answered for {limit_s:g} s: it is killed"
+        mute_s = self._nursery.stuck_s(self._config.join_timeout_s)
+        if mute_s is not None:
+            text = f"the parent of the workers has not answered for {mute_s:.0f} s: it is killed"
             self._journal.tell("nursery", f"{text}, and they with it", level=logging.WARNING)
             self._nursery.kill()
 
@@ -276,7 +267,8 @@ class Crew:
     # ---- what has happened ----
 
     def _open_nursery(self) -> Nursery:
-        return Nursery(self._hub, self._env, self._config.preload, self._post(self._on_news))
+        news = self._post(self._on_news)
+        return Nursery(self._hub, self._env, self._config.preload, news, self._clock)
 
     def _on_news(self, nursery: Nursery, news: dict[str, Any]) -> None:
         """What the nursery says."""
@@ -308,18 +300,20 @@ class Crew:
             self._journal.tell("exit", end.summary, round=self.round, rank=end.rank)
 
     def _nursery_is_gone(self) -> None:
+        status = self._nursery.close()
         if not self._nursery.ready:
+            how = "; its own message is above" if status > 0 else f": {describe(status)}"
             raise AgentFailed(
                 AgentExit.JOB_FAILED,
                 "the process that starts the workers ended while it imported "
-                f"{', '.join(self._config.preload)}; its own message is above",
+                f"{', '.join(self._config.preload)}{how}",
             )
-        self._journal.tell("nursery", "the parent of the workers is gone", level=logging.WARNING)
+        text = f"the parent of the workers is gone: {describe(status)}"
+        self._journal.tell("nursery", text, level=logging.WARNING)
         if self._group is not None:
             self._group.orphaned()
         self._stores.clear()
         self._timer_host = None
-        self._nursery.close()
         self._nursery = self._open_nursery()
 
     def _on_message(self, rank: int, message: Message) -> None:

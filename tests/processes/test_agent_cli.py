@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.cluster import TRAIN, descendants, environment, final_hash, is_alive, training
 from tests.support.waiting import wait_for
+from zero_agent.config import AgentExit
 from zero_agent.etcd.etcd_process import free_port
 from zero_agent.workers.workers import CLOSE_TIMEOUT_S
 
@@ -181,6 +182,13 @@ def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, numbe
     assert agent.wait(CLOSE_TIMEOUT_S / 2) == 128 + number
     assert "Traceback" not in agent.stderr.read()
     assert not any(map(is_alive, started))
+
+
+def test_imports_that_somebody_kills_are_told_to_have_been_killed(importing):
+    agent, nursery = importing
+    os.kill(nursery, signal.SIGKILL)
+    assert agent.wait(CLOSE_TIMEOUT_S) == AgentExit.JOB_FAILED
+    assert agent.stderr.read().endswith(", endless: killed by SIGKILL\n")
 
 
 def test_imports_end_with_an_agent_that_is_killed(importing):

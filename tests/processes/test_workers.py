@@ -17,7 +17,8 @@ from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.worker_main import Program
-from zero_agent.workers.workers import Nursery
+from zero_agent.workers.workers import ANSWER_S, Nursery
+from zero_orchestrator.clock import ManualClock
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +101,8 @@ from pathlib import Path
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.worker_main import Program
-from zero_agent.workers.workers import Nursery
+from zero_agent.workers.workers import ANSWER_S, Nursery
+from zero_orchestrator.clock import ManualClock
 import os
 hub = Hub()
 nursery = Nursery(hub, os.environ, [], lambda *news: None)
@@ -138,3 +140,24 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
+
+
+def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its_time(tmp_path):
+    (tmp_path / "endless.py").write_text("import signal; signal.pause()")
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    clock, hub = ManualClock(), Hub()
+    nursery = Nursery(hub, env, ["endless"], lambda *news: None, clock)
+    try:
+        nursery.host_store()
+        assert nursery.stuck_s(imports_s=60) is None
+        clock.advance(60)
+        assert nursery.stuck_s(imports_s=60) is None
+        nursery.ready = True  # what it says when the imports are done: from now on it may obey
+        assert nursery.stuck_s(imports_s=60) is None
+        assert nursery.stuck_s(imports_s=60) is None
+        clock.advance(ANSWER_S + 1)
+        assert nursery.stuck_s(imports_s=60) == ANSWER_S + 1
+    finally:
+        nursery.kill()
+        nursery.close()
+        hub.close()

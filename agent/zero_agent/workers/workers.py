@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zero_agent.limits import Stopwatch
 from zero_agent.supervise import Workers
 from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
@@ -31,11 +32,14 @@ from zero_agent.workers.nursery import PACKET_BYTES
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.streams import Route
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
+from zero_orchestrator.clock import Clock, SystemClock
 from zero_orchestrator.contract import ExitCode
 
 log = logging.getLogger("zero")
 
 CLOSE_TIMEOUT_S = 8.0
+ANSWER_S = 10.0
+"""A nursery that has not obeyed an order for so long is stuck: it takes milliseconds."""
 
 
 class Nursery:
@@ -47,14 +51,15 @@ class Nursery:
         env: Mapping[str, str],
         preload: Sequence[str],
         on_news: Callable[[Nursery, dict[str, Any]], None],
+        clock: Clock | None = None,
     ) -> None:
         """Start it; `on_news` is called on the hub's thread, with `{"gone": True}` at its end."""
         self._hub = hub
         self._on_news = on_news
         self.ready = False
         """It has imported what was to be preloaded."""
-        self._ordered = 0
-        self._obeyed = 0
+        self._ordered = self._obeyed = self._answered = 0
+        self._mute = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
@@ -94,27 +99,33 @@ class Nursery:
         """Signal a worker's whole process group; nothing happens if it is gone."""
         self._send({"op": "signal", "id": worker, "signal": int(number)}, [])
 
-    @property
-    def owes_an_answer(self) -> bool:
-        """It was given orders, and has not said that it has obeyed them."""
-        return self._ordered > self._obeyed
+    def stuck_s(self, imports_s: float) -> float | None:
+        """For how long it has owed an answer, if that is too long; to be asked again and again.
 
-    def kill(self) -> None:
-        """SIGKILL, and the kernel kills the workers with it; its end comes as news."""
-        self._process.kill()
+        Args:
+            imports_s: How long an order may wait for its imports.
+        """
+        limit_s = ANSWER_S if self.ready else imports_s
+        answered = self._obeyed + self.ready
+        if answered != self._answered or self._ordered <= self._obeyed:
+            self._answered = answered
+            self._mute.stop()
+        else:
+            self._mute.start()
+        return self._mute.elapsed_s if self._mute.past(limit_s) else None
 
-    def close(self) -> None:
-        """End it and everything below it."""
+    def close(self) -> int:
+        """End it and everything below it; its exit code, or the negative number of a signal."""
         self._hub.remove(self._socket.fileno(), self._socket.close)
         if not self.ready:  # it imports, and does not listen
-            self._kill()
+            self.kill()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            return self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._kill()
-            self._process.wait()
+            self.kill()
+            return self._process.wait()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """With what its imports have started; the kernel kills the workers with it."""
         with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
             os.killpg(self._process.pid, signal.SIGKILL)
