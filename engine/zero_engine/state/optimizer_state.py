@@ -50,7 +50,7 @@ class OptimizerState(Protocol):
         """What the manifest says beside the tensors, for each param group."""
 
     def make(self, manifest: Manifest) -> None:
-        """Begin afresh, with zeros in the place of all that a checkpoint has.
+        """Make room for all that a checkpoint has, and forget all else.
 
         Raises:
             ModelMismatch: It is another optimizer's.
@@ -119,7 +119,7 @@ class StateOfSegments:
         ]
 
     def make(self, manifest: Manifest) -> None:
-        """Zeros for every key that a group has in the checkpoint."""
+        """Room for every key that a group has in the checkpoint."""
         optimizer = self._zero.optimizer
         before = dict(optimizer.state)
         optimizer.state.clear()

@@ -34,7 +34,9 @@ class Steps(Protocol):
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Zeros for a segment's optimizer keys, to be filled, where they will rest.
+        """Memory for a segment's optimizer keys, to be filled, where they will rest.
+
+        What is not filled, between parameters and after them, is zero or as it was.
 
         Args:
             segment: Whose state it is.
@@ -65,8 +67,10 @@ class StepAtOnce:
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Zeros beside the weights."""
-        return {key: _zeros(segment.param, dtype, before.get(key)) for key, dtype in dtypes.items()}
+        """Beside the weights."""
+        return {
+            key: _room_for(segment.param, dtype, before.get(key)) for key, dtype in dtypes.items()
+        }
 
 
 def step(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
@@ -78,11 +82,11 @@ def step(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
             optimizer.step()
 
 
-def _zeros(param: Tensor, dtype: torch.dtype, old: Any) -> Tensor:
+def _room_for(param: Tensor, dtype: torch.dtype, old: Any) -> Tensor:
     """A tensor like a parameter; new memory costs more than filling it does."""
     wanted = (dtype, param.device, param.shape)
     if isinstance(old, Tensor) and (old.dtype, old.device, old.shape) == wanted:
-        return old.zero_()
+        return old
     return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
