@@ -39,8 +39,35 @@ def test_slow_writes_do_not_decide():
 
 
 def test_what_is_refused_is_never_tried_again():
-    assert Trial(refused=True).over
-    assert Trial(refused=True).way is Way.CACHED
+    trial = Trial(refused=True)
+    for _ in range(1000):
+        trial.use()
+    assert trial.over
+    assert trial.way is Way.CACHED
+
+
+def test_a_way_that_was_found_on_a_busy_disk_is_not_kept_for_good():
+    trial = Trial()
+    feed(trial, cached_s=1.0, direct_s=2.0)
+    used = 0
+    while trial.over:
+        trial.use()
+        used += 1
+    assert used == 512
+    assert feed(trial, cached_s=2.0, direct_s=1.0) == [Way.CACHED, Way.DIRECT] * 3
+    assert trial.way is Way.DIRECT
+
+
+def test_a_trial_that_finds_the_same_again_says_nothing(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(direct, "_GOOD_FOR", 1)
+    disk = Spy(dict.fromkeys(Way, 1.0))
+    with disk.create(tmp_path / "file") as file:
+        for _ in range(2):
+            for part in slabs(7, b"")[1]:
+                disk.write(file, part)
+    assert disk.ways[:6] == disk.ways[7:13]
+    assert len(caplog.messages) == (Way.DIRECT in disk.ways)
 
 
 class Spy(DirectDisk):

@@ -3,7 +3,8 @@
 A checkpoint is written once and not read again, so the page cache does it no good: the bytes are
 copied once more, and the kernel throws out what training reads. But not every file system is
 faster without it. So the first large slabs that go to a device are written in both ways in turn,
-each made durable, and the faster way is kept.
+each made durable, and the faster way is kept; until the next trial, because what the disk did
+meanwhile for others, or the disk itself, may have spoilt this one.
 
 Must always hold: what is written is the same either way; whatever cannot be written directly (an
 unaligned tail, a file system that refuses) goes through the cache.
@@ -34,6 +35,8 @@ TRIAL_BYTES = 8 << 20
 """Slabs of at least this size are tried and, if direct writing wins, written directly."""
 _TRIES = 3
 """Of each way; the best counts, because whatever else the disk does only adds to a time."""
+_GOOD_FOR = 512
+"""Slabs: a trial is repeated so seldom that it costs next to nothing."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -51,6 +54,9 @@ class Trial:
     seconds: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
     """Per byte, durable."""
     refused: bool = False
+    told: Way | None = None
+    """The answer that was told last."""
+    _used: int = 0
 
     @property
     def over(self) -> bool:
@@ -64,6 +70,12 @@ class Trial:
             return Way.CACHED
         measure = min if self.over else len
         return min(Way, key=lambda way: measure(self.seconds[way]))
+
+    def use(self) -> None:
+        """Another slab has been written in the way that was found: after some, it is asked anew."""
+        self._used += 1
+        if self._used >= _GOOD_FOR and not self.refused:
+            self._used, self.seconds = 0, {way: [] for way in Way}
 
 
 class DirectDisk(Disk):
@@ -83,6 +95,7 @@ class DirectDisk(Disk):
         trial = self._trials.setdefault(os.fstat(file.fileno()).st_dev, Trial())
         if trial.over:
             self._write(file, memoryview(data), trial)
+            trial.use()
         else:
             self._try(file, memoryview(data), trial)
 
@@ -91,7 +104,8 @@ class DirectDisk(Disk):
         self._write(file, data, trial)
         os.fdatasync(file.fileno())
         trial.seconds[way].append((self._clock() - begin) / len(data))
-        if trial.over:
+        if trial.over and trial.way is not trial.told:
+            trial.told = trial.way
             rates = {way: 1e-9 / min(s) for way, s in trial.seconds.items() if s}
             told = ", ".join(f"{rate:.2f} GB/s {way}" for way, rate in rates.items())
             _log.info("checkpoints are written %s: %s", trial.way, told)
