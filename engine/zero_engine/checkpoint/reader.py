@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from itertools import compress, groupby
 from operator import not_
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zero_engine.checkpoint.files.fetches import Fetches
 from zero_engine.checkpoint.files.source import Source, Span, open_source
 from zero_engine.checkpoint.files.writer import BlockHasher
 from zero_engine.checkpoint.format.bulk import uncollected
@@ -73,10 +75,13 @@ def fill(
         OSError: This rank could not read, for a reason other than damage.
     """
     weights, others = _plan(state, manifest)
-    reader = _Reader(directory, manifest, state.pieces, copies or _only_copy(directory))
-    count = reader.read(weights)
-    weights_filled()
-    return count + reader.read(others)
+    with closing(Fetches()) as ahead:
+        reader = _Reader(directory, manifest, state.pieces, copies or _only_copy(directory, ahead))
+        if copies is None and isinstance(directory, Path):
+            ahead.expect(_ranges(directory, manifest, [*weights, *others]))
+        count = reader.read(weights)
+        weights_filled()
+        return count + reader.read(others)
 
 
 @uncollected()
@@ -93,8 +98,23 @@ def _plan(state: State, manifest: Manifest) -> tuple[list[Read], list[Read]]:
     return list(compress(reads, first)), list(compress(reads, map(not_, first)))
 
 
-def _only_copy(directory: Place) -> Copies:
-    return lambda name: [lambda: open_source(directory / name)]
+def _only_copy(directory: Place, ahead: Fetches) -> Copies:
+    return lambda name: [lambda: open_source(directory / name, ahead)]
+
+
+def _ranges(
+    directory: Path, manifest: Manifest, reads: Iterable[Read]
+) -> Iterator[tuple[Path, Span]]:
+    """What will be read, in order."""
+    paths = [directory / file.name for file in manifest.files]
+    for read in reads:
+        yield paths[read.file], span(manifest, manifest.files[read.file], read.blocks)
+
+
+def span(manifest: Manifest, file: FileRecord, blocks: range) -> Span:
+    """Where blocks of a file lie in it."""
+    begin, end = (at * manifest.block_bytes for at in (blocks.start, blocks.stop))
+    return begin, min(end, file.size_bytes) - begin
 
 
 def _reads_into(target: Tensor) -> bool:
@@ -137,7 +157,7 @@ class _Reader:
         read, count = reads[0], 0
         try:
             with copy() as source:
-                source.expect([self._span(file, read) for read in reads])
+                source.expect([span(self._manifest, file, read.blocks) for read in reads])
                 for read in reads:
                     count += self._read(source, file, read)
         except OSError as error:
@@ -146,13 +166,9 @@ class _Reader:
             raise self._damage(file, read, 0, f"cannot be read: {error.strerror}") from error
         return count
 
-    def _span(self, file: FileRecord, read: Read) -> Span:
-        begin, end = (at * self._manifest.block_bytes for at in (read.blocks[0], read.blocks.stop))
-        return begin, min(end, file.size_bytes) - begin
-
     def _read(self, source: Source, file: FileRecord, read: Read) -> int:
         """Carry out one read, and verify it; returns the bytes read."""
-        begin, length = self._span(file, read)
+        begin, length = span(self._manifest, file, read.blocks)
         buffers = self._buffers(read.parts, begin, length)
         try:
             missing = source.read_into(buffers, begin)

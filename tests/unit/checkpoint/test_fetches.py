@@ -8,15 +8,19 @@ import gc
 import os
 import random
 import weakref
+from contextlib import closing
 
 import pytest
 import torch
 
+from tests.support.waiting import wait_for
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
 from zero_engine.checkpoint.files import fetches, huge_pages
 from zero_engine.checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
+from zero_engine.checkpoint.files.huge_pages import zeros
 from zero_engine.checkpoint.files.source import open_source
 from zero_engine.checkpoint.format.pieces import PARAM, TensorId
+from zero_engine.checkpoint.format.plan import READ_BYTES
 from zero_engine.errors import DamagedCheckpoint
 
 MIB = 1 << 20
@@ -200,6 +204,40 @@ def test_a_load_at_another_world_size_fetches_no_more_than_the_checkpoint(tmp_pa
     assert all(direct for direct, _, _ in reads)
     assert sum(length for *_, length in reads) <= 1.01 * sum(d.nbytes for d in FULL.values())
     assert not any(any(pages(file)) for file in files(directory))
+
+
+def test_the_next_file_is_on_its_way_before_this_one_is_at_its_end(tmp_path, reads):
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(CONTENT)
+        forget(path)
+    with closing(fetches.Fetches()) as ahead:
+        ahead.expect((path, span) for path in paths for span in RUNS[:2])
+        wait_for(lambda: len(reads) == _SLABS, 10, "as many ranges as there are slabs")
+        for path in paths:
+            with open_source(path, ahead) as source:
+                assert [read_one(source, *span) for span in RUNS[:2]] == contents(RUNS[:2])
+    assert all(direct for direct, *_ in reads)
+
+
+def test_a_load_of_many_files_holds_few_of_them_open_and_the_slabs_of_one(tmp_path, monkeypatch):
+    directory, target, held, taken = saved(tmp_path, FULL, 24), blank(FULL), [], []
+    for file in files(directory):
+        forget(file)
+    preadv = os.preadv
+
+    def noting(descriptor, buffers, offset):
+        held.append(len(os.listdir("/proc/self/fd")))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noting)
+    monkeypatch.setattr(fetches, "zeros", lambda size: taken.append(size) or zeros(size))
+    before = len(os.listdir("/proc/self/fd"))
+    load_all(tmp_path, target, 1)
+    assert same_bits(target, FULL)
+    assert taken == [_SLABS * READ_BYTES]
+    assert max(held) - before <= _SLABS + 5
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_damage_in_what_was_fetched_is_found_and_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Reading ranges of a file past the page cache, several at a time, where there are huge pages.
+"""Reading ranges of files past the page cache, several at a time, where there are huge pages.
 
 What a rank wants of a file has gaps, in which lies what other ranks want. The kernel's own
 read-ahead falters at each gap or reads what is in it, and finds a page of memory for every 4 KiB
@@ -10,19 +10,18 @@ Must always hold: nothing is fetched but what was expected, up to whole pages; i
 of the slabs, however much is expected; what is not fetched, for whatever reason, is left to the
 reader, who reads it plainly and hears of the error.
 
-Called by `source`.
+Called by `reader`, for all that it will read, and by `source`, for one file.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,46 +41,61 @@ _AT_ONCE = 3
 _SLABS = _AT_ONCE + 1
 
 
+class _File(NamedTuple):
+    path: Path
+    descriptor: int | None
+    """None: it cannot be read past the page cache."""
+
+
 class _Fetch(NamedTuple):
+    file: _File
     span: Span
     slab: memoryview
     got: Future[int]
 
 
 class Fetches:
-    """The ranges of one file that are under way; for one thread."""
+    """The ranges that are under way, of one file or of one after the other; for one thread.
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError: there are no huge pages, or the file system refuses direct reading."""
-        if not are_given():
-            raise OSError(errno.ENOTSUP, "no huge pages to read into")
-        memory = memoryview(zeros(_SLABS * READ_BYTES))
-        self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        self._free = [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]
+    What follows in the next file is fetched while the end of this one is taken.
+    """
+
+    def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "zero-read")
-        self._later: Iterator[Span] = iter(())
+        self._free: list[memoryview] = []
+        self._later: Iterator[tuple[Path, Span]] = iter(())
         self._coming: deque[_Fetch] = deque()
+        self._files: deque[_File] = deque()
+        """Those that are open: the last one is that of the last fetch."""
 
-    def begin(self, spans: Sequence[Span]) -> None:
-        """Fetch what is worth it, in this order, as slabs become free."""
-        self._later = filter(partial(_is_worth_it, self._direct), spans)
+    def expect(self, spans: Iterable[tuple[Path, Span]]) -> None:
+        """Fetch of these what is worth it, in this order; once for all that will be read."""
+        if are_given():
+            with suppress(OSError):  # no memory for slabs: then all is read plainly
+                self._free = _slabs()
+        self._later = iter(spans)
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._free and (span := next(self._later, None)):
-            slab = self._free.pop()
-            self._coming.append(_Fetch(span, slab, self._threads.submit(self._read, span, slab)))
+        while self._free and (wanted := next(self._later, None)):
+            path, span = wanted
+            if not self._files or self._files[-1].path != path:
+                self._files.append(_open(path))
+            file = self._files[-1]
+            if _is_worth_it(file, span):
+                slab = self._free.pop()
+                self._coming.append(
+                    _Fetch(file, span, slab, self._threads.submit(_read, file, span, slab))
+                )
 
-    def _read(self, span: Span, slab: memoryview) -> int:
-        pages = -(-span[1] // PAGE_BYTES)
-        return os.preadv(self._direct, [slab[: pages * PAGE_BYTES]], span[0])
-
-    def take(self, buffers: Sequence[memoryview], offset: int) -> bool:
+    def take(self, path: Path, buffers: Sequence[memoryview], offset: int) -> bool:
         """Scatter the bytes from `offset` on into the buffers, unless they were not fetched."""
         span = (offset, sum(map(len, buffers)))
-        if not self._coming or self._coming[0].span != span:
+        if not self._coming or (self._coming[0].file.path, self._coming[0].span) != (path, span):
             return False
         fetch = self._coming.popleft()
+        while self._files[0] is not fetch.file:
+            _close(self._files.popleft())  # of which nothing is under way any more
         try:
             whole = fetch.got.result() >= span[1]
         except OSError:
@@ -95,12 +109,41 @@ class Fetches:
     def close(self) -> None:
         """Give up what is under way."""
         self._threads.shutdown(cancel_futures=True)
-        os.close(self._direct)
+        while self._files:
+            _close(self._files.pop())
 
 
-def _is_worth_it(descriptor: int, span: Span) -> bool:
+def _slabs() -> list[memoryview]:
+    memory = memoryview(zeros(_SLABS * READ_BYTES))
+    return [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]
+
+
+def _open(path: Path) -> _File:
+    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK  # it may be a pipe
+    try:
+        return _File(path, os.open(path, flags))
+    except OSError:  # that it is not there, say, is found out again in its turn
+        return _File(path, None)
+
+
+def _close(file: _File) -> None:
+    if file.descriptor is not None:
+        os.close(file.descriptor)
+
+
+def _read(file: _File, span: Span, slab: memoryview) -> int:
+    assert file.descriptor is not None
+    pages = -(-span[1] // PAGE_BYTES)
+    return os.preadv(file.descriptor, [slab[: pages * PAGE_BYTES]], span[0])
+
+
+def _is_worth_it(file: _File, span: Span) -> bool:
     """What is in the page cache is faster from there."""
-    return LEAST_BYTES <= span[1] <= READ_BYTES and not is_cached(descriptor, span[0])
+    return (
+        file.descriptor is not None
+        and LEAST_BYTES <= span[1] <= READ_BYTES
+        and not is_cached(file.descriptor, span[0])
+    )
 
 
 def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:

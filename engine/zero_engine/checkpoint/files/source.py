@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,23 +43,26 @@ class Source(Protocol):
         """Scatter the file's bytes from `offset` into the buffers; returns how many it lacks."""
 
 
-def open_source(path: Place) -> AbstractContextManager[Source]:
-    """Open a file to read ranges of it; raises OSError, like every operation on it."""
-    return _open_file(path) if isinstance(path, Path) else path.source()
+def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextManager[Source]:
+    """Open a file to read ranges of it; raises OSError, like every operation on it.
+
+    Args:
+        path: Of the file.
+        ahead: Told already what will be read of this file and of others, if they are of this
+            machine.
+    """
+    return _open_file(path, ahead) if isinstance(path, Path) else path.source()
 
 
 @contextmanager
-def _open_file(path: Path) -> Iterator[Source]:
+def _open_file(path: Path, ahead: Fetches | None) -> Iterator[Source]:
     with ExitStack() as opened:
         descriptor = patiently(_descriptor, path)
         opened.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EIO, "it is no regular file", str(path))
-        fetches = None
-        with suppress(OSError):  # then all is read plainly
-            fetches = Fetches(path)
-            opened.callback(fetches.close)
-        yield _File(path, descriptor, fetches)
+        fetches = ahead or opened.enter_context(closing(Fetches()))
+        yield _File(path, descriptor, fetches, is_expected=ahead is not None)
 
 
 def _descriptor(path: Path) -> int:
@@ -73,17 +76,18 @@ class _File:
 
     path: Path
     descriptor: int
-    fetches: Fetches | None
+    fetches: Fetches
+    is_expected: bool
     is_hopeless: bool = False
     """It failed as often as is tried; so nobody waits again, however many ranges are wanted."""
 
     def expect(self, spans: Sequence[Span]) -> None:
-        if self.fetches is not None:
-            self.fetches.begin(spans)
+        if not self.is_expected:
+            self.fetches.expect((self.path, span) for span in spans)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         left = [buffer for buffer in buffers if buffer]
-        if self.fetches is not None and self.fetches.take(left, offset):
+        if self.fetches.take(self.path, left, offset):
             return 0
         missing = sum(map(len, left))
         while left:

@@ -19,10 +19,10 @@ from functools import partial
 import xxhash
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected
-from zero_engine.checkpoint.files.source import Source, Span, open_source
+from zero_engine.checkpoint.files.source import Source, open_source
 from zero_engine.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest
 from zero_engine.checkpoint.format.plan import READ_BYTES
-from zero_engine.checkpoint.reader import contents
+from zero_engine.checkpoint.reader import contents, span
 
 Progress = Callable[[int], None]
 """Told how many more bytes are done."""
@@ -103,29 +103,24 @@ def _check(checkpoint: Candidate, job: _Job) -> tuple[int, list[Damage]]:
     """The bytes of a job and the damage in them."""
     manifest = checkpoint.manifest
     file = manifest.files[job.file]
-    begin, size = _span(manifest, file, job.blocks)
+    begin, size = span(manifest, file, job.blocks)
     reads = list(_cut(job.blocks, READ_BYTES // manifest.block_bytes))
     try:
         with open_source(checkpoint.path / file.name) as source:
-            source.expect([_span(manifest, file, read) for read in reads])
+            source.expect([span(manifest, file, read) for read in reads])
             return size, list(_check_reads(source, manifest, job.file, reads))
     except FileNotFoundError:
         return size, [_damage(manifest, job.file, begin, begin + size, "the file is missing")]
-
-
-def _span(manifest: Manifest, file: FileRecord, blocks: range) -> Span:
-    begin, end = (at * manifest.block_bytes for at in (blocks.start, blocks.stop))
-    return begin, min(end, file.size_bytes) - begin
 
 
 def _check_reads(
     source: Source, manifest: Manifest, number: int, reads: Sequence[range]
 ) -> Iterator[Damage]:
     file = manifest.files[number]
-    buffer = memoryview(bytearray(max(_span(manifest, file, read)[1] for read in reads)))
+    buffer = memoryview(bytearray(max(span(manifest, file, read)[1] for read in reads)))
     for read in reads:
         for block, problem in _problems(source, manifest, file, read, buffer):
-            begin, size = _span(manifest, file, range(block, block + 1))
+            begin, size = span(manifest, file, range(block, block + 1))
             yield _damage(manifest, number, begin, begin + size, problem)
 
 
@@ -133,7 +128,7 @@ def _problems(
     source: Source, manifest: Manifest, file: FileRecord, blocks: range, buffer: memoryview
 ) -> Iterator[tuple[int, str]]:
     """Each damaged block of one read, and what is wrong with it."""
-    start, length = _span(manifest, file, blocks)
+    start, length = span(manifest, file, blocks)
     try:
         present = length - source.read_into([buffer[:length]], start)
     except OSError as error:
