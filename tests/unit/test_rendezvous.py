@@ -26,7 +26,14 @@ class Cluster:
         self.agents: dict[str, Rendezvous] = {}
 
     def join(self, name: str, incarnation: str = "1", spec: JobSpec | None = None) -> Rendezvous:
-        agent = Rendezvous(
+        agent = self.agent(name, incarnation, spec)
+        agent.register()
+        self.agents[name] = agent
+        return agent
+
+    def agent(self, name: str, incarnation: str, spec: JobSpec | None = None) -> Rendezvous:
+        """One that has not registered."""
+        return Rendezvous(
             self.store.client(),
             self.job,
             spec or self.spec,
@@ -34,9 +41,6 @@ class Cluster:
             clock=self.clock,
             journal=Journal(name),
         )
-        agent.register()
-        self.agents[name] = agent
-        return agent
 
     def kill(self, name: str) -> None:
         """The process is gone: its lease is not kept alive any more."""
@@ -105,6 +109,18 @@ def test_a_drained_node_leaves_and_costs_nothing():
     cluster.settle()
     cluster.agents.pop("a").close()
     assert (cluster.order(), cluster.view.charges) == ("bc", 0)
+
+
+def test_a_node_that_is_told_to_leave_before_it_has_joined_takes_part_in_no_round():
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.settle()
+    late = cluster.agent("b", "1")
+    late.drain()
+    late.register()
+    cluster.settle()
+    assert [(node.id, node.draining) for node in cluster.view.nodes] == [("a", False), ("b", True)]
+    assert cluster.order() == "a"
 
 
 def test_the_death_of_any_agent_does_not_stop_the_others_from_deciding():

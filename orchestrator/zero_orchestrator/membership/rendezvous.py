@@ -202,7 +202,8 @@ class Rendezvous:
     def _announce(self, **facts: Any) -> int:
         """Register again, and say something else of this agent."""
         revision = self._registration.change(**facts)
-        self._seeing.distrust()
+        if self._sight is not None:  # it may want to leave before it has joined
+            self._sight.distrust()
         return revision
 
     def publish_master(self, n: int, address: str) -> None:
