@@ -70,7 +70,8 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
     left = [node for node in view.eligible if node.machine != found.host]
     if view.spec.usable(len(left)) < view.spec.min_nodes:
         raise TooFewNodes(
-            f"without {found.host} job {job} has {len(left)} nodes and needs {view.spec.fewest}; "
+            f"without host {found.host}, job {job} has {len(left)} nodes "
+            f"and needs {view.spec.fewest}; "
             "start another agent first, or end the job with `zero-ctl stop`"
         )
     lease = store.grant(for_s) if for_s else NO_LEASE

@@ -226,7 +226,7 @@ def test_an_exclusion_that_a_user_asks_for_leaves_enough_nodes_or_is_refused(mem
     job = Job(memory)
     job.live("a")
     job.round(1, "ACTIVE", "a")
-    with pytest.raises(TooFewNodes, match="without a job gpt has 0 nodes and needs 1"):
+    with pytest.raises(TooFewNodes, match="without host a, job gpt has 0 nodes and needs 1"):
         exclude(memory, "gpt", "a", "me", 60)
     with pytest.raises(NoSuchNode, match="there is no node or host z; there are: a"):
         exclude(memory, "gpt", "z", "me", 60)
