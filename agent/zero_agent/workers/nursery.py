@@ -230,6 +230,7 @@ def main() -> None:
     program = Nursery(socket.socket(fileno=int(fd))).serve()
     if program is not None:
         worker_main.run(program)
+    worker_main.end_process(0)
 
 
 if __name__ == "__main__":

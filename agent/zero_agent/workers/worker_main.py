@@ -41,7 +41,7 @@ FINISHED_IN_TURN: tuple[tuple[Callable[[Any], object], tuple[type, ...]], ...] =
 )
 """Text is written to compressors, and those to buffers. Readers may be in use by a thread."""
 _LEFT: list[object] = []
-"""What the program has left behind, with all its variables: never freed, see `_end`."""
+"""What the program has left behind, with all its variables: never freed, see `end_process`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def run(program: Program) -> NoReturn:
         _LEFT.append(error)
         write_error_file(error)
         code = 1
-    _end(code)
+    end_process(code)
 
 
 def _replace(command: list[str]) -> NoReturn:
@@ -96,7 +96,7 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-def _end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End as an interpreter does, without taking thousands of modules apart first.
 
     That would take half a second of CPU per worker, in every restart, and could wait without end:
