@@ -182,7 +182,8 @@ class Agent:
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node))
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
-                return tell_end(self._job, self._rdzv, self._journal, self._leaving.code)
+                named, left = self._config.job is not None, self._leaving.code
+                return tell_end(self._job, self._rdzv, self._journal, left, named=named)
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
             self._limits.store_answers()
@@ -293,9 +294,9 @@ class Agent:
             self._rdzv.set_unfit(self._fitness.complaint)
 
     def _say(self, reason: str) -> None:
-        if reason != self._said:
-            self._said = reason
+        if reason not in (self._said, self._journal.last):
             log.info("%s", reason)
+        self._said = reason
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {

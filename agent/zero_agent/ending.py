@@ -37,7 +37,7 @@ def failure_of(crew: Crew, node: str) -> Failure:
     )
 
 
-def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int) -> int:
+def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named: bool) -> int:
     """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
 
     Args:
@@ -45,6 +45,7 @@ def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int) -> int:
         rdzv: The agent's.
         journal: Of the agent.
         left: The exit code if the job goes on without this node.
+        named: The job's name is the user's, not made of the command.
     """
     job = rdzv.snapshot
     if job.state is State.FAILED:
@@ -54,8 +55,9 @@ def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int) -> int:
         journal.tell("done", f"job {name} is done")
         return AgentExit.OK
     if job.state is State.STOPPED:
-        text = f"job {name} has been stopped: {job.cause}"
-        journal.tell("stopped", f"{text}; to run it again, give another --rdzv-id")
+        again = "give another --rdzv-id" if named else "type the command again"
+        text = f"job {name} has been stopped: {job.cause}; to run it again, {again}"
+        journal.tell("stopped", text)
         return AgentExit.STOPPED
     journal.tell("drained", f"node {rdzv.node.id} has left the job")
     return left

@@ -46,12 +46,15 @@ class Journal:
         self._broken = False
         self.round = 0
         """Where an event belongs that does not say so itself; the agent keeps it current."""
+        self.last = ""
+        """The sentence that was told last."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record `event` (a short name for tools) with its sentence and machine-readable facts."""
         log.log(level, "%s", sentence)
+        self.last = sentence
         record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
         line = json.dumps({**record, "text": sentence, **facts})
         self._append(line + "\n")

@@ -9,27 +9,29 @@ import re
 import pytest
 from torch.distributed.run import get_args_parser
 
-from zero_agent.command.command_line import parse
-from zero_agent.command.flags import FLAGS
+from zero_agent.command.command_line import _find, parse
+from zero_agent.command.flags import FLAGS, OURS
 from zero_orchestrator.errors import SpecError
 
-OURS = {
-    *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
-    *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
-    *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
-    *("ram-budget", "preload"),
+TORCHRUNS = {
+    option.removeprefix("--")
+    for action in get_args_parser()._actions
+    for option in action.option_strings
+    if option.startswith("--") and "_" not in option and option != "--help"
 }
 
 
 def test_every_flag_of_torchrun_is_known():
-    torchruns = {
-        option.removeprefix("--")
-        for action in get_args_parser()._actions
-        for option in action.option_strings
-        if option.startswith("--") and "_" not in option and option != "--help"
-    }
-    assert torchruns - set(FLAGS) == set()
-    assert set(FLAGS) - torchruns - OURS == {name for name in FLAGS if name.startswith("etcd-")}
+    assert set(FLAGS) - TORCHRUNS == OURS
+    assert TORCHRUNS - set(FLAGS) == set()
+
+
+@pytest.mark.parametrize("flag", sorted(TORCHRUNS))
+def test_what_is_short_for_a_flag_in_torchrun_is_short_for_it_here(flag):
+    for end in range(1, len(flag) + 1):
+        fitting = [name for name in TORCHRUNS if name.startswith(flag[:end])]
+        if flag[:end] == flag or fitting == [flag]:
+            assert _find(f"--{flag[:end]}").name == flag
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_a_doubled_comma_in_a_filter_is_a_comma():
         ("--nnodess=3 s.py", "--nnodess: there is no such flag; did you mean --nnodes?"),
         ("--xyz s.py", "--xyz: there is no such flag; --help lists the flags"),
         ("-x s.py", "-x: there is no such flag"),
-        ("--node s.py", "--node: could be any of --node-unit, --node-rank, --node-id"),
+        ("--etcd-c s.py", "--etcd-c: could be any of --etcd-ca, --etcd-cert"),
         ("--standalone=1 s.py", "--standalone=1: a switch; write it without a value"),
         ("--nnodes", "--nnodes: a value must follow"),
         ("--max-restarts=x s.py", "--max-restarts: x is no whole number; write one, such as 3"),

@@ -1,8 +1,8 @@
 """A command line of `zero-agent`, read by the table in `flags.py`.
 
 Each flag can be written with `-` or `_` between its words, shortened to any beginning that only
-it has, and set by torchrun's environment variable `PET_<FLAG>`; the command line wins over the
-environment.
+it has here or in torchrun, and set by torchrun's environment variable `PET_<FLAG>`; the command
+line wins over the environment.
 
 Must always hold: what follows the script belongs to the script, to the letter, whatever it looks
 like. Who calls it: `cli.py`.
@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, Flag
+from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, OURS, Flag
 from zero_orchestrator.arguments import named_as_set, variable_of
 from zero_orchestrator.errors import SpecError
 
@@ -83,9 +83,12 @@ def _find(name: str) -> Flag:
     if name in _SHORT:
         return _SHORT[name]
     words = name.removeprefix("--").replace("_", "-")
+    if words in FLAGS and name.startswith("--"):
+        return FLAGS[words]
     fitting = [flag for flag in FLAGS if name.startswith("--") and flag.startswith(words)]
-    if words in fitting or len(fitting) == 1:
-        return FLAGS[words if words in fitting else fitting[0]]
+    for these in (fitting, [flag for flag in fitting if flag not in OURS]):
+        if len(these) == 1:
+            return FLAGS[these[0]]
     if fitting:
         raise SpecError(f"{name}: could be any of {', '.join(f'--{flag}' for flag in fitting)}")
     near = difflib.get_close_matches(words, FLAGS, n=1)

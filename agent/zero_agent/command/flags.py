@@ -301,6 +301,16 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
 }
 
 FLAGS = {flag.name: flag for flags in GROUPS.values() for flag in flags}
+OURS = frozenset(
+    {
+        *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
+        *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
+        *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
+        *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file", "etcd-grace"),
+        *("ram-budget", "preload"),
+    }
+)
+"""Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""
 METAVARS: Mapping[object, str] = {
     seconds: "SECONDS",
     _some_seconds: "SECONDS",
