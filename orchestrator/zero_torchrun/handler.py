@@ -16,6 +16,7 @@ Source of the interface: torch.distributed.elastic.rendezvous.api.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import sys
@@ -44,6 +45,8 @@ from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_job_name
 from zero_orchestrator.store.etcd import Credentials, EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
+
+log = logging.getLogger("zero")
 
 BACKEND = "zero-etcd"
 RESTARTS = 1_000_000
@@ -170,7 +173,9 @@ class EtcdV3Handler(RendezvousHandler):
                         return info
                     reason = self._rdzv.reason
                 except StoreUnavailable as error:
-                    reason = str(error)
+                    if str(error) != reason:
+                        reason = str(error)
+                        log.warning("%s", reason)  # torchrun waits in silence
             time.sleep(_POLL_S)
         raise RendezvousTimeoutError(
             f"no round of job {self._job} began within {self._join_timeout_s:g} s: {reason}; "

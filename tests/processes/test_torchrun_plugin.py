@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster import descendants, environment, is_alive
 from tests.support.waiting import wait_for
+from zero_agent.etcd.etcd_process import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -43,8 +44,10 @@ def torchrun(tmp_path: Path, etcd, request: pytest.FixtureRequest):
     job = f"{request.node.originalname[:60].replace('_', '-')}-{os.getpid()}-{tmp_path.name[-3:]}"
     started: list[subprocess.Popen[str]] = []
 
-    def start(*flags: str, nnodes: str = "1:2") -> subprocess.Popen[str]:
-        where = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={job}")
+    def start(
+        *flags: str, nnodes: str = "1:2", endpoint: str = etcd.endpoint
+    ) -> subprocess.Popen[str]:
+        where = (f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job}")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", *flags]
         command += ["--rdzv-backend=zero-etcd", *where, str(script), str(tmp_path)]
         log = tmp_path / f"{len(started)}.log"
@@ -105,3 +108,10 @@ def test_when_one_torchrun_gives_up_the_others_do_not_wait_for_it(torchrun, tmp_
     goes_on = torchrun("--max-restarts=9", nnodes="2")
     codes = [process.wait(60) for process in (gives_up, goes_on)]
     assert 0 not in codes, output(tmp_path)
+
+
+def test_an_etcd_that_is_not_there_is_named_at_once(torchrun, tmp_path):
+    endpoint = f"127.0.0.1:{free_port()}"
+    torchrun(endpoint=endpoint)
+    said = f"cannot reach etcd at {endpoint}"
+    wait_for(lambda: said in output(tmp_path), 30, "a line that names it")
