@@ -1,7 +1,8 @@
 """How one node leaves a job that goes on: because of a signal, or because somebody asked it to.
 
 Must always hold: the first wish decides about the exit code; a second signal, or the deadline,
-ends the wait for the step boundary. Who calls it: the agent's loop.
+ends the wait for the step boundary; a wish that etcd does not take is told when it answers. Who
+calls it: the agent's loop.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Leaving:
         self._since = Stopwatch(clock)
         self._timeout_s = shutdown_timeout_s
         self._signal: int | None = None
+        self._why = ""
+        self._told = False
         self.code: int = AgentExit.OK
         """With which the agent exits when it has left."""
 
@@ -39,23 +42,33 @@ class Leaving:
         """Leave at the next step boundary; at the second signal at once.
 
         Raises:
-            AgentFailed: It is the second, or etcd is away.
+            AgentFailed: It is the second.
         """
         name = signal.Signals(number).name
         if self._signal is not None:
             raise AgentFailed(128 + number, f"{name} again: the workers are killed")
         self._signal = number
         why = f"{name}: leaving at the next step boundary; once more to leave at once"
+        if not self._begin(128 + number, why):
+            self._journal.tell("drain", why)
+            return
         try:
-            self._leave(128 + number, why)
+            self._tell_the_others()
         except STORE_FAILS as error:
-            raise AgentFailed(128 + number, f"{name} while etcd is away: {error}") from error
+            text = f"{name}: leaving when etcd answers, within {self._timeout_s:g} s in any case"
+            self._journal.tell("drain", f"{text}; once more to leave at once ({error})")
 
     def obey(self, order: DrainOrder | None) -> None:
-        """Leave if somebody wants this node to."""
-        if order is not None and not self._since.running:
+        """Leave if somebody wants this node to; called in every turn.
+
+        Raises:
+            StoreError: The others could not be told.
+        """
+        if order is not None:
             why = f"zero-ctl drain by {order.by}: leaving at the next step boundary"
-            self._leave(AgentExit.DRAINED, why)
+            self._begin(AgentExit.DRAINED, why)
+        if self.begun and not self._told:
+            self._tell_the_others()
 
     def check_limit(self) -> None:
         """Whether leaving takes too long.
@@ -70,12 +83,14 @@ class Leaving:
                 "(--shutdown-timeout); its workers are killed",
             )
 
-    def _leave(self, code: int, why: str) -> None:
-        """Exit with `code` after the next step boundary, unless that has begun already."""
-        if self._since.running:
-            self._journal.tell("drain", why)
-            return
+    def _begin(self, code: int, why: str) -> bool:
+        """Exit with `code` after the next step boundary; False if that has begun already."""
+        fresh = self._since.start()
+        if fresh:
+            self.code, self._why = code, why
+        return fresh
+
+    def _tell_the_others(self) -> None:
         revision = self._rdzv.drain()
-        self._since.start()
-        self.code = code
-        self._journal.tell("drain", why, revision=revision)
+        self._told = True
+        self._journal.tell("drain", self._why, revision=revision)

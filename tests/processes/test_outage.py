@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
@@ -55,3 +57,18 @@ def test_an_outage_of_etcd_costs_no_restart_and_no_step(
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert job.report().repeated_steps == 0
     assert len(job.events("activate")) == 1, "one round from the beginning to the end"
+
+
+def test_a_node_that_is_told_to_leave_during_an_outage_does_so_for_free_when_it_is_over(
+    own, undisturbed_hash
+):
+    job, etcd = own
+    job.start("a", "b")
+    job.wait_for_step(15, world=2)
+    etcd.kill()
+    job.agents["a"].process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "SIGTERM: leaving when etcd answers" in job.output, 30, "a word about it")
+    etcd.start()
+    assert job.agents.pop("a").wait() == 128 + signal.SIGTERM
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert (job.report().repeated_steps, job.events("interrupt")) == (0, [])
