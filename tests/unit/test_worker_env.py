@@ -85,6 +85,12 @@ def test_several_workers_get_one_thread_each_unless_told_otherwise():
     assert "OMP_NUM_THREADS" not in nursery_env({}, 1, None)
 
 
+def test_a_lost_peer_is_told_without_the_cpp_stacks_of_torch_unless_they_are_wanted():
+    assert nursery_env({}, 1, None) == {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    wanted = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+    assert nursery_env(wanted, 1, None) == wanted
+
+
 def test_a_worker_with_a_virtual_local_rank_sees_its_own_device_alone():
     assert own_device({}, 2) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}
     shown = {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}

@@ -140,6 +140,8 @@ def nursery_env(environ: Mapping[str, str], slots: int, interface: str | None) -
     env = dict(environ)
     if slots > 1:  # as torchrun: several workers must not each take every core
         env.setdefault("OMP_NUM_THREADS", "1")
+    # At its warnings torch prints thirty lines of C++ stack for each store or peer that is gone.
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env
