@@ -38,6 +38,7 @@ from zero_engine.sharding.weights import weight_hash
 from zero_engine.state import run_meta
 from zero_engine.state.client_state import pack, unpack
 from zero_engine.state.engine_state import EngineState
+from zero_engine.state.line import Line
 from zero_engine.state.loading import Loading
 from zero_engine.state.ram_tier import RamTier
 from zero_engine.state.saver import Request, Saver
@@ -60,10 +61,11 @@ class Persistence:
     ) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.state = state
-        self.saver = Saver(config.checkpoint, run.rank, run.world, link)
+        self._line = Line(link.round)
+        self.saver = Saver(config.checkpoint, run.rank, run.world, link, self._line)
         self.schedule = Schedule(config.checkpoint, restarts, run.rank)
         ram = config.checkpoint.ram
-        self.ram = RamTier(ram, run.rank, run.world, link) if ram is not None else None
+        self.ram = RamTier(ram, run.rank, run.world, link, self._line) if ram is not None else None
         self.leaving = False
         """Some rank was asked to leave; known to all ranks since the same step."""
         self._config = config
@@ -267,6 +269,7 @@ class Persistence:
             self.ram.loaded(self._ram_root, loaded, step)
         if loaded is None:
             return None, {}
+        self._line.goes_on_from(loaded.path.name)
         meta = loaded.manifest.meta
         loading.adopt(meta["engine"])
         if not options.module_only:

@@ -37,6 +37,7 @@ from zero_engine.config.saving import Ram
 from zero_engine.elastic import AgentLink
 from zero_engine.errors import CheckpointError, CommitRefused, PeerLost
 from zero_engine.exchange.distributed import group_store
+from zero_engine.state.line import Line
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 class RamTier:
     """One rank's checkpoints in memory."""
 
-    def __init__(self, config: Ram, rank: int, world: int, link: AgentLink) -> None:
+    def __init__(self, config: Ram, rank: int, world: int, link: AgentLink, line: Line) -> None:
         """Ask the agent for the node's memory; without it there will be no such checkpoints."""
         reply = link.request_ram(config.budget_bytes)
         self._problem = reply.reason
@@ -69,6 +70,7 @@ class RamTier:
         self._rank = rank
         self._world = world
         self._link = link
+        self._line = line
         self._ballot = checkpoint.Ballot(group_store("ram"), rank, world, on_wait=self._check_group)
         self._background = Background()
         self._peers = Neighbours(reply.key)
@@ -151,7 +153,7 @@ class RamTier:
             problem=self._problem,
             step=step,
             tag=tag,
-            round=self._link.round,
+            round=self._line.round,
             fence=self._link.fence(step, tag, samples, in_ram=True),
             newest=self._newest,
             replicas=self._config.replicas,
@@ -191,6 +193,7 @@ class RamTier:
         """On the thread of the saves."""
         kept = commit_in_ram(save, self._ballot, self._node, self._peers)
         assert self._node is not None
+        self._line.goes_on_from(kept.name)
         if self._rank == 0:
             _log.debug("step %d is in memory", save.step)
             text = (

@@ -34,6 +34,7 @@ from zero_engine.config.saving import Checkpoint
 from zero_engine.elastic import AgentLink
 from zero_engine.errors import CheckpointError, CommitRefused, PeerLost
 from zero_engine.exchange.distributed import group_store
+from zero_engine.state.line import Line
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class Request:
 class Saver:
     """Runs the saves of this rank, one after the other."""
 
-    def __init__(self, config: Checkpoint, rank: int, world: int, link: AgentLink) -> None:
+    def __init__(
+        self, config: Checkpoint, rank: int, world: int, link: AgentLink, line: Line
+    ) -> None:
         self.disk: Disk = DirectDisk()
         self.arena = Arena(PrivateRoom())
         self.last_step = 0
@@ -60,6 +63,7 @@ class Saver:
         self._keep = _policy(config)
         self._rank = rank
         self._link = link
+        self._line = line
         self._ballot = checkpoint.Ballot(
             group_store("saves"), rank, world, on_wait=self._check_group
         )
@@ -171,11 +175,12 @@ class Saver:
             self._ballot,
             step=request.step,
             tag=request.tag,
-            round=self._link.round,
+            round=self._line.round,
             fence=request.fence,
             disk=disk_of(request.root, self.disk),
             image=image,
         )
+        self._line.goes_on_from(path.name)
         if self._rank == 0:
             digest = request.state.meta["engine"]["weight_hash"]
             _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")

@@ -56,6 +56,35 @@ def save_at_2_keep_4(root: str) -> None:
         drop(engine)
 
 
+def test_who_has_gone_back_to_a_tag_goes_on_from_the_newest_step_after_it(
+    worlds: WorldPool, root: str
+) -> None:
+    """Its steps count as newer than those on disk that it has left, and among themselves too."""
+    worlds.run(2, save_at_2_and_4, root)
+    worlds.run(2, go_back_to_2_keep_3_and_4, root)
+    assert worlds.run(2, finish, root, 1) == [(4, *worlds.run(1, run_alone))] * 2
+
+
+def save_at_2_and_4(root: str) -> None:
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        for step in (2, 4):
+            train(engine, step)
+            engine.save_checkpoint(checkpoints(root))
+        settle(engine)
+        drop(engine)
+
+
+def go_back_to_2_keep_3_and_4(root: str) -> None:
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root), tag="global_step2")
+        for step in (3, 4):
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+
+
 def test_the_best_so_far_is_another_directory_and_is_loaded_from_disk(
     worlds: WorldPool, root: str
 ) -> None:
