@@ -62,11 +62,17 @@ def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
     assert rows[2][1:8] == ["0.00", "0.00", "0.00", "1.00", "1.00", "0.78", "3.00"]
 
 
+THREE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+
+
 @pytest.mark.parametrize(
     ("data", "warning"),
     [
         ({}, "the config gives no batch size"),
         ({"train_batch_size": 8}, "the batch depends on the number of ranks of the first start"),
+        ({**THREE, "gradient_accumulation_steps": 2}, "the job can begin on 2 ranks only"),
+        ({**THREE, "gradient_accumulation_steps": 4}, "the job can begin on 1 rank only"),
+        ({**THREE, "gradient_accumulation_steps": 3}, "the job can begin on no number of ranks"),
         ({"optimizer": {"type": "Mine"}}, "optimizer Mine: its memory is not known"),
         ({"optimizer": {"type": "Adafactor"}}, "each parameter is stepped whole, by the rank that"),
         ({"optimizer": {"type": "Muon"}}, "optimizer Muon: counted as for matrices; embeddings"),

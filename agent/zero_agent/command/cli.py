@@ -161,7 +161,9 @@ def _take_part(
     tell = health.waits if health is not None else lambda why: None
     await_fit(surroundings(config, os.environ), config.join_timeout_s, tell)
     while True:
-        name = command_name(Path(config.program.target).stem, config.spec.command)
+        target = config.program.target
+        stem = target if config.program.is_module else Path(target).stem
+        name = command_name(stem, config.spec.command)
         job = config.job or current_run(store, name)
         if world is not None:
             meeting.await_turn(store, job, world)

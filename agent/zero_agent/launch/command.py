@@ -134,7 +134,8 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> Plan:
     command = (args.script, *args.arguments)
-    job = args.rdzv_id or f"{command_name(Path(args.script).stem, command)}.{secrets.token_hex(2)}"
+    stem = args.script if args.module else Path(args.script).stem
+    job = args.rdzv_id or f"{command_name(stem, command)}.{secrets.token_hex(2)}"
     return Plan(
         hosts=hosts,
         job=check_job_name(job),

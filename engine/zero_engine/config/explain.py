@@ -127,6 +127,7 @@ def _about_the_batch(config: Config) -> Iterator[str]:
                 "the batch depends on the number of ranks of the first start, and stays as it was "
                 "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
             )
+        yield from _about_accumulation(config)
     except ConfigError as error:
         yield str(error)
     if not config.managed_gradient_accumulation:
@@ -134,6 +135,20 @@ def _about_the_batch(config: Config) -> Iterator[str]:
             "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
             "the global batch follows from the script and the number of ranks"
         )
+
+
+def _about_accumulation(config: Config) -> Iterator[str]:
+    """All three of DeepSpeed's numbers say on how many ranks a job begins."""
+    samples, accumulation = config.train_batch_size, config.gradient_accumulation_steps
+    micro_batch = config.train_micro_batch_size_per_gpu
+    if samples is None or micro_batch is None or accumulation is None:
+        return
+    ranks, rest = divmod(samples, micro_batch * accumulation)
+    where = "on no number of ranks" if rest else f"on {ranks} rank{'s' if ranks > 1 else ''} only"
+    yield (
+        f"gradient_accumulation_steps is {accumulation}: with both batch sizes the job can begin "
+        f"{where}, and go on with any; leave it out to begin with any as well"
+    )
 
 
 def _about_the_optimizer(config: Config) -> Iterator[str]:
