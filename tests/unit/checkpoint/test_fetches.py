@@ -115,6 +115,17 @@ def test_short_runs_and_what_nobody_expected_are_read_plainly(file, reads):
     assert reads == plain([*short, *RUNS[2:]])
 
 
+def test_of_short_runs_the_kernel_is_told_and_reads_nothing_else(file):
+    short = [(4096 * at, 4096) for at in (1, 2, 100, 1000)]
+    with open_source(file) as source:
+        source.expect([*short, (9 * MIB, 123)])
+        due = {1, 2, 100, 1000, 9 * MIB // 4096}
+        wait_for(
+            lambda: {at for at, is_there in enumerate(pages(file)) if is_there} == due, 10, "them"
+        )
+        assert [read_one(source, *span) for span in short] == contents(short)
+
+
 def test_something_unexpected_in_between_disturbs_nothing(file, reads):
     spans = [RUNS[0], (MIB, 5), *RUNS[1:]]
     assert read(file, spans, RUNS) == contents(spans)
@@ -168,6 +179,19 @@ def test_where_there_are_no_huge_pages_all_is_read_plainly(file, reads, setting,
     setting.write_text(text) if text else setting.unlink()
     assert read(file, RUNS, RUNS) == contents(RUNS)
     assert reads == plain(RUNS)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_files_of_which_nothing_is_fetched_are_not_held_open(tmp_path, is_cached):
+    paths = [tmp_path / f"file{number}" for number in range(200)]
+    for path in paths:
+        path.write_bytes(CONTENT[: MIB if is_cached else 5000])
+        if not is_cached:
+            forget(path)
+    before = len(os.listdir("/proc/self/fd"))
+    with closing(fetches.Fetches()) as ahead:
+        ahead.expect((path, (0, path.stat().st_size)) for path in paths)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 @pytest.mark.parametrize("count", [None, 0, 4096])
