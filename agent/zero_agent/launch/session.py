@@ -31,6 +31,9 @@ LOST = 255
 """ssh's exit code when there was no connection, or it broke, or a signal ended the command."""
 RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """How long to wait before a lost host is tried again; the last value stays."""
+DRAIN_S = 2.0
+"""What the commands have printed is handed on within this, after the last of them has ended. A pipe
+may stay open for longer: a connection that ssh keeps for later (ControlPersist) holds it."""
 PARTING_S = 60.0
 """Hosts that have not heard of the job's end by so long after it are left."""
 _TICK_S = 0.2
@@ -79,6 +82,7 @@ class Session:
     ask_to_stop: Callable[[], None]
     _hosts: list[_Host] = field(init=False)
     _signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    _readers: list[threading.Thread] = field(default_factory=list)
     _parting_s: float | None = None
     _stopping: int = 0
 
@@ -132,7 +136,11 @@ class Session:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-        threading.Thread(target=self._hand_on, args=(host.process, host.command.where)).start()
+        what = (host.process, host.command.where)
+        reader = threading.Thread(target=self._hand_on, args=what, daemon=True)
+        self._readers = [other for other in self._readers if other.is_alive()]
+        self._readers.append(reader)
+        reader.start()
 
     def _hand_on(self, process: subprocess.Popen[bytes], where: str) -> None:
         assert process.stdout is not None
@@ -178,6 +186,9 @@ class Session:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        deadline_s = time.monotonic() + DRAIN_S
+        for reader in self._readers:
+            reader.join(max(0.0, deadline_s - time.monotonic()))
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
