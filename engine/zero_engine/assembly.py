@@ -118,7 +118,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     keys = _config_keys(args, config, config_params)
     settings = load_config(keys)
-    init_distributed()
+    with peers_may_vanish():
+        init_distributed()
     link = AgentLink(dist.get_rank())
     with peers_may_vanish(link):
         take_over(model)

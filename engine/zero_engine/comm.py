@@ -41,6 +41,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
+from zero_engine.elastic import peers_may_vanish
 from zero_engine.exchange.comms_log import LOG
 from zero_engine.exchange.distributed import group_timeout_s
 from zero_engine.exchange.distributed import init_distributed as _init_from_environment
@@ -143,7 +144,8 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
     limit = timeout.total_seconds() if timeout is not None else timeout_s
     if init_method is None:
         port = distributed_port if auto_mpi_discovery else None
-        _init_from_environment(timeout_s=limit, mpi_port=port)
+        with peers_may_vanish():
+            _init_from_environment(timeout_s=limit, mpi_port=port)
     else:
         dist.init_process_group(
             dist_backend,

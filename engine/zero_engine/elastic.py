@@ -263,13 +263,18 @@ def leave(link: AgentLink, step: int) -> None:
 
 
 @contextmanager
-def peers_may_vanish(link: AgentLink) -> Iterator[None]:
-    """Under an agent, end the process when a peer is gone: the agent forms the next round."""
+def peers_may_vanish(link: AgentLink | None = None) -> Iterator[None]:
+    """Under an agent, end the process when a peer is gone: the agent forms the next round.
+
+    Args:
+        link: To the agent; None before there is a group, and so a rank to tell it.
+    """
     try:
         yield
     except PeerLost as error:
-        link.group_lost.set()
-        if not link.present:
+        if link is not None:
+            link.group_lost.set()
+        if not (link.present if link is not None else contract.ENV_SOCKET in os.environ):
             raise
         _log.error("leaving a broken group: %s", error)
         _forget_group()

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,25 +33,11 @@ from zero_engine.exchange.distributed import group_store
 from zero_engine.exchange.neighbourhood import meet
 from zero_engine.exchange.neighbours import Neighbours, key_of
 from zero_engine.exchange.standstill import Standstill
+from zero_engine.exchange.transport import transport_failures
 from zero_engine.exchange.waiting import Interrupt, Waiter, Work
 
 # torch 2.13 renamed this call; the old name warns there, the new one is missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# How gloo (a plain RuntimeError) and NCCL say that a connection, not the program, is broken.
-_TRANSPORT_FAILURES = (
-    "application timeout caused pair closure",
-    "broken pipe",
-    "connection closed",
-    "connection refused",
-    "connection reset",
-    "connect timeout",
-    "network error",
-    "remote process exited",
-    "socket closed",
-    "socket timeout",
-    "timed out waiting",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +124,7 @@ class Collectives:
         """See `wait`."""
         if self._waiter.interrupt.reason:
             self._leave(pending)
-        with _transport_failures(pending.what):
+        with transport_failures(pending.what):
             if pending.buffers and pending.buffers[0].device.type != "cpu":
                 for work in pending.works:  # holds up the stream, not this process
                     work.wait()
@@ -180,7 +165,7 @@ class Collectives:
         wanted = {rank: into[rank - (rank > self.rank)] for rank in self._others_near}
         works = self._read(what, lent, wanted)
         if len(self._near) < self.world:
-            with _transport_failures(what):
+            with transport_failures(what):
                 works += self._leaves_by_sockets(out, into)
         return self._pending("leaves", what, works, (leaves, received), sent_bytes)
 
@@ -230,7 +215,7 @@ class Collectives:
         if self.world == 1:
             return self._pending("", what, (), (), 0)
         sent_bytes = self._count("gather", full)
-        with _transport_failures(what):
+        with transport_failures(what):
             if full.device.type == "cpu":
                 works = self._pairwise(full, what)
                 return self._pending("gather", what, works, (full,), sent_bytes)
@@ -276,7 +261,7 @@ class Collectives:
         held, wanted = self._to_others(held), self._to_others(wanted)
         sent_bytes = sum(tensor.nbytes for tensor in held.values())
         self.bytes_sent["pieces"] += sent_bytes
-        with _transport_failures(what):
+        with transport_failures(what):
             works = self._pieces_near(held, wanted, what) + self._pieces_far(held, wanted, what)
         return self._pending("pieces", what, works, (*wanted.values(), *held.values()), sent_bytes)
 
@@ -307,7 +292,7 @@ class Collectives:
         """Make `tensor` what it is on rank `source`, and wait for it."""
         if self.world == 1:
             return
-        with _transport_failures(what):
+        with transport_failures(what):
             work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         sent_bytes = tensor.nbytes if self.rank == source else 0
         wait(self._pending("broadcast", what, (work,), (tensor,), sent_bytes))
@@ -325,15 +310,3 @@ class Collectives:
 def _timeout_s(group: Any) -> float:
     """How long an exchange of a group may take."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-
-
-@contextmanager
-def _transport_failures(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).lower()
-        broken = isinstance(error, dist.DistNetworkError | dist.DistBackendError)
-        if not broken and not any(sign in text for sign in _TRANSPORT_FAILURES):
-            raise
-        raise PeerLost(f"{what}: a peer is gone: {error}") from error

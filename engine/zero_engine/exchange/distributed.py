@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from zero_engine.errors import ConfigError
 from zero_engine.exchange.discovery import discover
+from zero_engine.exchange.transport import transport_failures
 
 GROUP_TIMEOUT_S = 600.0
 """How long a collective may take; DeepSpeed's default as well."""
@@ -44,6 +45,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
 
     Raises:
         ConfigError: mpirun has started this worker and does not say where rank 0 is.
+        PeerLost: A rank, or the store that they meet through, is gone.
     """
     if dist.is_initialized():
         return
@@ -55,7 +57,8 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        with transport_failures("meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timeout)
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
