@@ -33,12 +33,12 @@ def forking(tmp_path):
     hub.close()
 
 
-def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str) -> int:
+def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str, **more: str) -> int:
     script = tmp_path / "script.py"
     script.write_text(code)
     taps = [Tap(hub, Terminal(2), tmp_path / name) for name in ("out", "err")]
     program = Program(target=str(script), is_module=False, arguments=["one", "two words"])
-    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "7"}
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "7", **more}
     return nursery.start(program, env, *taps)
 
 
@@ -66,6 +66,30 @@ def status_of(worker: int, news: queue.SimpleQueue) -> int:
 def test_a_worker_ends_as_its_script_would(forking, code, status):
     start, _, news = forking
     assert status_of(start(code), news) == status
+
+
+def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(tmp_path):
+    """More than its socket holds: the agent has leases to keep alive meanwhile."""
+    go = tmp_path / "go"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
+    (tmp_path / "slow.py").write_text(waits)
+    hub, news = Hub(), queue.SimpleQueue()
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    nursery = Nursery(hub, env, ["slow"], lambda _, said: news.put(said))
+    try:
+        held = len(os.listdir("/proc/self/fd"))
+        workers = [_start(nursery, hub, tmp_path, "pass", PAD="x" * 20_000) for _ in range(30)]
+        assert not nursery.ready
+        go.touch()
+        ended: dict[int, int] = {}
+        while len(ended) < len(workers):
+            said = news.get(timeout=20)
+            ended |= {said["id"]: said["status"]} if "status" in said else {}
+        assert ended == dict.fromkeys(workers, 0)
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 10, "all pipes to be closed")
+    finally:
+        nursery.close()
+        hub.close()
 
 
 def test_what_a_script_registers_with_atexit_runs_and_its_output_is_kept(forking, tmp_path):

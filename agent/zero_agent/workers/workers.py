@@ -59,6 +59,8 @@ class Nursery:
         self.ready = False
         """It has imported what was to be preloaded."""
         self._ordered = self._obeyed = self._answered = 0
+        self._held: list[tuple[bytes, list[int]]] = []
+        """Orders for when it is ready: until then it does not listen, and the agent would wait."""
         self._mute = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,6 +119,7 @@ class Nursery:
     def close(self) -> int:
         """End it and everything below it; its exit code, or the negative number of a signal."""
         self._hub.remove(self._socket.fileno(), self._socket.close)
+        self._release_held(lambda *_: None)
         if not self.ready:  # it imports, and does not listen
             self.kill()
         try:
@@ -140,11 +143,24 @@ class Nursery:
         data = json.dumps(order).encode()
         if len(data) > PACKET_BYTES:
             raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
+        self._ordered += 1
+        if self.ready:
+            self._pass_on(data, fds)
+        else:
+            self._held.append((data, [os.dup(fd) for fd in fds]))
+
+    def _pass_on(self, data: bytes, fds: Sequence[int]) -> None:
         try:
             socket.send_fds(self._socket, [data], fds)
-            self._ordered += 1
         except OSError as error:
             log.warning("the nursery does not listen: %s", error)  # its end comes as news
+
+    def _release_held(self, take: Callable[[bytes, Sequence[int]], None]) -> None:
+        held, self._held = self._held, []
+        for data, fds in held:
+            take(data, fds)
+            for fd in fds:
+                os.close(fd)
 
     def _on_readable(self) -> None:
         try:
@@ -156,7 +172,9 @@ class Nursery:
             self._on_news(self, {"gone": True})
             return
         news = json.loads(data)
-        self.ready = self.ready or "ready" in news
+        if "ready" in news:
+            self.ready = True
+            self._release_held(self._pass_on)
         self._obeyed += "obeyed" in news
         self._on_news(self, news)
 
