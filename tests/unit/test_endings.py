@@ -95,8 +95,19 @@ def test_the_exit_code_says_how_it_ended(state, by, code, caplog):
     job = Snapshot(SPEC, state=state, by=by, cause="because", failures=(cause("a", 1),))
     job = replace(job, failures=(replace(job.failures[0], traceback="KeyError: 1"),))
     with caplog.at_level(logging.INFO, "zero"):
-        assert ending.tell_end("j", Seen(job), Journal("a"), AgentExit.DRAINED) == code
+        left = AgentExit.DRAINED
+        assert ending.tell_end("j", Seen(job), Journal("a"), left, named=True) == code
     assert ("KeyError: 1" in caplog.text) == (state is State.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("named", "remedy"), [(True, "give another --rdzv-id"), (False, "type the command again")]
+)
+def test_who_stopped_a_job_reads_how_to_run_it_again(named, remedy, caplog):
+    job = Snapshot(SPEC, state=State.STOPPED, by="halt", cause="enough")
+    with caplog.at_level(logging.INFO, "zero"):
+        ending.tell_end("j", Seen(job), Journal("a"), AgentExit.DRAINED, named=named)
+    assert caplog.messages == [f"job j has been stopped: enough; to run it again, {remedy}"]
 
 
 def test_an_error_of_an_earlier_run_is_kept_and_not_taken_for_a_new_one(tmp_path):
