@@ -70,6 +70,8 @@ class Ballot:
         self._timeout_s = timeout_s
         self._on_wait = on_wait or (lambda: None)
         self._asked = 0
+        self._told: list[str] = []
+        """Keys of what rank 0 has said and not taken back yet."""
 
     def ask(self, vote: Record, judge: Judge) -> Record:
         """Cast this rank's vote and return rank 0's verdict on all of them.
@@ -84,11 +86,18 @@ class Ballot:
         self._put(f"{question}/{self.rank}", vote)
         return self._hear(question)
 
-    def announce(self, make: Callable[[], Record]) -> Record:
-        """What `make` returns on rank 0, on every rank; it must not raise. Raises as `ask`."""
+    def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
+        """What `make` returns on rank 0, on every rank; it must not raise. Raises as `ask`.
+
+        Args:
+            make: What to announce.
+            voted_on: What a record has that all ranks vote on next: then rank 0 need not see that
+                they have heard it before it goes on itself.
+        """
         question = self._next_question()
         if self.rank == COORDINATOR:
-            return self._answer(question, make())
+            record = make()
+            return self._answer(question, record, stays=voted_on not in record)
         return self._hear(question)
 
     def _next_question(self) -> str:
@@ -103,13 +112,15 @@ class Ballot:
         others = [self._take(key) if there else None for key, there in zip(keys, here, strict=True)]
         return [own, *others]
 
-    def _answer(self, question: str, verdict: Record) -> Record:
+    def _answer(self, question: str, verdict: Record, *, stays: bool = True) -> Record:
         """Tell the others, and stay until they have heard: this process may host the store."""
         if self.world > 1:
-            keys = self._put(question, verdict)
             heard, count = f"{question}/heard", f"{question}/count"
-            if self._await([heard], min(self._timeout_s, _FAREWELL_S), lambda: None):
-                self._delete([*keys, heard, count])
+            self._told += [*self._put(question, verdict), heard, count]
+            # Whoever has heard this has heard all before it.
+            if stays and self._await([heard], min(self._timeout_s, _FAREWELL_S), lambda: None):
+                self._delete(self._told)
+                self._told = []
         return verdict
 
     def _hear(self, question: str) -> Record:

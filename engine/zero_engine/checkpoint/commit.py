@@ -72,7 +72,7 @@ def save(
         PeerLost: The store of the ballot is gone.
     """
     disk = disk or disk_of(root)
-    opened = ballot.announce(_Opening(root, step, round, disk).open)
+    opened = ballot.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
     _raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
     header = Header(tag=tag, step=step, block_bytes=block_bytes, **opened)

@@ -8,7 +8,7 @@ Must always hold: every trying ends, `TRIES` times and about 1 s later; nothing 
 repeated. An object store's client does this by itself, and a node whose memory holds a checkpoint
 is not waited for.
 
-Called by `files.source` and `format.parse`.
+Called by `files.local_file` and `format.parse`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
 
+from zero_engine.checkpoint.files.fetches import Fetches
+from zero_engine.checkpoint.files.local_file import open_file
 from zero_engine.checkpoint.files.objects import PROTOCOLS, ObjectPath, file_system
+from zero_engine.checkpoint.files.source import Source
 from zero_engine.errors import CheckpointError
 
 Place: TypeAlias = Path | ObjectPath
@@ -68,3 +72,13 @@ def _object_path(text: str, protocol: str, rest: str) -> ObjectPath:
             f"{text}: {error}; run: pip install 'zero-elastic[{extra}]'"
         ) from error
     return path
+
+
+def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextManager[Source]:
+    """Open a file to read ranges of it; raises OSError, like every operation on it.
+
+    Args:
+        path: Of the file.
+        ahead: As `open_file`; what is in an object store is not fetched ahead by it.
+    """
+    return open_file(path, ahead) if isinstance(path, Path) else path.source()

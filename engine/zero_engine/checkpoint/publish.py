@@ -68,7 +68,7 @@ def vote_for(state: State, layout: FileLayout, file: FileRecord) -> Record:
 
 def fingerprint(state: State) -> str:
     """Equal on two ranks if and only if their tables of tensors and their ties are."""
-    described = table_of(state.tensors).text + canonical(dict(state.aliases))
+    described = table_of(state.tensors).digest + canonical(dict(state.aliases))
     return hashlib.sha256(described.encode()).hexdigest()
 
 

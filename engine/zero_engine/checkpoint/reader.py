@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zero_engine.checkpoint.files.fetches import Fetches
-from zero_engine.checkpoint.files.source import Source, Span, open_source
+from zero_engine.checkpoint.files.source import Source, Span
 from zero_engine.checkpoint.files.writer import BlockHasher
 from zero_engine.checkpoint.format.bulk import uncollected
 from zero_engine.checkpoint.format.dtypes import byte_view, host_bytes
@@ -33,9 +33,9 @@ from zero_engine.checkpoint.format.extents import describe, extents
 from zero_engine.checkpoint.format.manifest import FileRecord, Manifest
 from zero_engine.checkpoint.format.match import resolve
 from zero_engine.checkpoint.format.pieces import PARAM, Piece, State
-from zero_engine.checkpoint.format.plan import READ_BYTES, Part, Read, Wants, cut, plan
+from zero_engine.checkpoint.format.plan import READ_BYTES, Part, Read, cut, plan
 from zero_engine.checkpoint.format.table import table_of
-from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.place import Place, open_source
 from zero_engine.errors import DamagedCheckpoint
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _plan(state: State, manifest: Manifest) -> tuple[list[Read], list[Read]]:
     """The reads that weights need, and the others; each by file and position."""
     stored_at = resolve(state, manifest)
     given = extents(state.pieces, table_of(state.tensors))
-    wants = Wants(stored_at[given.tensor], *given[1:])
+    wants = given._replace(tensor=stored_at[given.tensor])
     reads = plan(wants, manifest.fragments, len(manifest.tensors), manifest.block_bytes)
     # A part may reach into targets that follow its own, but only in the same allocation.
     weights = np.array([piece.id.kind == PARAM for piece in state.pieces], dtype=bool)

@@ -125,7 +125,7 @@ def load(
     if ram is not None:
         ram.gather(ballot)
     while True:
-        offer = ballot.announce(partial(search.next_offer, ballot.world))
+        offer = ballot.announce(partial(search.next_offer, ballot.world), voted_on="name")
         if "name" not in offer:
             _raise(offer)
             return None

@@ -124,7 +124,7 @@ def flip(path: Path, position: int) -> None:
 def on_ranks(
     world: int,
     work: Callable[[Ballot], T],
-    timeout_s: float = 20,
+    timeout_s: float = 50,
     store: HashStore | None = None,
 ) -> list[T]:
     """What `work` returns on each rank, or the exception it raised."""

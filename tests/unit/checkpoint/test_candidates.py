@@ -112,7 +112,7 @@ def test_a_damaged_manifest_is_skipped_with_a_warning(tmp_path, caplog):
 
 def test_a_root_with_only_unusable_checkpoints_is_an_error_and_no_fresh_start(tmp_path):
     manifest = saved(tmp_path, adam_state()) / "MANIFEST.json"
-    manifest.write_bytes(changed(manifest.read_bytes(), "min_reader", 2))
+    manifest.write_bytes(changed(manifest.read_bytes(), "min_reader", 3))
     assert [r.why for r in find(tmp_path).rejected] == [Why.NEWER]
     for error in load_all(tmp_path, adam_state()):
         assert isinstance(error, DamagedCheckpoint)

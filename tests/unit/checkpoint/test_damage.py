@@ -287,7 +287,7 @@ def test_a_rank_that_dies_while_loading_is_named(root):
             return ballot.announce(dict)
         return load(root, ballot, lambda _: share(blank(OLD), ballot.rank, ballot.world))
 
-    error, _ = on_ranks(2, work, timeout_s=0.2)
+    error, _ = on_ranks(2, work, timeout_s=2.0)
     assert type(error) is CheckpointError
     assert "rank 1 did not report on" in str(error)
     assert len(find(root).candidates) == 2

@@ -18,7 +18,7 @@ from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, sa
 from zero_engine.checkpoint.files import fetches, huge_pages
 from zero_engine.checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
 from zero_engine.checkpoint.files.huge_pages import zeros
-from zero_engine.checkpoint.files.source import open_source
+from zero_engine.checkpoint.files.local_file import open_file
 from zero_engine.checkpoint.format.pieces import PARAM, TensorId
 from zero_engine.checkpoint.format.plan import READ_BYTES
 from zero_engine.errors import DamagedCheckpoint
@@ -77,7 +77,7 @@ def reads(monkeypatch):
 
 def read(path, spans, expected):
     """The bytes of each span, scattered over two buffers and joined again."""
-    with open_source(path) as source:
+    with open_file(path) as source:
         source.expect(expected)
         return [read_one(source, *span) for span in spans]
 
@@ -117,11 +117,11 @@ def test_short_runs_and_what_nobody_expected_are_read_plainly(file, reads):
 
 def test_of_short_runs_the_kernel_is_told_and_reads_nothing_else(file):
     short = [(4096 * at, 4096) for at in (1, 2, 100, 1000)]
-    with open_source(file) as source:
+    with open_file(file) as source:
         source.expect([*short, (9 * MIB, 123)])
         due = {1, 2, 100, 1000, 9 * MIB // 4096}
         wait_for(
-            lambda: {at for at, is_there in enumerate(pages(file)) if is_there} == due, 10, "them"
+            lambda: {at for at, is_there in enumerate(pages(file)) if is_there} == due, 60, "them"
         )
         assert [read_one(source, *span) for span in short] == contents(short)
 
@@ -139,7 +139,7 @@ def test_a_file_that_is_too_short_lacks_as_many_bytes_as_it_does(file, size):
 
 
 def test_however_much_is_expected_no_more_is_fetched_than_there_are_slabs_for(file, reads):
-    with open_source(file) as source:
+    with open_file(file) as source:
         source.expect([(at, MIB) for at in range(0, 9 * MIB, MIB)])
     assert len(reads) <= _SLABS < 9
 
@@ -237,9 +237,9 @@ def test_the_next_file_is_on_its_way_before_this_one_is_at_its_end(tmp_path, rea
         forget(path)
     with closing(fetches.Fetches()) as ahead:
         ahead.expect((path, span) for path in paths for span in RUNS[:2])
-        wait_for(lambda: len(reads) == _SLABS, 10, "as many ranges as there are slabs")
+        wait_for(lambda: len(reads) == _SLABS, 60, "as many ranges as there are slabs")
         for path in paths:
-            with open_source(path, ahead) as source:
+            with open_file(path, ahead) as source:
                 assert [read_one(source, *span) for span in RUNS[:2]] == contents(RUNS[:2])
     assert all(direct for direct, *_ in reads)
 

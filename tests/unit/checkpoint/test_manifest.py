@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 
+import numpy as np
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, saved
-from zero_engine.checkpoint.format.manifest import check_json
+from zero_engine.checkpoint.format.fragments import COLUMNS
+from zero_engine.checkpoint.format.manifest import check_json, pack, unpack
 from zero_engine.checkpoint.format.parse import (
     ManifestError,
     NewerFormatError,
@@ -40,12 +42,30 @@ def sign(body: bytes) -> bytes:
 def changed(text: bytes, path: str, value: object) -> bytes:
     """The manifest with one value replaced, signed anew."""
     record = json.loads(text)
+    is_packed = path.startswith("fragments.") and record["format"] > 1
+    if is_packed:
+        record["fragments"] = lists_of(record["fragments"])
     *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     target = record
     for key in parents:
         target = target[key]
     target[last] = value
+    if is_packed:
+        columns = record["fragments"].items()
+        record["fragments"] = {name: pack(np.array(column), "<i8") for name, column in columns}
     return signed(record)
+
+
+def lists_of(fragments: dict[str, str]) -> dict[str, list[int]]:
+    return {name: unpack(column, "<i8").tolist() for name, column in fragments.items()}
+
+
+def of_format_1(text: bytes) -> bytes:
+    """The manifest as the first release wrote it."""
+    record = json.loads(text)
+    return signed(
+        {**record, "format": 1, "min_reader": 1, "fragments": lists_of(record["fragments"])}
+    )
 
 
 def test_a_manifest_is_json_that_any_tool_can_read_and_check(text):
@@ -69,8 +89,8 @@ def test_no_prefix_of_a_manifest_is_a_manifest(text):
 
 
 def test_a_newer_format_is_refused_with_the_advice_to_upgrade(text):
-    with pytest.raises(NewerFormatError, match=r"needs a reader of format 2.*upgrade zero-elastic"):
-        parse(changed(text, "min_reader", 2))
+    with pytest.raises(NewerFormatError, match=r"needs a reader of format 3.*upgrade zero-elastic"):
+        parse(changed(text, "min_reader", 3))
 
 
 def test_what_a_newer_writer_adds_for_newer_readers_is_ignored(text):
@@ -108,7 +128,6 @@ HOSTILE = {
     "a fragment of no file": ("fragments.file.0", 3, "3, out of bounds"),
     "a negative start": ("fragments.start.0", -1, "-1, out of bounds"),
     "an empty fragment": ("fragments.length.0", 0, "0, out of bounds"),
-    "a fragment beyond 64 bits": ("fragments.length.0", 2**63, "not readable"),
     "a huge fragment": ("fragments.length.0", 2**62, "out of bounds"),
     "a fragment beyond its tensor": ("fragments.length.0", 10**6, "more than one place|beyond"),
     "a gap between fragments": ("fragments.length.0", 1, "is in no file"),
@@ -116,10 +135,19 @@ HOSTILE = {
     "a fragment in the header": ("fragments.offset.0", 8, "overlap"),
     "overlapping bytes": ("fragments.file.1", 0, "overlap"),
     "columns of unequal length": ("fragments.offset", [4096], "differ in length"),
-    "a fraction in a column": ("fragments.start.0", 0.5, "else than integers"),
-    "a truth value in a column": ("fragments.start.0", False, "else than integers"),
     "a nonce that is a path": ("nonce", "../a", "four hex digits"),
     "meta that is a list": ("meta", [], "not of type dict"),
+}
+HOSTILE_LISTS = {
+    "a fragment beyond 64 bits": ("fragments.length.0", 2**63, "not readable"),
+    "a fraction in a column": ("fragments.start.0", 0.5, "else than integers"),
+    "a truth value in a column": ("fragments.start.0", False, "else than integers"),
+    "a packed column": ("fragments.start", "", "not of type list"),
+}
+HOSTILE_PACKED = {
+    "a column that is a list": ([], "fragments.start is not of type str"),
+    "a column that is no base64": ("!!", "is not readable"),
+    "half a number": ("AAAA", "is not readable"),
 }
 
 
@@ -130,7 +158,31 @@ def test_a_hostile_manifest_with_a_right_digest_is_refused(text, case, known):
     here = known_here(text) if known else None
     with pytest.raises(ManifestError, match=why):
         parse(changed(text, path, value))
+    with pytest.raises(ManifestError, match=why):
+        parse(changed(of_format_1(text), path, value))
     del here
+
+
+@pytest.mark.parametrize("case", HOSTILE_LISTS)
+def test_a_hostile_list_of_the_first_format_is_refused(text, case):
+    path, value, why = HOSTILE_LISTS[case]
+    with pytest.raises(ManifestError, match=why):
+        parse(changed(of_format_1(text), path, value))
+
+
+@pytest.mark.parametrize("case", HOSTILE_PACKED)
+def test_a_column_that_is_not_packed_well_is_refused(text, case):
+    record = json.loads(text)
+    record["fragments"]["start"], why = HOSTILE_PACKED[case]
+    with pytest.raises(ManifestError, match=why):
+        parse(signed(record))
+
+
+def test_a_manifest_of_the_first_format_says_the_same(text):
+    first, now = parse(of_format_1(text)), parse(text)
+    for name in COLUMNS:
+        assert np.array_equal(getattr(first.fragments, name), getattr(now.fragments, name))
+    assert (first.tensors, first.meta) == (now.tensors, now.meta)
 
 
 def known_here(text: bytes) -> TensorTable:

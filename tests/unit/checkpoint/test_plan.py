@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from tests.unit.checkpoint.support import share, table
 from zero_engine.checkpoint import own_layout
-from zero_engine.checkpoint.format.fragments import check_cover, first_break, from_lists
+from zero_engine.checkpoint.format.extents import Extents
+from zero_engine.checkpoint.format.fragments import COLUMNS, check_cover, first_break, from_lists
 from zero_engine.checkpoint.format.layout import block_bytes_for
 from zero_engine.checkpoint.format.pieces import PARAM, State, TensorId, TensorInfo
-from zero_engine.checkpoint.format.plan import Part, Wants, plan
+from zero_engine.checkpoint.format.plan import Part, plan
 
 BLOCK = 64
 
 
 class Want(NamedTuple):
-    """A row of `Wants`."""
+    """A row of `Extents`."""
 
     tensor: int
     start: int
@@ -35,8 +36,8 @@ class Want(NamedTuple):
 
 
 def planned(wants, *rest):
-    rows = np.array(wants, dtype=np.int64).reshape(-1, len(Wants._fields))
-    return plan(Wants(*rows.T), *rest)
+    rows = np.array(wants, dtype=np.int64).reshape(-1, len(Extents._fields))
+    return plan(Extents(*rows.T), *rest)
 
 
 @st.composite
@@ -78,7 +79,7 @@ def test_every_wanted_element_comes_from_exactly_one_fragment(case, most_blocks)
     stored = {  # (tensor, byte) -> (file, byte in the file), by brute force
         (tensor, start * widths[tensor] + byte): (file, offset + byte)
         for tensor, file, start, length, offset in zip(
-            *(getattr(fragments, name).tolist() for name in fragments.to_lists()), strict=True
+            *(getattr(fragments, name).tolist() for name in COLUMNS), strict=True
         )
         if tensor in widths
         for byte in range(length * widths[tensor])

@@ -6,8 +6,8 @@ faster without it. So the first large slabs that go to a device are written in b
 each made durable, and the faster way is kept; until the next trial, because what the disk did
 meanwhile for others, or the disk itself, may have spoilt this one.
 
-Must always hold: what is written is the same either way; whatever cannot be written directly (an
-unaligned tail, a file system that refuses) goes through the cache.
+Must always hold: what is written is the same either way; whatever cannot be written directly (the
+last bytes of a file, a file system that refuses) goes through the cache.
 
 Called by `commit` through `storage.Disk`.
 """
@@ -31,12 +31,14 @@ from zero_engine.checkpoint.format.layout import PAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
-TRIAL_BYTES = 8 << 20
-"""Slabs of at least this size are tried and, if direct writing wins, written directly."""
+TRIAL_BYTES = 4 << 20
+"""Slabs of at least this size are tried."""
+_LEAST_BYTES = 256 << 10
+"""Shorter ones are left to the cache, whatever a trial has said."""
 _TRIES = 3
 """Of each way; the best counts, because whatever else the disk does only adds to a time."""
-_GOOD_FOR = 512
-"""Slabs: a trial is repeated so seldom that it costs next to nothing."""
+_GOOD_FOR_BYTES = 8 << 30
+"""A trial is repeated so seldom that it costs next to nothing."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -56,7 +58,7 @@ class Trial:
     refused: bool = False
     told: Way | None = None
     """The answer that was told last."""
-    _used: int = 0
+    _used_bytes: int = 0
 
     @property
     def over(self) -> bool:
@@ -71,11 +73,11 @@ class Trial:
         measure = min if self.over else len
         return min(Way, key=lambda way: measure(self.seconds[way]))
 
-    def use(self) -> None:
-        """Another slab has been written in the way that was found: after some, it is asked anew."""
-        self._used += 1
-        if self._used >= _GOOD_FOR and not self.refused:
-            self._used, self.seconds = 0, {way: [] for way in Way}
+    def use(self, size_bytes: int) -> None:
+        """So much was written in the way that was found: after some time, it is asked anew."""
+        self._used_bytes += size_bytes
+        if self._used_bytes >= _GOOD_FOR_BYTES and not self.refused:
+            self._used_bytes, self.seconds = 0, {way: [] for way in Way}
 
 
 class DirectDisk(Disk):
@@ -88,16 +90,18 @@ class DirectDisk(Disk):
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         """Append all of `data`."""
         file.flush()
-        if len(data) < TRIAL_BYTES or not _aligned(data):
-            _set_direct(file, False)
-            super().write(file, data)
-            return
+        pages = _whole_pages(data)
         trial = self._trials.setdefault(os.fstat(file.fileno()).st_dev, Trial())
-        if trial.over:
-            self._write(file, memoryview(data), trial)
-            trial.use()
+        if pages and trial.over:
+            self._write(file, pages, trial)
+            trial.use(len(pages))
+        elif len(pages) >= TRIAL_BYTES:
+            self._try(file, pages, trial)
         else:
-            self._try(file, memoryview(data), trial)
+            pages = pages[:0]
+        if rest := memoryview(data)[len(pages) :]:
+            _set_direct(file, False)
+            super().write(file, rest)
 
     def _try(self, file: BinaryIO, data: memoryview, trial: Trial) -> None:
         way, begin = trial.way, self._clock()
@@ -121,9 +125,12 @@ class DirectDisk(Disk):
                 trial.refused = True
 
 
-def _aligned(data: memoryview | bytes) -> bool:
-    address = np.frombuffer(data, dtype=np.uint8).ctypes.data
-    return address % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0
+def _whole_pages(data: memoryview | bytes) -> memoryview:
+    """What of a slab can be written directly, and is worth it."""
+    whole = memoryview(data)
+    if len(whole) < _LEAST_BYTES or np.frombuffer(whole, np.uint8).ctypes.data % PAGE_BYTES:
+        return whole[:0]
+    return whole[: len(whole) // PAGE_BYTES * PAGE_BYTES]
 
 
 def _set_direct(file: BinaryIO, wanted: bool) -> None:

@@ -11,7 +11,7 @@ of the slabs, however much is expected; what is not fetched, for whatever reason
 reader, who reads it plainly and hears of the error. Of short ranges the kernel is told, so that
 they are in the page cache by then.
 
-Called by `reader`, for all that it will read, and by `source`, for one file.
+Called by `reader`, for all that it will read, and by `local_file`, for one file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from zero_engine.checkpoint.files.huge_pages import are_given, zeros
+from zero_engine.checkpoint.files.source import Span
 from zero_engine.checkpoint.format.layout import PAGE_BYTES
 from zero_engine.checkpoint.format.plan import READ_BYTES
-
-if TYPE_CHECKING:
-    from zero_engine.checkpoint.files.source import Span
 
 LEAST_BYTES = 256 << 10
 """Shorter ranges go through the page cache: a slab for each would do little else than wait."""

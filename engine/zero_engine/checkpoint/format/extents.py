@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     itemsize: Ints
     """Bytes of an element."""
     memory: Ints
-    """Which allocation the data lie in."""
+    """Which allocation the data lie in: those that adjoin in it are one to whoever reads."""
     address: Ints
     """Of the first byte."""
 

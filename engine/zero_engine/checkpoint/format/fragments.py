@@ -50,10 +50,6 @@ class Fragments:
         """The rows at these indices, in this order."""
         return Fragments(**{name: getattr(self, name)[rows] for name in COLUMNS})
 
-    def to_lists(self) -> dict[str, list[int]]:
-        """The columns as JSON."""
-        return {name: getattr(self, name).tolist() for name in COLUMNS}
-
 
 @dataclass(frozen=True, slots=True)
 class Break:

@@ -19,20 +19,20 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from zero_engine.checkpoint.format.bulk import uncollected
-from zero_engine.checkpoint.format.fragments import Fragments
+from zero_engine.checkpoint.format.fragments import COLUMNS, Fragments
 from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.format.table import canonical, table_of
 from zero_engine.errors import CheckpointError
 
-FORMAT = 1
-"""The format that this release writes, and the newest that it reads."""
-MIN_READER = 1
+FORMAT = 2
+"""The format that this release writes, and the newest that it reads; 1 has fragments as lists."""
+MIN_READER = 2
 """The oldest format a reader must know to read what this release writes."""
 BLOCK_BYTES = 512 << 10
 """What is hashed, and verified on load, as one unit, where nobody has chosen otherwise."""
@@ -109,8 +109,8 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     """
     check_json(manifest.meta, "meta")
     members = {name: canonical(value) for name, value in _record(manifest).items()}
-    members["tensors"] = table_of(manifest.tensors).text
-    rest = ",".join(f'"{name}":{members[name]}' for name in sorted(members)).encode() + b"}"
+    members |= _long_members(manifest)
+    rest = _object(members)[1:].encode()
     digest = hashlib.sha256(rest).hexdigest()
     return (_ENVELOPE % digest).encode() + rest, digest
 
@@ -123,7 +123,7 @@ def split_envelope(text: bytes) -> tuple[str, bytes] | None:
 
 
 def _record(manifest: Manifest) -> dict[str, Any]:
-    """All members but the table of tensors, whose text is there already."""
+    """All members but those of `_long_members`."""
     return {
         "format": FORMAT,
         "min_reader": MIN_READER,
@@ -134,29 +134,44 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "world": manifest.world,
         "block_bytes": manifest.block_bytes,
         "aliases": dict(manifest.aliases),
-        "files": [_file_record(file) for file in manifest.files],
-        "fragments": manifest.fragments.to_lists(),
         "meta": manifest.meta,
     }
 
 
-def _file_record(file: FileRecord) -> dict[str, Any]:
+def _long_members(manifest: Manifest) -> dict[str, str]:
+    """The JSON of what is in proportion to tensors and blocks; in base64 nothing is escaped."""
+    columns = {name: pack(getattr(manifest.fragments, name), "<i8") for name in COLUMNS}
     return {
-        "name": file.name,
-        "size_bytes": file.size_bytes,
-        "data_offset": file.data_offset,
-        "xxh3_64": pack_digests(file.digests),
+        "files": f"[{','.join(map(_file_text, manifest.files))}]",
+        "fragments": _object({name: f'"{column}"' for name, column in columns.items()}),
+        "tensors": table_of(manifest.tensors).text,
     }
 
 
-def pack_digests(digests: Digests) -> str:
-    """Base64 of little-endian 64-bit words: 11 characters a block instead of 20."""
-    return base64.b64encode(digests.astype("<u8").tobytes()).decode()
+def _file_text(file: FileRecord) -> str:
+    return _object(
+        {
+            "name": canonical(file.name),
+            "size_bytes": canonical(file.size_bytes),
+            "data_offset": canonical(file.data_offset),
+            "xxh3_64": f'"{pack(file.digests, "<u8")}"',
+        }
+    )
 
 
-def unpack_digests(text: str) -> Digests:
-    """The inverse of `pack_digests`; raises ValueError for anything else."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8").astype(np.uint64)
+def _object(members: Mapping[str, str]) -> str:
+    """As `canonical`, out of the JSON of each member."""
+    return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
+
+
+def pack(numbers: npt.NDArray[Any], form: Literal["<u8", "<i8"]) -> str:
+    """Base64 of little-endian 64-bit words: 11 characters each, and no number to be parsed."""
+    return base64.b64encode(numbers.astype(form).tobytes()).decode()
+
+
+def unpack(text: str, form: Literal["<u8", "<i8"]) -> npt.NDArray[Any]:
+    """The inverse of `pack`; raises ValueError for anything else."""
+    return np.frombuffer(base64.b64decode(text, validate=True), form).astype(form[1:])
 
 
 def check_json(value: object, path: str) -> None:
@@ -175,6 +190,8 @@ def check_json(value: object, path: str) -> None:
                     raise CheckpointError(f"{path}: key {key!r} is not text; write {str(key)!r}")
                 check_json(inner, f"{path}.{key}")
         case list() | tuple():
+            if set(map(type, value)) <= _JSON_SCALARS:  # the names of parameters, which are many
+                return
             for position, inner in enumerate(value):
                 check_json(inner, f"{path}[{position}]")
         case _:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from zero_engine.checkpoint.format.dtypes import DTYPES
 from zero_engine.checkpoint.format.fragments import (
     COLUMNS,
     Fragments,
+    Ints,
     check_cover,
     first_break,
     from_lists,
@@ -37,7 +39,7 @@ from zero_engine.checkpoint.format.manifest import (
     Manifest,
     file_name,
     split_envelope,
-    unpack_digests,
+    unpack,
 )
 from zero_engine.checkpoint.format.pieces import TensorId, TensorInfo
 from zero_engine.checkpoint.format.table import TensorTable, known_table, remember_table, table_of
@@ -199,7 +201,7 @@ def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
         tensors=tensors,
         aliases=_aliases(fields.take("aliases", dict), tensors),
         files=files,
-        fragments=_fragments(_Fields(fields.take("fragments", dict), "fragments"), tensors, files),
+        fragments=_fragments(_columns(fields), tensors, files),
         meta=fields.take("meta", dict),
         block_bytes=block_bytes,
     )
@@ -253,7 +255,7 @@ def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
 
 
 def _aliases(aliases: dict[str, Any], tensors: TensorTable) -> dict[str, str]:
-    stored = {tensor.fqn for tensor in tensors}
+    stored = {tensor.fqn for tensor in tensors} if aliases else set()
     for name, target in aliases.items():
         if name in stored or type(target) is not str or target not in stored:
             raise ManifestError(f"aliases[{name!r}] = {target!r} is not a name of a stored tensor")
@@ -274,20 +276,36 @@ def _file(fields: _Fields, rank: int, block_bytes: int) -> FileRecord:
     data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
     if data_offset % PAGE_BYTES or data_offset > size:
         raise ManifestError(f"{name}: data_offset {data_offset} is no page inside {size} bytes")
-    digests = unpack_digests(fields.take("xxh3_64", str))
+    digests = unpack(fields.take("xxh3_64", str), "<u8")
     if len(digests) != -(-size // block_bytes):
         raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")
     return FileRecord(name, size, data_offset, digests)
 
 
-def _fragments(fields: _Fields, tensors: TensorTable, files: tuple[FileRecord, ...]) -> Fragments:
-    columns = {name: fields.take(name, list) for name in COLUMNS}
+def _columns(fields: _Fields) -> Mapping[str, Ints]:
+    """The columns of the fragments: packed, in format 1 lists."""
+    read = _listed if fields.count("format") == 1 else _packed
+    members = _Fields(fields.take("fragments", dict), "fragments")
+    return {name: read(members, name) for name in COLUMNS}
+
+
+def _packed(fields: _Fields, name: str) -> Ints:
+    return unpack(fields.take(name, str), "<i8")
+
+
+def _listed(fields: _Fields, name: str) -> Ints:
+    column = fields.take(name, list)
+    if not set(map(type, column)) <= {int}:
+        raise ManifestError(f"fragments.{name} holds something else than integers")
+    return np.array(column, dtype=np.int64)  # OverflowError beyond 64 bits
+
+
+def _fragments(
+    columns: Mapping[str, Ints], tensors: TensorTable, files: tuple[FileRecord, ...]
+) -> Fragments:
     if len({len(column) for column in columns.values()}) != 1:
         raise ManifestError("fragments: the columns differ in length")
-    for name, column in columns.items():
-        if not set(map(type, column)) <= {int}:
-            raise ManifestError(f"fragments.{name} holds something else than integers")
-    fragments = from_lists(columns)  # OverflowError beyond 64 bits
+    fragments = from_lists(columns)
     _check_bounds(fragments, tensors, files)
     gap = check_cover(fragments, tensors.numels, tensors.name)
     if gap is not None:

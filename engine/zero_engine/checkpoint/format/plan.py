@@ -22,26 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zero_engine.checkpoint.format.extents import Extents
 from zero_engine.checkpoint.format.fragments import Fragments, Ints, run_lengths
 
 READ_BYTES = 4 << 20
 """Of one read: a disk needs no longer ones to be at its fastest."""
-
-
-class Wants(NamedTuple):
-    """Each wants elements [start, start + length) of the `tensor`-th tensor of the manifest.
-
-    The columns are int64 [wants].
-    """
-
-    tensor: Ints
-    start: Ints
-    length: Ints
-    itemsize: Ints
-    memory: Ints
-    """Which allocation the target lies in: targets that adjoin in it are filled as one."""
-    address: Ints
-    """Of the target's first byte."""
 
 
 class Part(NamedTuple):
@@ -66,7 +51,7 @@ class Read:
 
 
 def plan(
-    wants: Wants,
+    wants: Extents,
     fragments: Fragments,
     n_tensors: int,
     block_bytes: int,
@@ -78,7 +63,7 @@ def plan(
     each, after the rest of its file.
 
     Args:
-        wants: In bounds of their tensors; empty ones are skipped.
+        wants: Of the manifest's tensors, in bounds; empty ones are skipped.
         fragments: Sorted by (tensor, start), covering every tensor once.
         n_tensors: How many tensors the fragments know.
         block_bytes: Of the manifest.
@@ -96,7 +81,7 @@ def plan(
     ]
 
 
-def _intersect(wants: Wants, fragments: Fragments, n_tensors: int) -> Ints:
+def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     """What each want has in common with each fragment.
 
     The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
@@ -127,7 +112,7 @@ def _intersect(wants: Wants, fragments: Fragments, n_tensors: int) -> Ints:
     return parts[:, np.lexsort((offset, file))]
 
 
-def _joined(parts: Ints, wants: Wants) -> Ints:
+def _joined(parts: Ints, wants: Extents) -> Ints:
     """Parts that follow each other both in a file and in memory, as one."""
     file, offset, length, want, at = parts
     memory, address = wants.memory[want], wants.address[want] + at

@@ -10,6 +10,7 @@ Called wherever tensors are meant by their position: `publish`, `parse`, `extent
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -43,6 +44,11 @@ class TensorTable(dict[TensorId, TensorInfo]):
         return np.array([info.dtype.itemsize for info in self.values()], dtype=np.int64)
 
     @cached_property
+    def kind_names(self) -> frozenset[str]:
+        """All kinds that there are."""
+        return frozenset(tensor.kind for tensor in self)
+
+    @cached_property
     def kinds(self) -> Ints:
         """[tensors], the kind of each: 0 for that of the first tensor, and so on.
 
@@ -67,6 +73,11 @@ class TensorTable(dict[TensorId, TensorInfo]):
         text = canonical(rows)
         remember_table(text, self)
         return text
+
+    @cached_property
+    def digest(self) -> str:
+        """Of `text`. Raises as that does."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def same_as(self, other: Mapping[TensorId, TensorInfo]) -> bool:
         """Whether another has the same tensors in the same order."""

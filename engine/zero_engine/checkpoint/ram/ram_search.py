@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from zero_engine.checkpoint.ballot import Ballot, Record
-from zero_engine.checkpoint.files.source import open_source
+from zero_engine.checkpoint.files.local_file import open_file
 from zero_engine.checkpoint.format.manifest import MANIFEST, Manifest
 from zero_engine.checkpoint.format.parse import MAX_MANIFEST_BYTES, ManifestError, parse
 from zero_engine.checkpoint.ram.ram_node import Holdings, RamNode, age, home_of
@@ -76,7 +76,7 @@ class RamCheckpoint:
             partial(open_remote, address, node.key, self._wire_path(file))
             for address in self._others(file)
         ]
-        return [partial(open_source, own), *remote] if own.exists() else remote
+        return [partial(open_file, own), *remote] if own.exists() else remote
 
     def _manifests(self) -> Iterator[Callable[[], bytes]]:
         own = self.path / MANIFEST

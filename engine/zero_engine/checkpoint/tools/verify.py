@@ -19,9 +19,10 @@ from functools import partial
 import xxhash
 
 from zero_engine.checkpoint.candidates import Candidate, Rejected
-from zero_engine.checkpoint.files.source import Source, open_source
+from zero_engine.checkpoint.files.source import Source
 from zero_engine.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest
 from zero_engine.checkpoint.format.plan import READ_BYTES
+from zero_engine.checkpoint.place import open_source
 from zero_engine.checkpoint.reader import contents, span
 
 Progress = Callable[[int], None]

@@ -80,7 +80,7 @@ def test_of_many_writers_of_one_manifest_exactly_one_wins(s3_root):
         with OBJECTS.create(s3_root / f"{number}.tmp") as file:
             OBJECTS.write(file, b"%d" % number)
             OBJECTS.sync(file)
-        barrier.wait(20)
+        barrier.wait(60)
         try:
             OBJECTS.publish(s3_root / f"{number}.tmp", final)
             outcomes.append(number)
@@ -91,7 +91,7 @@ def test_of_many_writers_of_one_manifest_exactly_one_wins(s3_root):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert [b"%d" % number for number in outcomes] == [final.read_bytes()]
 
 

@@ -23,8 +23,7 @@ from tests.unit.checkpoint.support import (
 from zero_engine.checkpoint import find, save
 from zero_engine.checkpoint.candidates import Why
 from zero_engine.checkpoint.files import objects
-from zero_engine.checkpoint.files.source import open_source
-from zero_engine.checkpoint.place import place
+from zero_engine.checkpoint.place import open_source, place
 from zero_engine.checkpoint.tools.cli import main
 from zero_engine.errors import DamagedCheckpoint
 
