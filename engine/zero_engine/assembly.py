@@ -32,6 +32,7 @@ from zero_engine.exchange.distributed import init_distributed, local_device
 from zero_engine.exchange.node_group import node_exchanges
 from zero_engine.exchange.waiting import Interrupt
 from zero_engine.heap import keep_freed_memory
+from zero_engine.moved_states import MovedStates
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import (
@@ -190,6 +191,7 @@ def _make_core(
         reducer=reducer,
         coordinator=coordinator,
         guard=shared.guard,
+        moved=MovedStates(units, zero),
     )
     adopt_parameters(core)
     leave_weights(core)

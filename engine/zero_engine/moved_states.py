@@ -14,19 +14,16 @@ Called by `engine` and `loading`; `parts.Core` holds one. Source of the names: D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zero_engine.errors import EngineError
-
-if TYPE_CHECKING:
-    from zero_engine.parts import Core
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.sharding.flat_unit import FlatUnit
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +70,9 @@ class Torn:
 class MovedStates:
     """What is in host memory instead of on the device, by the storage that it is from."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[FlatUnit], zero: ZeroOptimizer | None) -> None:
+        self._units = units
+        self._zero = zero
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
@@ -81,18 +80,48 @@ class MovedStates:
         self.torn: Torn | None = None
         self._read_until: Callable[[], object] | None = None
 
-    def move(
-        self, core: Core, include: Container[Kind], *, pin_memory: bool, non_blocking: bool
+    def offload(
+        self,
+        include: Container[Kind | str] | None,
+        device: OffloadDeviceEnum | str,
+        *,
+        pin_memory: bool,
+        non_blocking: bool,
     ) -> None:
-        """Copy to host memory and free on the device; what is moved already stays moved."""
+        """`engine.offload_states`; what is moved already stays moved.
+
+        Raises:
+            EngineError: Parameters are offloaded by the config, or the device is not the CPU.
+        """
+        if not self._can_go_to(device):
+            return
         self._wait_for_reader()
         for kind in Kind:
-            if kind in include:
-                for tensor in tensors_of(core, kind):
+            if include is None or kind in include:
+                for tensor in self.tensors_of(kind):
                     self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
-        for tensor in _of_optimizer(core):
+        for tensor in self._of_optimizer():
             self._show_copy(tensor)
-        _show_what_is_there(core)
+        self._show_what_is_there()
+
+    def _can_go_to(self, device: OffloadDeviceEnum | str) -> bool:
+        """Whether there is something to do; raises as `offload`."""
+        if self._zero is None:
+            raise EngineError(
+                "offload_states(): the engine has no optimizer, so nothing to offload"
+            )
+        if any(unit.tiers.weights.far for unit in self._units):
+            raise EngineError(
+                "offload_states(): offload_param has moved the parameters already; use one of the "
+                "two"
+            )
+        if device == OffloadDeviceEnum.none:
+            _log.warning('offload_states(device="none") moves nothing')
+        elif device != OffloadDeviceEnum.cpu:
+            raise EngineError(
+                f'offload_states(device={str(device)!r}): states can be moved to "cpu"'
+            )
+        return device == OffloadDeviceEnum.cpu
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
         storage = self._storage(tensor)
@@ -112,7 +141,7 @@ class MovedStates:
             whole = copy.view(tensor.dtype)
             tensor.data = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def restore(self, core: Core, *, non_blocking: bool) -> None:
+    def restore(self, *, non_blocking: bool) -> None:
         """Bring everything back."""
         while self._homes:
             _, (tensor, home) = self._homes.popitem()
@@ -121,7 +150,7 @@ class MovedStates:
             _, (storage, copy) = self._copies.popitem()
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
-        _show_what_is_there(core)
+        self._show_what_is_there()
 
     def give_away(self) -> None:
         """All of it belongs to another engine from now on."""
@@ -140,13 +169,10 @@ class MovedStates:
             self._read_until()
             self._read_until = None
 
-    def need(
-        self, core: Core, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False
-    ) -> None:
+    def need(self, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False) -> None:
         """Let `what` go on only if nothing of these kinds is away or torn.
 
         Args:
-            core: Whose states these are.
             what: Named in the error.
             kinds: What it needs.
             refills: It does not mind what weights and optimizer state hold.
@@ -167,80 +193,47 @@ class MovedStates:
             )
         if not self._copies:
             return
-        away = [kind.value for kind in kinds if self._is_away(core, kind)]
+        away = [kind.value for kind in kinds if self._is_away(kind)]
         if away:
             raise EngineError(
                 f"{what} while {' and '.join(sorted(away))} are offloaded; call "
                 "engine.reload_states() first"
             )
 
-    def _is_away(self, core: Core, kind: Kind) -> bool:
-        return any(self._storage(t)._cdata in self._copies for t in tensors_of(core, kind))
+    def _is_away(self, kind: Kind) -> bool:
+        return any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """Of the tensor on the device, whatever it shows."""
         _, home = self._homes.get(id(tensor), (tensor, tensor))
         return home.untyped_storage()
 
+    def tensors_of(self, kind: Kind) -> Iterator[Tensor]:
+        """The tensors of a kind that are in the device's memory; some share their storage."""
+        here = [unit for unit in self._units if not unit.tiers.offloaded]
+        match kind:
+            case Kind.optim_states if self._zero is not None:
+                yield from self._zero.remembered(here)
+            case Kind.hp_params:
+                yield from (t for unit in here if unit.trained for t in (unit.shard, unit.master))
+            case Kind.lp_params:
+                yield from (unit.full for unit in self._units)
+                yield from (unit.shard for unit in here if not unit.trained)
+                yield from (unit.secondary for unit in here if unit.secondary is not None)
+            case Kind.lp_grads if self._zero is not None:
+                yield from self._zero.gradient_sums()
 
-def tensors_of(core: Core, kind: Kind) -> Iterator[Tensor]:
-    """The tensors of a kind that are in the device's memory; some share their storage."""
-    here = [unit for unit in core.units if not unit.tiers.offloaded]
-    match kind:
-        case Kind.optim_states if core.zero is not None:
-            yield from core.zero.remembered(here)
-        case Kind.hp_params:
-            yield from (t for unit in here if unit.trained for t in (unit.shard, unit.master))
-        case Kind.lp_params:
-            yield from (unit.full for unit in core.units)
-            yield from (unit.shard for unit in here if not unit.trained)
-            yield from (unit.secondary for unit in here if unit.secondary is not None)
-        case Kind.lp_grads if core.zero is not None:
-            yield from core.zero.gradient_sums()
+    def _of_optimizer(self) -> Iterator[Tensor]:
+        """What a script finds in the optimizer."""
+        if self._zero is not None:
+            for group in self._zero.optimizer.param_groups:
+                yield from group["params"]
+            for state in self._zero.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
-
-def offload(
-    core: Core,
-    include: Container[OffloadStateTypeEnum | str] | None,
-    device: OffloadDeviceEnum | str,
-    *,
-    pin_memory: bool,
-    non_blocking: bool,
-) -> None:
-    """`engine.offload_states`.
-
-    Raises:
-        EngineError: Parameters are offloaded by the config, or the device is not the CPU.
-    """
-    if core.zero is None:
-        raise EngineError("offload_states(): the engine has no optimizer, so nothing to offload")
-    if any(unit.tiers.weights.far for unit in core.units):
-        raise EngineError(
-            "offload_states(): offload_param has moved the parameters already; use one of the two"
-        )
-    with suppress(ValueError):
-        device = OffloadDeviceEnum(device)
-    if device == OffloadDeviceEnum.none:
-        _log.warning('offload_states(device="none") moves nothing')
-        return
-    if device != OffloadDeviceEnum.cpu:
-        raise EngineError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
-    chosen = EVERYTHING if include is None else {kind for kind in Kind if kind in include}
-    core.moved.move(core, chosen, pin_memory=pin_memory, non_blocking=non_blocking)
-
-
-def _of_optimizer(core: Core) -> Iterator[Tensor]:
-    """What a script finds in the optimizer."""
-    if core.zero is not None:
-        for group in core.zero.optimizer.param_groups:
-            yield from group["params"]
-        for state in core.zero.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _show_what_is_there(core: Core) -> None:
-    for unit in core.units:
-        unit.show_what_is_there()
+    def _show_what_is_there(self) -> None:
+        for unit in self._units:
+            unit.show_what_is_there()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -52,7 +52,7 @@ def owned(param: nn.Parameter) -> OwnedParam:
             f"a parameter of shape {tuple(param.shape)} belongs to no engine; pass one of the "
             "module that was given to initialize()"
         )
-    owner.core.moved.need(owner.core, "reading or changing a parameter")
+    owner.core.moved.need("reading or changing a parameter")
     return owner
 
 
@@ -294,5 +294,5 @@ def units_of(params: Iterable[nn.Parameter]) -> dict[FlatUnit, Core]:
     """The units that hold some parameters, in order; parameters of no engine are left out."""
     owners = [owner for param in params if (owner := owner_of(param)) is not None]
     for core in {id(owner.core): owner.core for owner in owners}.values():
-        core.moved.need(core, "gathering parameters", WEIGHTS)
+        core.moved.need("gathering parameters", WEIGHTS)
     return {owner.unit: owner.core for owner in owners}

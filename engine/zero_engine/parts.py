@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class Core:
     coordinator: ParamCoordinator
     guard: Callable[[], AbstractContextManager[None]]
     """Around what is collective and called by the script: what to do when a peer is gone."""
-    moved: MovedStates = field(default_factory=MovedStates)
+    moved: MovedStates
     """What the script has moved off the device for a while."""
 
 

@@ -13,7 +13,6 @@ from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.engine import Engine
 from zero_engine.errors import EngineError
-from zero_engine.moved_states import tensors_of
 from zero_engine.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero_engine.utils import safe_get_full_fp32_param
 from zero_engine.zero import GatheredParameters
@@ -24,8 +23,8 @@ INCLUDES: list[Any] = [None, ["optim_states"], [OffloadStateTypeEnum.hp_params, 
 
 def bytes_here(engine: Engine) -> int:
     """Of all storages that can be moved."""
-    core = engine._core
-    here = [core.moved._storage(t) for kind in OffloadStateTypeEnum for t in tensors_of(core, kind)]
+    moved = engine._core.moved
+    here = [moved._storage(t) for kind in OffloadStateTypeEnum for t in moved.tensors_of(kind)]
     return sum({storage._cdata: storage.nbytes() for storage in here}.values())
 
 

@@ -11,6 +11,7 @@ Called by `engine`, which adds the counters and the client's state.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +62,7 @@ class EngineState:
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
     ) -> State:
-        """The state to save; the pieces are views.
+        """The state to save; the pieces are views, its `meta` is as of now.
 
         Args:
             run: Counters, batch and environment, from the engine.
@@ -71,12 +72,16 @@ class EngineState:
         engine = {
             **run,
             "groups": self._groups(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scheduler": self._scheduler_state(),
             "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
             "excludes_frozen": exclude_frozen,
         }
         state = self._state({"engine": engine, "client": dict(client)})
         return without_frozen(state, self._frozen()) if exclude_frozen else state
+
+    def _scheduler_state(self) -> Any:
+        """A copy: what a scheduler gives is what it goes on changing."""
+        return copy.deepcopy(self.scheduler.state_dict()) if self.scheduler is not None else None
 
     @uncollected()
     def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
@@ -96,7 +101,7 @@ class EngineState:
         )
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
-            if any(tensor.kind not in (PARAM, BUFFER) for tensor in manifest.tensors):
+            if table_of(manifest.tensors).kind_names - {PARAM, BUFFER}:
                 self._check_form(manifest)
                 self._check_kind(manifest)
             if not self._has(manifest.tensors):
@@ -201,10 +206,12 @@ class EngineState:
             return
         assert self.zero is not None
         ours = {frozenset(names) for names in self.zero.names_by_group()}
+        if saved == ours:
+            return
         params = {slot.fqn for unit in self.units for slot in unit.layout.slots}
         same_model = params == {t.fqn for t in manifest.tensors if t.kind == PARAM}
         # With strict loading another model is refused later, tensor by tensor.
-        if saved != ours and (same_model or not options.strict):
+        if same_model or not options.strict:
             name = min(frozenset().union(*(saved ^ ours)))
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: the parameters are in other param groups or "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
+from zero_engine.checkpoint.format.table import table_of
 from zero_engine.errors import CheckpointError
 from zero_engine.exchange.collectives import Collectives, wait
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -132,19 +133,12 @@ class StateOfSegments:
 
     def _stored(self, manifest: Manifest) -> list[dict[str, torch.dtype]]:
         """For each param group the keys that it has in a checkpoint, as the optimizer sees them."""
-        # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
-        narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
-        dtypes = {
-            (t.fqn, t.kind): torch.float32
-            if narrow and info.dtype == torch.bfloat16
-            else info.dtype
-            for t, info in manifest.tensors.items()
-        }
-        kinds = sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER})
-        return [
-            {k: dtypes[n, k] for k in kinds for n in names if (n, k) in dtypes}
+        kinds = sorted(table_of(manifest.tensors).kind_names - {PARAM, BUFFER})
+        found = (
+            {kind: _dtype_of(kind, names, manifest) for kind in kinds}
             for names in self._zero.names_by_group()
-        ]
+        )
+        return [{k: dtype for k, dtype in each.items() if dtype is not None} for each in found]
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
         """Bring in what other ranks have loaded, where all step everything; then the numbers."""
@@ -170,6 +164,17 @@ class StateOfSegments:
     def _of(self, segment: Segment) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(segment.param, {})
         return state
+
+
+def _dtype_of(kind: str, names: Sequence[str], manifest: Manifest) -> torch.dtype | None:
+    """Of this kind of state, as the optimizer sees it: of the first parameter that has it."""
+    stored = (manifest.tensors.get(TensorId(kind, name)) for name in names)
+    info = next((info for info in stored if info is not None), None)
+    # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
+    narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
+    if info is None:
+        return None
+    return torch.float32 if narrow and info.dtype == torch.bfloat16 else info.dtype
 
 
 def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None) -> Iterator[Piece]:

@@ -9,6 +9,7 @@ Called by `engine_state` and `param_access`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class StateOfOwners:
             if PROBLEM in known:
                 raise CheckpointError(known[PROBLEM])
         return [
-            {"state": {}, WHOLE: {fqn: sketches[fqn] for fqn in names if fqn in sketches}}
+            {"state": {}, WHOLE: {n: copy.deepcopy(sketches[n]) for n in names if n in sketches}}
             for names in self._zero.names_by_group()
         ]
 
