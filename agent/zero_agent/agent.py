@@ -5,6 +5,9 @@ signal arrives) comes as an event through the inbox; after each event the loop p
 rendezvous, asks `supervise.next_action`, and carries the answer out. So there is one place where
 things happen, and any of them may happen at any time.
 
+Events are handled also while the loop waits for etcd (`AttendedStore`). So a handler only notes
+what has happened, or acts on this node; what it wants of etcd is an errand for the next turn.
+
 Must always hold: no call here waits without a limit; when the store is out of reach the workers
 go on (their commits are refused) until `etcd_grace_s`; when the agent returns or dies in any
 way, none of its workers is left.
@@ -15,25 +18,27 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from zero_agent.attended import AttendedStore
 from zero_agent.config import AgentConfig
 from zero_agent.crew import Crew
-from zero_agent.ending import failure_of, root_cause, tell_end
+from zero_agent.ending import failure_of, root_cause, tell_end, tell_traceback
+from zero_agent.errands import Errands
 from zero_agent.fitness.fitness import Fitness
 from zero_agent.health import Status
 from zero_agent.leaving import Leaving
 from zero_agent.limits import STORE_FAILS, Limits
 from zero_agent.ram import Ram
 from zero_agent.ring import Ring
-from zero_agent.supervise import Action, Situation, next_action
+from zero_agent.scratch import Scratch
+from zero_agent.supervise import BUSY, Action, Situation, next_action
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.contract import CommitRequest
+from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.membership.job_state import ENDED, Failure, Node
+from zero_orchestrator.membership.job_state import ENDED, Failure, State
+from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -41,6 +46,8 @@ log = logging.getLogger("zero")
 
 TICK_S = 0.1
 """The longest the loop sleeps: the resolution of its timers."""
+SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
+"""Moves whose cause every agent says, and not the one that made it alone."""
 
 
 class Agent:
@@ -58,28 +65,32 @@ class Agent:
         self._job = job
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._scratch = tempfile.TemporaryDirectory(prefix="zero-agent-")
-        log_dir = (config.log_dir or Path(self._scratch.name)) / job
-        events = log_dir / f"events-{config.node_id}.jsonl" if config.log_dir else None
+        self._scratch = Scratch("zero-agent-")
+        events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         incarnation = secrets.token_hex(4)
         self._publisher = Publisher(store, job, config.node_id, incarnation, clock)
-        self._journal = Journal(config.node_id, events, publish=self._publisher.event)
+        self._journal = Journal(
+            config.node_id, events, publish=self._publisher.event, unsaid=SAID_BY_ALL
+        )
+        self._limits = Limits(config, clock, self._journal)
+        self._errands = Errands(self._journal, clock, self._limits.store_fails)
         self._crew = Crew(
             config,
             job,
-            log_dir,
+            self._scratch.path,
             clock=clock,
             journal=self._journal,
             environ=environ,
             post=self._post,
-            on_port=self._store_listens,
-            on_commit=self._commit,
+            on_port=lambda n, port: self._errands.master(n, f"{config.address}:{port}"),
+            on_commit=self._errands.commit,
             on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )
         self._ram = Ram(job, config.node_id, config.address, limit_bytes=config.ram_budget_bytes)
-        self._ring = Ring(config.address, self._post(self._peer_is_dead))
+        self._ring = Ring(config.address, self._post(self._errands.dead))
+        self._store = AttendedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
-            store,
+            self._store,
             job,
             config.spec,
             config.node(incarnation, self._ring.address),
@@ -89,12 +100,12 @@ class Agent:
             lease_ttl_s=config.lease_ttl_s,
             on_change=self._post(lambda: None),
         )
-        self._limits = Limits(config, clock, self._journal)
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._fitness = Fitness(
             config, environ, clock=clock, journal=self._journal, post=self._post
         )
         self._said = ""
+        self._over = 0
         self._turned_s = clock.now()
         self.took_part = False
         """It saw the job before its end."""
@@ -134,8 +145,8 @@ class Agent:
             ZeroError: The agent cannot go on; nothing of it is left running.
         """
         try:
-            self._prepare()
-            self._rdzv.register()
+            while not self._joined():
+                self._handle_events()
             self._ring.start(self._rdzv.node, self._rdzv.secret)
             while (code := self._turn()) is None:
                 pass
@@ -148,12 +159,13 @@ class Agent:
 
         What goes wrong in that neither keeps the rest from being stopped nor hides why it ends.
         """
-        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher)
-        for close in (*(part.close for part in parts), self._scratch.cleanup):
+        self._store.leave_alone()
+        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher, self._scratch)
+        for part in parts:
             try:
-                close()
+                part.close()
             except Exception:
-                log.exception("zero-agent: internal error in %s", close)
+                log.exception("zero-agent: internal error in %s", part.close)
 
     def on_signal(self, number: int) -> None:
         """SIGTERM, SIGINT or SIGHUP: leave at the next step boundary; twice: at once.
@@ -162,9 +174,26 @@ class Agent:
         """
         self._inbox.put(lambda: self._leaving.signalled(number))
 
+    def _joined(self) -> bool:
+        """Become a node of the job, unless etcd is out of reach just now."""
+        self._turned_s = self._clock.now()
+        try:
+            self._prepare()
+            self._leaving.obey(None)
+            self._rdzv.register()
+        except StoreUnavailable as error:
+            self._limits.store_fails(error)
+            self._leaving.check_limit()
+            return False
+        self._limits.store_answers()
+        return True
+
     def _prepare(self) -> None:
-        """A round that runs does not stop for this node before it could start workers at once."""
-        if not self._rdzv.round_runs():
+        """No round but the first stops, or waits, for a node that could not start workers at once.
+
+        In the first round all nodes import at the same time, and whoever registers is waited for.
+        """
+        if not self._rdzv.has_begun():
             return
         while not (self._crew.prepared or self._leaving.begun):
             self._turned_s = self._clock.now()
@@ -175,6 +204,7 @@ class Agent:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
         try:
+            self._errands.run(self._rdzv, self._crew.fence if self._crew.state in BUSY else 0)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
@@ -187,14 +217,23 @@ class Agent:
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
             self._limits.store_answers()
+            self._say_over()
             if action is not Action.WAIT:
                 return None
         except STORE_FAILS as error:
             self._limits.store_fails(error)
-        self._say(self._rdzv.reason)
+        if not self.ended:  # how it ended is said when the workers are gone
+            self._say(self._rdzv.reason)
         self._check_limits()
         self._handle_events()
         return None
+
+    def _meanwhile(self) -> None:
+        """While a call to etcd is under way."""
+        self._turned_s = self._clock.now()
+        self._crew.check_limits()
+        self._leaving.check_limit()
+        self._handle_events()
 
     def _handle_events(self) -> None:
         """Wait for an event, then take all there are: a burst is one decision."""
@@ -244,39 +283,7 @@ class Agent:
         if not failure.symptom:
             self._fitness.examine()  # ends before this node says that it is quiet
 
-    # ---- events ----
-
-    def _store_listens(self, n: int, port: int) -> None:
-        try:
-            self._rdzv.publish_master(n, f"{self._config.address}:{port}")
-        except STORE_FAILS as error:
-            self._limits.store_fails(error)
-            self._inbox.put(lambda: self._store_listens(n, port))  # the loop polls in between
-
-    def _peer_is_dead(self, node: Node) -> None:
-        try:
-            evicted = self._rdzv.evict(node)
-        except STORE_FAILS:
-            return  # its lease will say the same
-        if evicted:
-            self._journal.tell(
-                "dead", f"the agent of node {node.id} is gone: nothing listens there"
-            )
-
-    def _commit(self, request: CommitRequest) -> tuple[bool, str]:
-        """May this checkpoint be published? Only while its workers' round is the current one."""
-        try:
-            granted = self._rdzv.commit(
-                self._crew.fence,
-                step=request.step,
-                tag=request.tag,
-                digest=request.digest,
-                samples=request.samples,
-                in_ram=request.in_ram,
-            )
-        except STORE_FAILS as error:
-            return False, f"etcd did not take it: {error}"
-        return granted, "" if granted else f"round {self._crew.round} is over"
+    # ---- what is said ----
 
     def _show(self) -> None:
         """Note how the job and this node's workers are getting on, for those who look at it."""
@@ -293,6 +300,23 @@ class Agent:
         if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
             self._rdzv.set_unfit(self._fitness.complaint)
 
+    def _say_over(self) -> None:
+        """Once, on every node: which failure the round has ended with, and what it costs.
+
+        With the traceback on the node where it is from. That of the last failure is told at the
+        end.
+        """
+        job = self._rdzv.snapshot
+        if job.state is not State.FORMING or job.n == self._over:
+            return
+        self._over = job.n
+        text = f"round {job.n} is over: {job.cause}"
+        told = self._journal.last.startswith(text)  # the workers were stopped for it
+        if job.by == Move.INTERRUPT and not told:
+            log.warning("%s", text)
+        if (cause := self.root_cause) and cause.node == self._rdzv.node.id:
+            tell_traceback(cause)
+
     def _say(self, reason: str) -> None:
         if reason not in (self._said, self._journal.last):
             log.info("%s", reason)
@@ -302,7 +326,9 @@ class Agent:
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.HOST_STORE: lambda agent, reason: agent._crew.host_store(agent._rdzv.snapshot.n),
     Action.START: Agent._start,
-    Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(reason),
+    Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(
+        reason, agent._leaving.left_s
+    ),
     Action.STOP: lambda agent, reason: agent._crew.stop(reason),
     Action.KILL: Agent._kill,
     Action.REPORT_DONE: lambda agent, reason: agent._rdzv.report_done(agent._rdzv.snapshot.n),

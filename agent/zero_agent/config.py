@@ -26,7 +26,7 @@ class AgentExit(IntEnum):
     USAGE = 2
     """The command line, the script or the job's specification is wrong; nothing was started."""
     NO_STORE = 3
-    """etcd could not be reached, at the start or for longer than --etcd-grace."""
+    """etcd could not be reached, for longer than --etcd-wait at the start or --etcd-grace later."""
     NO_NODES = 4
     """Too few nodes came within --join-timeout."""
     STOPPED = 5

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.errands import Reply
 from zero_agent.network import interface_of
 from zero_agent.supervise import Workers
 from zero_agent.workers.channel import Channel
@@ -46,7 +48,7 @@ from zero_orchestrator.membership.job_state import Node, Snapshot
 log = logging.getLogger("zero")
 
 STACKS_S = 0.5
-"""Between asking for stacks and the kill."""
+"""Between asking for stacks and the kill; a recovery waits for it."""
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
@@ -59,14 +61,14 @@ class Crew:
         self,
         config: AgentConfig,
         job: str,
-        log_dir: Path,
+        scratch: Path,
         *,
         clock: Clock,
         journal: Journal,
         environ: Mapping[str, str],
         post: Post,
         on_port: Callable[[int, int], None],
-        on_commit: Callable[[CommitRequest], tuple[bool, str]],
+        on_commit: Callable[[int, int, CommitRequest, Reply], None],
         on_ram: Callable[[RamRequest], RamReply],
     ) -> None:
         """Start the nursery, so that its imports overlap with the rendezvous.
@@ -74,17 +76,18 @@ class Crew:
         Args:
             config: Of the agent.
             job: The job's name.
-            log_dir: Where the workers leave their error files, and their output if it is kept.
+            scratch: For sockets: a Unix socket's path is limited to 107 bytes, so not below the
+                user's log directory. If there is none, for the workers' error files as well.
             clock: Measures how long workers take to leave or stop.
             journal: Receives what happens to the workers.
             environ: The environment workers inherit.
             post: Wraps handlers so that they run on the agent's thread.
             on_port: Called with a round and the port of the TCPStore opened for it.
-            on_commit: Answers a worker's wish to publish a checkpoint: granted, and why not.
+            on_commit: Takes the round, its fence, a worker's wish to publish, and how to answer it.
             on_ram: Answers a worker that wants to keep checkpoints in memory.
         """
         self._config = config
-        self._log_dir = log_dir
+        self._log_dir = (config.log_dir or scratch / "logs") / job
         self._clock = clock
         self._journal = journal
         self._post = post
@@ -94,13 +97,15 @@ class Crew:
         self.steps = Steps(config.hang, clock)
         self._env = nursery_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
-        self._channel = Channel(self._hub, post(self._on_message))
-        self._timers = timer_file(environ, Path(self._channel.path).with_name("timers"))
+        self._channel = Channel(self._hub, scratch / "agent.sock", post(self._on_message))
+        self._timers = timer_file(environ, scratch / "timers")
         self._timer_host: int | None = None
         if self._timers is not None:
             self._env[ENV_TIMER_FILE] = str(self._timers)
-        self._orders = Orders(config, job, log_dir, self._env, self._channel.path)
+        self._orders = Orders(config, job, self._log_dir, self._env, self._channel.path)
         self._nursery = self._open_nursery()
+        self._imports_lost = False
+        """The nursery before this one was killed while it imported."""
         self._group: WorkerGroup | None = None
         self._can_leave: set[int] = set()
         self._asked_s: float | None = None
@@ -190,11 +195,13 @@ class Crew:
                 self._nursery.signal(self._timer_host, signal.SIGKILL)
             self._timer_host = self._nursery.host_timers(str(self._timers))
 
-    def ask_to_leave(self, reason: str) -> None:
-        """Ask the workers to stop at their next step boundary."""
+    def ask_to_leave(self, reason: str, within_s: float) -> None:
+        """Ask the workers to stop at their next step boundary; they have at most so long."""
         self._asked_s = self._clock.now()
+        within_s = min(within_s, self._config.boundary_timeout_s)
+        leave = Leave(round=self.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
         for rank in self._can_leave:
-            self._channel.send(rank, Leave(round=self.round, when=When.BOUNDARY, reason=reason))
+            self._channel.send(rank, leave)
         self._journal.tell("leave", f"{reason}: the workers stop at the next step boundary")
 
     def stop(self, reason: str) -> None:
@@ -301,13 +308,16 @@ class Crew:
 
     def _nursery_is_gone(self) -> None:
         status = self._nursery.close()
-        if not self._nursery.ready:
+        imports = not self._nursery.ready
+        # What ended with a message would do so again; a kill, for want of memory say, need not.
+        if imports and (status > 0 or self._imports_lost):
             how = "; its own message is above" if status > 0 else f": {describe(status)}"
             raise AgentFailed(
                 AgentExit.JOB_FAILED,
                 "the process that starts the workers ended while it imported "
                 f"{', '.join(self._config.preload)}{how}",
             )
+        self._imports_lost = imports
         text = f"the parent of the workers is gone: {describe(status)}"
         self._journal.tell("nursery", text, level=logging.WARNING)
         if self._group is not None:
@@ -323,9 +333,8 @@ class Crew:
                 self._can_leave.add(rank)
                 self.steps.promise()
             case CommitRequest():
-                granted, reason = self._on_commit(message)
-                reply = CommitReply(request=message.request, granted=granted, reason=reason)
-                self._channel.send(rank, reply)
+                reply = partial(self._answer, rank, message.request)
+                self._on_commit(self.round, self.fence, message, reply)
             case RamRequest():
                 self._channel.send(rank, self._on_ram(message))
             case Left():
@@ -335,3 +344,6 @@ class Crew:
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case _:
                 pass
+
+    def _answer(self, rank: int, request: int, granted: bool, reason: str) -> None:
+        self._channel.send(rank, CommitReply(request=request, granted=granted, reason=reason))

@@ -37,6 +37,12 @@ def failure_of(crew: Crew, node: str) -> Failure:
     )
 
 
+def tell_traceback(cause: Failure) -> None:
+    """Show where a worker failed, if it has left that."""
+    if cause.traceback:
+        log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
+
+
 def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named: bool) -> int:
     """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
 
@@ -65,5 +71,5 @@ def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named:
 
 def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:
     journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
-    if (cause := root_cause(job)) and cause.traceback:
-        log.error("%s\n%s", cause.summary, cause.traceback.rstrip())
+    if cause := root_cause(job):
+        tell_traceback(cause)

@@ -28,8 +28,8 @@ from zero_orchestrator.errors import SpecError
 log = logging.getLogger("zero")
 
 STALLED_S = 30.0
-"""A loop that has not turned for so long hangs: it turns ten times a second, and waits for etcd
-no longer than one call may take."""
+"""A loop that has not turned for so long hangs: it turns ten times a second, also while it
+waits for etcd."""
 _CLIENT_TIMEOUT_S = 5.0
 
 

@@ -1,20 +1,27 @@
 """How one node leaves a job that goes on: because of a signal, or because somebody asked it to.
 
 Must always hold: the first wish decides about the exit code; a second signal, or the deadline,
-ends the wait for the step boundary; a wish that etcd does not take is told when it answers. Who
-calls it: the agent's loop.
+ends the wait for the step boundary; a wish that etcd does not take is told when it answers, and
+until then nobody is left without a word. Who calls it: the agent's loop; `signalled` and
+`check_limit` also while a call to etcd is under way.
 """
 
 from __future__ import annotations
 
 import signal
+from math import inf
 
 from zero_agent.config import AgentExit, AgentFailed
-from zero_agent.limits import STORE_FAILS, Stopwatch
+from zero_agent.limits import Stopwatch
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import DrainOrder
 from zero_orchestrator.membership.rendezvous import Rendezvous
+
+_SOON = "leaving at the next step boundary"
+
+PROMPT_S = 0.7
+"""Etcd takes a wish within milliseconds; after so long the user is told that it waits."""
 
 
 class Leaving:
@@ -28,8 +35,8 @@ class Leaving:
         self._since = Stopwatch(clock)
         self._timeout_s = shutdown_timeout_s
         self._signal: int | None = None
-        self._why = ""
-        self._told = False
+        self._who = ""
+        self._told = self._warned = False
         self.code: int = AgentExit.OK
         """With which the agent exits when it has left."""
 
@@ -48,15 +55,8 @@ class Leaving:
         if self._signal is not None:
             raise AgentFailed(128 + number, f"{name} again: the workers are killed")
         self._signal = number
-        why = f"{name}: leaving at the next step boundary; once more to leave at once"
-        if not self._begin(128 + number, why):
-            self._journal.tell("drain", why)
-            return
-        try:
-            self._tell_the_others()
-        except STORE_FAILS as error:
-            text = f"{name}: leaving when etcd answers, within {self._timeout_s:g} s in any case"
-            self._journal.tell("drain", f"{text}; once more to leave at once ({error})")
+        if not self._begin(128 + number, name):
+            self._journal.tell("drain", f"{name}: {_SOON}; once more to leave at once")
 
     def obey(self, order: DrainOrder | None) -> None:
         """Leave if somebody wants this node to; called in every turn.
@@ -65,17 +65,23 @@ class Leaving:
             StoreError: The others could not be told.
         """
         if order is not None:
-            why = f"zero-ctl drain by {order.by}: leaving at the next step boundary"
-            self._begin(AgentExit.DRAINED, why)
+            self._begin(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
         if self.begun and not self._told:
-            self._tell_the_others()
+            revision = self._rdzv.drain()
+            self._told = True
+            self._journal.tell("drain", f"{self._who}: {_SOON}{self._hint}", revision=revision)
 
     def check_limit(self) -> None:
-        """Whether leaving takes too long.
+        """Whether leaving takes too long; a word if the others do not know of it yet.
 
         Raises:
             AgentFailed: It does.
         """
+        if not (self._told or self._warned) and self._since.past(PROMPT_S):
+            self._warned = True
+            within = f"within {self._timeout_s:g} s in any case"
+            text = f"{self._who}: leaving when etcd answers, {within}{self._hint}"
+            self._journal.tell("drain", text)
         if self._since.past(self._timeout_s):
             raise AgentFailed(
                 self.code,
@@ -83,14 +89,19 @@ class Leaving:
                 "(--shutdown-timeout); its workers are killed",
             )
 
-    def _begin(self, code: int, why: str) -> bool:
+    @property
+    def left_s(self) -> float:
+        """How long leaving may still take; infinite if nobody wants this node to leave."""
+        elapsed_s = self._since.elapsed_s
+        return inf if elapsed_s is None else self._timeout_s - elapsed_s
+
+    @property
+    def _hint(self) -> str:
+        return "; once more to leave at once" if self._signal is not None else ""
+
+    def _begin(self, code: int, who: str) -> bool:
         """Exit with `code` after the next step boundary; False if that has begun already."""
         fresh = self._since.start()
         if fresh:
-            self.code, self._why = code, why
+            self.code, self._who = code, who
         return fresh
-
-    def _tell_the_others(self) -> None:
-        revision = self._rdzv.drain()
-        self._told = True
-        self._journal.tell("drain", self._why, revision=revision)

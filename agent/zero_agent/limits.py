@@ -10,12 +10,18 @@ import logging
 
 from zero_agent.config import AgentConfig, AgentExit, AgentFailed
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreError, StoreRefused, StoreUnavailable
+from zero_orchestrator.errors import StoreError, StoreRefused, StoreUnavailable, TakenForGone
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Snapshot, State
 
 STORE_FAILS = (StoreUnavailable, StoreRefused)
 """What an agent outlives for a while, once it has joined."""
+_HOW = {
+    StoreRefused: "refuses",
+    TakenForGone: "takes this node for gone",
+    StoreUnavailable: "cannot be reached",
+}
+"""What etcd does then, in words; the first that fits."""
 
 
 class Stopwatch:
@@ -72,7 +78,7 @@ class Limits:
         Raises:
             AgentFailed: It has not done what it was asked for longer than --etcd-grace.
         """
-        how = "refuses" if isinstance(error, StoreRefused) else "cannot be reached"
+        how = next(words for kind, words in _HOW.items() if isinstance(error, kind))
         if self._outage.start():
             self._journal.tell(
                 "store",

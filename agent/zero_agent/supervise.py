@@ -26,6 +26,10 @@ class Workers(StrEnum):
     FAILED = "failed"
 
 
+BUSY = frozenset({Workers.RUNNING, Workers.STOPPING})
+"""Processes are there."""
+
+
 class Action(StrEnum):
     """What the agent can do."""
 
@@ -63,7 +67,7 @@ class Situation:
     @property
     def busy(self) -> bool:
         """Whether processes are there."""
-        return self.workers in {Workers.RUNNING, Workers.STOPPING}
+        return self.workers in BUSY
 
     @property
     def reported(self) -> bool:

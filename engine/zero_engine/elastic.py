@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -39,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 30.0
 RAM_TIMEOUT_S = 10.0
+LAST_SAVE = 0.75
+"""Of the time that leaving may take, the last save may wait so much for etcd: the rest is needed to
+leave, before the agent ends it."""
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
 """An agent that does not read for this long counts as gone: a step must not wait for it."""
 
@@ -60,6 +64,7 @@ class AgentLink:
         """
         self.round = current_round()
         self._leave = threading.Event()
+        self._last_save_by_s = 0.0
         self._numbers = itertools.count(1)
         self._answers: dict[int, CommitReply | RamReply] = {}
         self._changed = threading.Condition()
@@ -103,15 +108,20 @@ class AgentLink:
         timeout_s: float = COMMIT_TIMEOUT_S,
         *,
         in_ram: bool = False,
+        patience_s: float = 0.0,
     ) -> CommitReply:
         """Ask whether a checkpoint may be published; no answer in time is a refusal."""
         number = next(self._numbers)
-        answer = self._ask(
-            contract.CommitRequest(
-                request=number, step=step, tag=tag, digest=digest, samples=samples, in_ram=in_ram
-            ),
-            timeout_s,
+        request = contract.CommitRequest(
+            request=number,
+            step=step,
+            tag=tag,
+            digest=digest,
+            samples=samples,
+            in_ram=in_ram,
+            patience_s=patience_s,
         )
+        answer = self._ask(request, patience_s + timeout_s)
         if isinstance(answer, CommitReply):
             return answer
         return CommitReply(request=number, granted=False, reason=str(answer))
@@ -145,14 +155,25 @@ class AgentLink:
         return f"the agent did not answer within {timeout_s:g} s"
 
     def fence(
-        self, step: int, tag: str, samples: int, *, in_ram: bool = False
+        self, step: int, tag: str, samples: int, *, in_ram: bool = False, last: bool = False
     ) -> Callable[[str], None] | None:
-        """What to call with a manifest's digest before publishing it; raises CommitRefused."""
+        """What to call with a manifest's digest before publishing it; raises CommitRefused.
+
+        Args:
+            step: Of the checkpoint.
+            tag: Of it.
+            samples: Consumed up to it.
+            in_ram: It is one in memory.
+            last: The workers leave with it: while etcd is away it waits for as long as they may.
+        """
         if not self.present:
             return None
 
         def check(digest: str) -> None:
-            reply = self.request_commit(step, tag, digest, samples, in_ram=in_ram)
+            patience_s = max(0.0, self._last_save_by_s - time.monotonic()) if last else 0.0
+            reply = self.request_commit(
+                step, tag, digest, samples, in_ram=in_ram, patience_s=patience_s
+            )
             if not reply.granted:
                 raise CommitRefused(f"checkpoint {tag} may not be published: {reply.reason}")
 
@@ -188,6 +209,7 @@ class AgentLink:
                 _log.info(
                     "asked to leave round %d, %s: %s", message.round, message.when, message.reason
                 )
+                self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
                 self._leave.set()
                 if message.when is When.NOW:
                     self.interrupt.request(message.reason)
@@ -236,7 +258,7 @@ class Departure(StrEnum):
 
 
 def choose_departure(
-    *, directory_known: bool, script_has_state: bool, script_asks: bool
+    *, directory_known: bool, script_has_state: bool, script_has_saved: bool, script_asks: bool
 ) -> tuple[Departure, str]:
     """How to leave, and why.
 
@@ -244,14 +266,16 @@ def choose_departure(
         directory_known: The script has saved to or loaded from a checkpoint directory.
         script_has_state: It has saved or loaded a client_state that is not empty, or runs a
             library's loop: only the script can make a complete checkpoint.
+        script_has_saved: It has saved or loaded a checkpoint: before that nobody can know whether
+            it has state of its own.
         script_asks: It calls `checkpoint_due()` and will save when told to.
     """
     if script_has_state:
         return Departure.AWAIT_SAVE, "what it keeps of its own is known to the script alone"
+    if script_asks and not script_has_saved:
+        return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
     if directory_known:
         return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
-    if script_asks:
-        return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
     return Departure.LEAVE, "no checkpoint directory is known: save_checkpoint was never called"
 
 

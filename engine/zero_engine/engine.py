@@ -31,7 +31,6 @@ from zero_engine.moved_states import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     Torn,
-    offload,
 )
 from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
 from zero_engine.parts import Core, Run
@@ -102,7 +101,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         """The module's forward. In training, from this leaf's own random state."""
         gathered_from_shards = self._core.stage.shards_parameters
         self._core.moved.need(
-            self._core, "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
+            "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
         )
         training = self.module.training
         part = "forward" if training else "evaluation"
@@ -135,7 +134,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         Returns:
             The loss as it was weighted; without the loss scale of fp16 training.
         """
-        self._core.moved.need(self._core, "backward()")
+        self._core.moved.need("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=scale_wrt_gas)
         with (
             peers_may_vanish(self._link),
@@ -150,7 +149,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
 
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
-        self._core.moved.need(self._core, "scale()")
+        self._core.moved.need("scale()")
         scaled = self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
         return self._profile.watch_backward(scaled, self._run.cursor.step)
 
@@ -162,7 +161,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         Args:
             lr_kwargs: What the `step` of a scheduler of the script's own is called with.
         """
-        self._core.moved.need(self._core, "step()")
+        self._core.moved.need("step()")
         if self._micro_steps.without_step:
             raise EngineError("step() inside no_sync(); leave it for the last micro-step")
         if not self._micro_steps.may_end_step:
@@ -252,11 +251,11 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         Raises:
             EngineError: The config's offload_param has moved them already, or another device.
         """
-        offload(self._core, include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+        self._core.moved.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved; training goes on as if nothing had been."""
-        self._core.moved.restore(self._core, non_blocking=non_blocking)
+        self._core.moved.restore(non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Finish a save in flight; close curves, ledger and the connection to the agent."""

@@ -80,7 +80,7 @@ class Checkpointing(Wrapper):
                 name it differently and checkpoint.tag_validation is "Fail"; nothing was saved.
         """
         del save_latest
-        self._core.moved.need(self._core, "save_checkpoint()")
+        self._core.moved.need("save_checkpoint()")
         if self._micro_steps.awaits_step:
             raise EngineError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
@@ -154,7 +154,7 @@ class Checkpointing(Wrapper):
             CheckpointError: A rank could not read. After this and after damage the state may be
                 half loaded, and nothing but another load is allowed.
         """
-        self._core.moved.need(self._core, "load_checkpoint()", refills=True)
+        self._core.moved.need("load_checkpoint()", refills=True)
         with peers_may_vanish(self._link):
             options = LoadOptions(
                 strict=load_module_strict and custom_load_fn is None,
@@ -190,20 +190,20 @@ class Checkpointing(Wrapper):
 
     def weight_hash(self) -> str:
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
-        self._core.moved.need(self._core, "weight_hash()", WEIGHTS)
+        self._core.moved.need("weight_hash()", WEIGHTS)
         with peers_may_vanish(self._link):
             return weight_hash(self._core.units)
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""
-        self._core.moved.need(self._core, "module_state_dict()", WEIGHTS)
+        self._core.moved.need("module_state_dict()", WEIGHTS)
         with peers_may_vanish(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases)
 
     def get_fp32_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict in the highest precision, frozen parameters included."""
-        self._core.moved.need(self._core, "get_fp32_state_dict()", WEIGHTS)
+        self._core.moved.need("get_fp32_state_dict()", WEIGHTS)
         with peers_may_vanish(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases, highest=True)
@@ -223,7 +223,7 @@ class Checkpointing(Wrapper):
             The missing and the unexpected keys.
         """
         del assign
-        self._core.moved.need(self._core, "load_state_dict()", WEIGHTS)
+        self._core.moved.need("load_state_dict()", WEIGHTS)
         with GatheredParameters(self.module, modifier_rank=0):
             return super().load_state_dict(state_dict, strict)
 

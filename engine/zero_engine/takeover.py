@@ -46,7 +46,7 @@ def take_over(model: nn.Module) -> None:
 
 
 def _let_go(core: Core) -> None:
-    core.moved.need(core, "initialize() once more", WEIGHTS)
+    core.moved.need("initialize() once more", WEIGHTS)
     whole = module_state_dict(core.module, core.units, core.aliases, highest=True)
     core.coordinator.unhook()
     if core.reducer is not None:

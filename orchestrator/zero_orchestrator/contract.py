@@ -70,6 +70,8 @@ class Leave:
     round: int
     when: When
     reason: str
+    within_s: float = 0.0
+    """How long that may take, a last save included: then the worker is stopped. 0: unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,8 @@ class CommitRequest:
     samples: int
     in_ram: bool = False
     """It is one in the memory of the nodes, not on disk."""
+    patience_s: float = 0.0
+    """While etcd is away it may be asked again for so long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,10 @@ class StoreUnavailable(StoreError):
     """The store could not be reached, or did not answer in time; trying again may help."""
 
 
+class TakenForGone(StoreUnavailable):
+    """The store answers, but this node's lease had run out; with a new one it will register."""
+
+
 class StoreRefused(StoreError):
     """The store answered and said no (login, permission, size); trying again does not help."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Journal:
         path: Path | None = None,
         *,
         publish: Callable[[str], None] = _ignore,
+        unsaid: Collection[str] = (),
     ) -> None:
         """Open a journal.
 
@@ -39,10 +40,12 @@ class Journal:
             node: Who writes.
             path: Where to keep the events, one JSON object a line.
             publish: Handed each event as JSON; must return at once and raise nothing.
+            unsaid: Events that are recorded only, because the log has them in other words.
         """
         self._node = node
         self._path = path
         self._publish = publish
+        self._unsaid = unsaid
         self._broken = False
         self.round = 0
         """Where an event belongs that does not say so itself; the agent keeps it current."""
@@ -53,8 +56,9 @@ class Journal:
 
     def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
         """Record `event` (a short name for tools) with its sentence and machine-readable facts."""
-        log.log(level, "%s", sentence)
-        self.last = sentence
+        if event not in self._unsaid:
+            log.log(level, "%s", sentence)
+            self.last = sentence
         record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
         line = json.dumps({**record, "text": sentence, **facts})
         self._append(line + "\n")

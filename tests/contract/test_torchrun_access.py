@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from tests.support.etcd_server import EtcdServer
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.store.etcd import Credentials, EtcdStore
 from zero_torchrun.handler import create
@@ -27,7 +28,7 @@ def certificate(tmp_path):
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*words.split(), *names, *files], check=True, capture_output=True, timeout=60)
+    subprocess.run([*words.split(), *names, *files], check=True, capture_output=True, timeout=120)
     return cert, key
 
 
@@ -46,7 +47,7 @@ def test_a_round_is_formed_over_tls_with_a_client_certificate(tmp_path, certific
         etcd.start(wait=False)
         who = Credentials(ca=cert, cert=cert, key=key)
         with contextlib.closing(EtcdStore(etcd.endpoint, credentials=who)) as probe:
-            wait_for(lambda: answers(probe), 20, "etcd serves")
+            wait_for(lambda: answers(probe), 60, "etcd serves")
         settings = {"ca_cert": str(cert), "ssl_cert": str(cert), "ssl_cert_key": str(key)}
         handler = create(params(etcd.endpoint, **settings))
         info = handler.next_rendezvous()

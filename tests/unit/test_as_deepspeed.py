@@ -17,7 +17,7 @@ def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProces
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

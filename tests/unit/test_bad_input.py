@@ -50,6 +50,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "etcd-key": (("/nowhere", "cannot be read"), (__file__, "give both, or neither")),
     "etcd-user": (("me", "give both, or neither"),),
     "etcd-password-file": (("/nowhere", "cannot be read"), (__file__, "give both, or neither")),
+    "etcd-wait": (("soon", LENGTH), ("-1", LENGTH)),
     "etcd-grace": (("x", LENGTH), ("inf", LENGTH)),
     "log-dir": ((f"{__file__}/x", "name a directory that can be written"),),
     "redirects": (("9", STREAMS), ("0:9", STREAMS)),

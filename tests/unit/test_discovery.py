@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.cluster import TRAIN, environment, final_hash
-from zero_agent.etcd.etcd_process import free_port
+from tests.support.ports import free_port
 from zero_engine.errors import ConfigError
 from zero_engine.exchange.discovery import discover, first_of
 
@@ -111,7 +111,7 @@ def test_srun_tasks_form_a_group_by_themselves():
         )
         for rank in "01"
     ]
-    assert [task.communicate(timeout=60)[0] for task in tasks] == ["0 2 3.0\n", "1 2 3.0\n"]
+    assert [task.communicate(timeout=120)[0] for task in tasks] == ["0 2 3.0\n", "1 2 3.0\n"]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
@@ -125,7 +125,7 @@ def test_workers_of_a_real_mpirun_train_as_those_of_an_agent(tmp_path):
         place = f"--checkpoints={tmp_path}/{len(prefix)}"
         command = [*prefix, sys.executable, str(TRAIN), *small, place]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=90, check=False
+            command, env=env, capture_output=True, text=True, timeout=150, check=False
         )
         assert done.returncode == 0, done.stderr
         assert f"training on {2 if prefix else 1} workers" in done.stdout

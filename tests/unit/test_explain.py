@@ -137,7 +137,7 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
     path.write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD"}}))
     command = [sys.executable, "-W", "error", "-m", "zero_engine.config", str(path)]
     done = subprocess.run(
-        [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=60, check=True
+        [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=120, check=True
     )
     assert "Per rank, 7,000,000,000 trained parameters, stage 0:" in done.stdout
     assert done.stderr == ""

@@ -62,7 +62,7 @@ def test_an_agent_is_healthy_while_its_loop_turns_whatever_the_job_does():
 
 
 def ask(health: Health, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
-    connection = http.client.HTTPConnection("127.0.0.1", health.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", health.port, timeout=120)
     with contextlib.closing(connection):
         connection.request(method, path)
         answer = connection.getresponse()

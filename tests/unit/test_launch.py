@@ -148,7 +148,10 @@ def test_hosts_that_only_ssh_knows_are_asked_of_ssh_and_others_are_refused(tmp_p
     words = ["--dry-run", f"--hostfile={tmp_path}/hosts", str(tmp_path / "s.py")]
     with pytest.raises(SystemExit):
         main([f"--launcher-args=-F {tmp_path}/ssh", *words])
-    assert "--rdzv-endpoint=127.0.0.1:0 " in capsys.readouterr().out
+    assert "--rdzv-endpoint=127.0.0.1:PORT " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "--rdzv-endpoint=ADDRESS:PORT " in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(words[1:])
     assert ended.value.code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_agent.command.command_line import parse
-from zero_agent.etcd.etcd_access import Access, explain
+from zero_agent.etcd.etcd_access import Access, explain, mistake
 from zero_agent.etcd.meeting import Static, Way, choose
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError
@@ -109,3 +109,20 @@ def test_half_of_a_pair_or_a_file_that_is_not_there_is_named(line, message):
 )
 def test_what_etcd_says_is_explained_in_terms_of_our_flags(said, is_secure, shown):
     assert shown in explain(said, is_secure)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("cannot reach etcd at e:1 (Connection refused); is it running there?", ""),
+        ("cannot reach etcd at e:1 (Domain name not found); is it running there?", ""),
+        ("etcd at e:1 did not answer in time", ""),
+        ("etcd at e:1: etcdserver: no leader", ""),
+        ("etcd at e:1: CERTIFICATE_VERIFY_FAILED: certificate has expired", "renew it"),
+        ("cannot reach etcd at e:1 (SSL: WRONG_VERSION_NUMBER)", "leave out --etcd-ca"),
+        ("etcd at e:1: invalid user ID or password", "check --etcd-user"),
+    ],
+)
+def test_only_an_etcd_that_may_come_by_itself_is_waited_for(said, remedy):
+    assert remedy in mistake(said)
+    assert bool(mistake(said)) == bool(remedy)

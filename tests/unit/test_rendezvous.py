@@ -91,6 +91,29 @@ def test_the_job_goes_on_without_a_lost_node_for_one_restart():
     assert (cluster.view.n, cluster.order(), cluster.view.charges) == (2, "bcd", 1)
 
 
+def test_who_joins_at_the_end_of_an_outage_takes_nobody_for_lost_yet():
+    """It has not seen the silence in which their leases have lapsed, but waited for its end."""
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.settle()
+    cluster.kill("a")
+    late = cluster.agent("b", "1")
+    read = late._store.get
+
+    def at_the_end(key):
+        late._store.get = read
+        cluster.clock.advance(4.0)
+        return read(key)
+
+    late._store.get = at_the_end
+    late.register()
+    job = late.poll()
+    assert (job.state, job.charges) == (State.ACTIVE, 0)
+    assert late.reason == "etcd was silent; waiting for node a to register again"
+    cluster.clock.advance(5.0)
+    assert late.poll().charges == 1
+
+
 def test_a_late_node_joins_and_costs_nothing():
     cluster = Cluster()
     cluster.join("a")
@@ -272,7 +295,7 @@ def test_an_agent_that_has_a_new_lease_after_a_silence_notices_lost_nodes_again(
     agent._ages.silent("no answer")
     agent._registration._keeper._repeating.cancel()
     cluster.store.revoke(agent.lease)
-    with pytest.raises(StoreUnavailable, match="ended while this node registered"):
+    with pytest.raises(StoreUnavailable, match="its lease had run out"):
         agent.poll()
     cluster.settle()
     cluster.kill("b")

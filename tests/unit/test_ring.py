@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import free_port
 from zero_agent.ring import Ring, neighbour
 from zero_orchestrator.membership.job_state import Node
 
@@ -124,9 +124,9 @@ def test_a_killed_agent_is_known_to_be_dead(ring):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         b = node("b", process.stdout.readline().strip())
         a.follow(a.node, [a.node, b])
-        wait_for(lambda: watching(a), 10, "the connection")
+        wait_for(lambda: watching(a), 60, "the connection")
         process.kill()
-        assert a.dead.get(timeout=5) == b
+        assert a.dead.get(timeout=120) == b
 
 
 def test_a_cut_connection_to_a_living_agent_is_no_verdict(ring):
@@ -136,7 +136,7 @@ def test_a_cut_connection_to_a_living_agent_is_no_verdict(ring):
         a.follow(a.node, [a.node, replace(b.node, ring=wire.address)])
         seen = wire.connections
         assert [next(seen) for _ in range(2)] == ["connected\n"] * 2  # cut, and held again
-        wait_for(lambda: watching(a), 5, "the connection")
+        wait_for(lambda: watching(a), 60, "the connection")
         assert a.dead.empty()
     finally:
         wire.kill()
@@ -156,7 +156,7 @@ def test_another_process_at_the_address_of_one_that_was_met_means_that_it_is_gon
     former = replace(b.node, incarnation="1")
     a._met = ("b", "1")
     a.follow(a.node, [a.node, former])
-    assert a.dead.get(timeout=5) == former
+    assert a.dead.get(timeout=120) == former
 
 
 def test_a_process_that_dies_while_it_is_dialled_is_still_found_dead(ring):
@@ -167,7 +167,7 @@ def test_a_process_that_dies_while_it_is_dialled_is_still_found_dead(ring):
         a._met = ("b", "1")
         a.follow(a.node, [a.node, b])
         dying.accept()[0].close()
-    assert a.dead.get(timeout=5) == b
+    assert a.dead.get(timeout=120) == b
 
 
 def test_who_does_not_know_the_secret_is_neither_answered_nor_believed(ring):

@@ -171,6 +171,21 @@ def test_what_breaks_while_others_already_leave_is_free():
     assert verdict(replace(job, failures=(failed("a", revision=6),))) == (Move.FORM, "c joins")
 
 
+@pytest.mark.parametrize("live", ["abc", "bc"], ids=["that stays", "that has left"])
+def test_a_node_that_lost_its_peers_to_their_leaving_is_no_failure_and_not_lost(live):
+    job = replace(active("ab", live=live), yielding="a is leaving", yield_revision=5)
+    job = replace(job, failures=(failed("a", symptom=True, revision=6),))
+    assert verdict(job, JUST_NOW) == (None, "a is leaving; waiting for b to stop")
+    assert verdict(replace(job, quiet=frozenset("b")), JUST_NOW) == (Move.FORM, "a is leaving")
+    assert verdict(job) == (Move.FORM, "a is leaving")  # b cannot reach a boundary, either
+
+
+def test_who_lost_its_peers_before_anybody_was_asked_to_leave_waits_for_the_cause():
+    job = replace(active("ab"), yielding="a is leaving", yield_revision=5)
+    job = replace(job, failures=(failed("a", symptom=True, revision=4),))
+    assert verdict(job, JUST_NOW) == (None, "a broke; waiting for the cause")
+
+
 def test_what_broke_before_anybody_was_asked_to_leave_is_charged():
     job = replace(active("ab", live="abc"), yielding="c joins", yield_revision=5)
     broken = replace(job, failures=(failed("a", revision=4),))

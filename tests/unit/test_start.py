@@ -23,7 +23,7 @@ def run(directory: Path, program: str, before: str = "") -> subprocess.Completed
     text = f"import sys; sys.path.insert(0, {str(directory)!r}); {before}"
     return subprocess.run(
         [sys.executable, "-c", f"{text}\nfrom zero_orchestrator.start import run; run('program')"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_what_is_closed_leads_nowhere_and_is_no_file_that_is_opened_next(tmp_pat
     command = f"{sys.executable} -c 'from zero_orchestrator.start import run; run(\"program\")'"
     done = subprocess.run(
         ["bash", "-c", f"PYTHONPATH=.:{':'.join(sys.path)} {command} <&- >&- 2>&-"],
-        cwd=tmp_path, timeout=60, check=False,
+        cwd=tmp_path, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 3
     assert (tmp_path / "opened").read_bytes() == b""

@@ -74,7 +74,7 @@ def test_nothing_is_left_over_whatever_ends_the_process(tmp_path: Path, end: str
         "if sys.argv[2] == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-c", source, str(tmp_path), end]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == (-signal.SIGKILL if end == "kill" else 0), ended.stderr
     assert ended.stdout == "0\n"
     assert list(tmp_path.iterdir()) == []
@@ -100,7 +100,7 @@ def test_a_full_disk_is_an_error_by_name_before_anything_is_written(tmp_path: Pa
     small = f"mount -t tmpfs -o size=1m small '{tmp_path}' && exec \"$@\""
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", source]
     ended = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.stdout == (
         f"{tmp_path} (1 MiB free): no room for 4.0 MiB of state: No space left on device; free "

@@ -71,11 +71,14 @@ def test_a_signal_ends_a_wait() -> None:
     def on_alarm(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        Waiter(None).wait(works(Exchange()), nothing)
+
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Waiter(None).wait(works(Exchange()), nothing)
+            wait()
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -104,7 +107,7 @@ def test_the_thread_keeps_no_exchange_and_ends_with_its_waiter() -> None:
     thread = waiter._thread
     assert thread is not None
     del exchange
-    wait_for(lambda: gc.collect() >= 0 and gone() is None, 5, "the exchange is let go")
+    wait_for(lambda: gc.collect() >= 0 and gone() is None, 60, "the exchange is let go")
     del waiter
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()

@@ -13,10 +13,13 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
-from zero_agent.agent import Agent
+from zero_agent.agent import TICK_S, Agent
 from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
@@ -33,6 +36,7 @@ from zero_agent.workers.worker_main import ENV_ERROR_FILE
 from zero_orchestrator.arguments import named_as_set
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
+from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -98,15 +102,26 @@ def _obey(args: argparse.Namespace) -> int:
     backend = backend if way is Way.NAMED else ""
     for sentence in filter(None, (backend, note, *conf.notes, _threads(config))):
         log.info("%s", sentence)
-    with served(args.health_host, args.health_port) as health, _endpoint(args, way, world) as where:
+    came: list[int] = []
+    _install(partial(_end_start, came), numbers)
+    with (
+        served(args.health_host, args.health_port) as health,
+        _endpoint(args, way, world) as where,
+    ):
         access = dataclasses.replace(access, endpoints=where)
-        if way is Way.NAMED and not access.is_secure:
-            check_is_etcd(args)
-        config = _placed(config, args, access, world)
+        config = _placed(config, args, world)
         if args.node_id or config.spec.max_nodes > 1:
             _sign_lines(config.node_id)
         with access.store() as store:
-            return _take_part(config, store, numbers, world, health)
+            if way is Way.NAMED:
+                _await_etcd(args, access, store, numbers)
+            # Only now: the route to a name that nobody knows yet is unknown as well.
+            address = config.address or address_towards(access.first)
+            config = dataclasses.replace(config, address=address)
+            try:
+                return _take_part(config, store, numbers, came, world, health)
+            finally:
+                _ignore(numbers)
 
 
 def _threads(config: AgentConfig) -> str:
@@ -134,16 +149,72 @@ def _endpoint(args: argparse.Namespace, way: Way, world: Static | None) -> Itera
         yield args.rdzv_endpoint
 
 
-def _placed(
-    config: AgentConfig, args: argparse.Namespace, access: Access, world: Static | None
-) -> AgentConfig:
-    """The configuration with this node's address, and its place in a fixed world."""
-    address = config.address or address_towards(access.first)
+def _await_etcd(
+    args: argparse.Namespace,
+    access: Access,
+    store: KeyValueStore,
+    numbers: Sequence[signal.Signals],
+) -> None:
+    """Return when the etcd that the user has named answers; a signal ends the wait."""
+    question = Keys(args.rdzv_id).round  # a key of the job's, or the login may not allow it
+
+    def ask() -> None:
+        if not access.is_secure:
+            check_is_etcd(args)
+        store.get(question)
+
+    number = _call_until_signal(lambda: access.await_answer(ask, args.etcd_wait), numbers)
+    if number is not None:
+        name = signal.Signals(number).name
+        why = f"{name}: etcd has not answered yet, this node has not joined"
+        raise AgentFailed(128 + number, why)
+
+
+def _call_until_signal(call: Callable[[], object], numbers: Sequence[signal.Signals]) -> int | None:
+    """The signal that came before the call ended, which then goes on alone; raises as it does.
+
+    The call has a thread of its own, so that no handler needs to raise anything: that would be
+    lost where Python ignores exceptions, in a `__del__`, of which a call over gRPC has some.
+    """
+    came: list[int] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="zero-etcd-wait", daemon=True)
+    with _signals_to(came.append, numbers):
+        thread.start()
+        while thread.is_alive() and not came:
+            thread.join(TICK_S)  # without an end, it would miss a signal that comes as it begins
+    if came:
+        return came[0]
+    for error in failed:
+        raise error
+    return None
+
+
+def _end_start(came: list[int], number: int) -> NoReturn:
+    """No worker runs; what this process has started or made goes on the way out.
+
+    Args:
+        came: Takes note of the signal: what is raised here is lost if it comes within a `__del__`.
+        number: Of the signal.
+    """
+    came.append(number)
+    log.error("%s: this node ends; no worker runs here", signal.Signals(number).name)
+    raise SystemExit(128 + number)
+
+
+def _placed(config: AgentConfig, args: argparse.Namespace, world: Static | None) -> AgentConfig:
+    """The configuration with this node's place in a fixed world, if it is in one."""
     if world is None:
-        return dataclasses.replace(config, address=address)
+        return config
     return dataclasses.replace(
         config,
-        address=address,
         job=config.job or "static",
         node_id=meeting.static_id(world.rank),
         etcd_grace_s=meeting.STATIC_GRACE_S if args.etcd_grace is None else args.etcd_grace,
@@ -154,6 +225,7 @@ def _take_part(
     config: AgentConfig,
     store: KeyValueStore,
     numbers: Sequence[signal.Signals],
+    came: Sequence[int],
     world: Static | None,
     health: Health | None,
 ) -> int:
@@ -171,6 +243,8 @@ def _take_part(
         if health is not None:
             health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
         with _signals_to(agent.on_signal, numbers):
+            for number in came:
+                agent.on_signal(number)
             code = agent.run()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended between the look at it and the joining: start the next
@@ -183,9 +257,20 @@ def _take_part(
 
 @contextlib.contextmanager
 def _signals_to(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    before = [signal.signal(number, lambda got, frame: handle(got)) for number in numbers]
+    before = _install(handle, numbers)
     try:
         yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _install(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> list[Any]:
+    """From now on signals go there; the handlers before."""
+    return [signal.signal(number, lambda got, frame: handle(got)) for number in numbers]
+
+
+def _ignore(numbers: Sequence[signal.Signals]) -> None:
+    """What is left to do is short, and the exit code is known: no late signal changes it."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

@@ -170,6 +170,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="with the password in this file",
         ),
         Flag(
+            name="etcd-wait",
+            kind=seconds,
+            default=30.0,
+            help="seconds to try at the start until it answers (30)",
+        ),
+        Flag(
             name="etcd-grace", kind=seconds, default=None, help="seconds to go on without it (600)"
         ),
     ),
@@ -306,7 +312,8 @@ OURS = frozenset(
         *("hang-timeout", "node-id", "join-timeout", "cold-start", "health-port", "health-host"),
         *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
-        *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file", "etcd-grace"),
+        *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
+        *("etcd-wait", "etcd-grace"),
         *("ram-budget", "preload"),
     }
 )

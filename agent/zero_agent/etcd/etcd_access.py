@@ -1,7 +1,8 @@
 """How this agent talks to etcd: endpoints, TLS and login, and what to do when that fails.
 
 Must always hold: no password is on a command line, in a log or in an error; a refusal is one
-message with the flag that mends it, and nothing is tried again. Who calls it: `cli.py`.
+message with the flag that mends it, and nothing is tried again; an etcd that is not there yet is
+waited for, within a limit. Who calls it: `cli.py`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.rdzv_conf import RdzvConf
-from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
+from zero_orchestrator.errors import SpecError, StoreError, StoreRefused, StoreUnavailable
+from zero_orchestrator.store import retry
 
 if TYPE_CHECKING:
+    import tenacity
+
     from zero_orchestrator.store.etcd import EtcdStore
+
+log = logging.getLogger("zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,33 @@ class Access:
         finally:
             store.close()
 
+    def await_answer(self, ask: Callable[[], object], wait_s: float) -> None:
+        """Return when etcd answers; that it does not yet is said once, at once.
+
+        Args:
+            ask: A question to it.
+            wait_s: How long to go on asking.
+
+        Raises:
+            StoreUnavailable: It has not answered in time.
+            StoreRefused: It said no, or no waiting could help.
+        """
+
+        def say(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number == 1 and state.outcome:
+                why = explain(str(state.outcome.exception()), self.is_secure)
+                log.warning("%s; trying again for %g s (--etcd-wait)", why, wait_s)
+
+        def ask_once() -> None:
+            try:
+                ask()
+            except StoreUnavailable as error:
+                if mistake(str(error)):
+                    raise StoreRefused(str(error)) from error
+                raise
+
+        retry.within(wait_s).copy(before_sleep=say)(ask_once)
+
 
 def _etcd() -> Any:
     """The client, imported only when flags are right, and with gRPC told to be silent.
@@ -141,9 +175,18 @@ _REMEDIES = {
 """What etcd or its TLS says, and what to do about it; the first that fits."""
 
 
+def mistake(message: str) -> str:
+    """What no waiting mends, as its remedy; empty: etcd may be there in a moment.
+
+    An etcd that is being started looks like a closed port, a silent host or a name that nobody
+    knows; certificates and logins stay as they were given.
+    """
+    return next((remedy for known, remedy in _REMEDIES.items() if known in message), "")
+
+
 def explain(message: str, is_secure: bool) -> str:
     """An error of etcd with its remedy in terms of our flags."""
-    remedy = next((remedy for known, remedy in _REMEDIES.items() if known in message), "")
+    remedy = mistake(message)
     if not remedy and ("cannot reach" in message or "did not answer" in message):
         remedy = "is it running there? --rdzv-endpoint names it"
         if not is_secure:

@@ -16,11 +16,9 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from zero_agent.etcd.etcd_process import (
     log_tail,
     probe,
 )
+from zero_agent.scratch import Scratch
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
@@ -46,7 +45,6 @@ __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 DEFAULT_ENDPOINT = f"{LOOPBACK}:2379"
 IDLE_TIMEOUT_S = 300.0
 
-_PRIVATE_PREFIX = "zero-etcd-"
 _PORT_TRIES = 3
 _POLL_S = 0.05
 
@@ -69,27 +67,13 @@ def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str
         StoreUnavailable: It does not start; with the end of its log.
     """
     binary = find_etcd()
-    _sweep()
-    with _private_directory() as directory:
-        process = _start(directory, binary, addresses, port)
+    # What a killed agent leaves is large: etcd sets 64 MiB aside for its log, often in memory.
+    with contextlib.closing(Scratch("zero-etcd-")) as scratch:
+        process = _start(scratch.path, binary, addresses, port)
         try:
             yield process.member.endpoint
         finally:
             process.kill()  # nothing it could still write is of use to anyone
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A temporary directory whose file `owner` is locked as long as this process lives."""
-    directory = Path(tempfile.mkdtemp(prefix="new-"))
-    with (directory / "owner").open("wb") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        # Only under its final name, and so only when it is locked, is it seen by `_sweep`.
-        directory = directory.rename(directory.with_name(_PRIVATE_PREFIX + directory.name))
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start(
@@ -112,14 +96,6 @@ def _start(
         else:
             return process
     raise AssertionError("the last try returns or raises")
-
-
-def _sweep() -> None:
-    """Remove what killed agents left: etcd sets 64 MiB aside for its log, often in memory."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PRIVATE_PREFIX}*"):
-        with contextlib.suppress(OSError), (directory / "owner").open("rb") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its owner lives
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 # ---- a server for all agents of this machine ----

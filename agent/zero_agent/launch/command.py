@@ -14,7 +14,6 @@ import os
 import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,6 @@ from zero_orchestrator.membership.spec import check_job_name
 log = logging.getLogger("zero")
 
 _SSH_PORT = 22
-_UNKNOWN_PORT = 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,8 +64,7 @@ def _run(args: argparse.Namespace) -> int:
         pdsh_ssh_arguments=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
     )
     if args.dry_run:
-        here = _own_address(hosts, args) or socket.gethostname()
-        plan = _plan(args, hosts, args.rdzv_endpoint or f"{here}:{_UNKNOWN_PORT}")
+        plan = _plan(args, hosts, args.rdzv_endpoint or _future_endpoint(args, hosts))
         return _show(RUNNERS[args.launcher](plan, remote))
     _check_installed(args.launcher)
     with _endpoint(args, hosts) as endpoint:
@@ -184,6 +181,16 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
         )
     with private_server([] if address == LOOPBACK else [address]) as endpoint:
         yield f"{address}:{endpoint.rpartition(':')[2]}"
+
+
+def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:
+    """What stands for the endpoint of an etcd that has not been started."""
+    address = _own_address(hosts, args)
+    if address is None:
+        text = "an address of this machine, which cannot be told from these hosts' names"
+        log.info("ADDRESS stands for %s: name an etcd with --rdzv-endpoint", text)
+    log.info("PORT stands for a free one of this machine, where the job's etcd will listen")
+    return f"{address or 'ADDRESS'}:PORT"
 
 
 def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,12 +23,10 @@ LINE_LIMIT_BYTES = 1 << 20
 class Channel:
     """Listens for workers; hands their messages on together with the sender's rank."""
 
-    def __init__(self, hub: Hub, on_message: Callable[[int, Message], None]) -> None:
+    def __init__(self, hub: Hub, path: Path, on_message: Callable[[int, Message], None]) -> None:
         self._hub = hub
         self._on_message = on_message
-        # A Unix socket's path is limited to 107 bytes, so not below the user's log directory.
-        self._dir = tempfile.TemporaryDirectory(prefix="zero-agent-")
-        self.path = str(Path(self._dir.name) / "agent.sock")
+        self.path = str(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen(128)
@@ -49,11 +46,10 @@ class Channel:
         self._peers.clear()
 
     def close(self) -> None:
-        """Close the sockets and remove their directory."""
+        """Close the sockets."""
         self._hub.remove(self._listener.fileno(), self._listener.close)
         for peer in list(self._peers.values()):
             peer.close()
-        self._dir.cleanup()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

@@ -59,10 +59,10 @@ class Hub:
         self._thread.join(timeout_s)
 
     def _later(self, job: Callable[[], None]) -> None:
-        with self._lock:
+        with self._lock:  # held for the wake-up too: the job may be the last, which closes the pipe
             self._todo.append(job)
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
-            os.write(self._wake_write, b".")
+            with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
+                os.write(self._wake_write, b".")
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -29,6 +29,7 @@ from zero_agent.supervise import Workers
 from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.nursery import PACKET_BYTES
+from zero_agent.workers.outbox import Outbox
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.streams import Route
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
@@ -53,17 +54,16 @@ class Nursery:
         on_news: Callable[[Nursery, dict[str, Any]], None],
         clock: Clock | None = None,
     ) -> None:
-        """Start it; `on_news` is called on the hub's thread, with `{"gone": True}` at its end."""
+        """Start it; `on_news` is called on any thread, with `{"gone": True}` at its end."""
         self._hub = hub
         self._on_news = on_news
         self.ready = False
         """It has imported what was to be preloaded."""
-        self._ordered = self._obeyed = self._answered = 0
-        self._held: list[tuple[bytes, list[int]]] = []
-        """Orders for when it is ready: until then it does not listen, and the agent would wait."""
+        self._obeyed = self._answered = 0
         self._mute = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._outbox = Outbox(self._socket)
         fd = theirs.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zero_agent.workers.nursery", str(fd), *preload],
@@ -98,8 +98,14 @@ class Nursery:
         return self._order({"op": "timers", "path": path}, [])
 
     def signal(self, worker: int, number: int) -> None:
-        """Signal a worker's whole process group; nothing happens if it is gone."""
-        self._send({"op": "signal", "id": worker, "signal": int(number)}, [])
+        """Signal a worker's whole process group; nothing happens if it is gone.
+
+        One that waits for the imports is not started any more: that is its end, at once.
+        """
+        if self._outbox.withdraw(worker):
+            self._on_news(self, {"id": worker, "status": -int(number)})
+        else:
+            self._outbox.give(worker, {"op": "signal", "signal": int(number)}, [])
 
     def stuck_s(self, imports_s: float) -> float | None:
         """For how long it has owed an answer, if that is too long; to be asked again and again.
@@ -109,7 +115,7 @@ class Nursery:
         """
         limit_s = ANSWER_S if self.ready else imports_s
         answered = self._obeyed + self.ready
-        if answered != self._answered or self._ordered <= self._obeyed:
+        if answered != self._answered or self._outbox.given <= self._obeyed:
             self._answered = answered
             self._mute.stop()
         else:
@@ -119,7 +125,7 @@ class Nursery:
     def close(self) -> int:
         """End it and everything below it; its exit code, or the negative number of a signal."""
         self._hub.remove(self._socket.fileno(), self._socket.close)
-        self._release_held(lambda *_: None)
+        self._outbox.close()
         if not self.ready:  # it imports, and does not listen
             self.kill()
         try:
@@ -136,31 +142,8 @@ class Nursery:
 
     def _order(self, order: dict[str, Any], fds: list[int]) -> int:
         worker = next(self._ids)
-        self._send({**order, "id": worker}, fds)
+        self._outbox.give(worker, order, fds)
         return worker
-
-    def _send(self, order: dict[str, Any], fds: list[int]) -> None:
-        data = json.dumps(order).encode()
-        if len(data) > PACKET_BYTES:
-            raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
-        self._ordered += 1
-        if self.ready:
-            self._pass_on(data, fds)
-        else:
-            self._held.append((data, [os.dup(fd) for fd in fds]))
-
-    def _pass_on(self, data: bytes, fds: Sequence[int]) -> None:
-        try:
-            socket.send_fds(self._socket, [data], fds)
-        except OSError as error:
-            log.warning("the nursery does not listen: %s", error)  # its end comes as news
-
-    def _release_held(self, take: Callable[[bytes, Sequence[int]], None]) -> None:
-        held, self._held = self._held, []
-        for data, fds in held:
-            take(data, fds)
-            for fd in fds:
-                os.close(fd)
 
     def _on_readable(self) -> None:
         try:
@@ -174,7 +157,7 @@ class Nursery:
         news = json.loads(data)
         if "ready" in news:
             self.ready = True
-            self._release_held(self._pass_on)
+            self._outbox.listens()
         self._obeyed += "obeyed" in news
         self._on_news(self, news)
 

@@ -11,12 +11,10 @@ Called by `engine`; `saver` does the work.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 ClientSource = Callable[[], Mapping[str, Any]]
 """Gives the script's own state as of now."""
+_SCRIPT_ALONE = "client_state is known to the script alone; engine.keep_client_state() tells more"
 NOTES = 5
 """How many numbers `Persistence.notes` adds to the consensus of a step."""
 
@@ -82,12 +81,12 @@ class Persistence:
         self._has_stepped = False
         self.client_source: ClientSource | None = None
         self._script_has_state = False
+        self._script_has_saved = False
         self._script_asks = False
         self._departure: Departure | None = None
         self._may_leave = False
         self._some_rank_busy = False
         self._some_ram_busy = False
-        self._last_failed = False
         self._told_of_metric = False
 
     # ---- saving ----
@@ -109,6 +108,9 @@ class Persistence:
         self._check_metric(client)
         self._directory, self._ram_root = directory, self._ram_root or directory
         self._script_has_state |= bool(client)
+        self._script_has_saved = True
+        if self.ram is not None and self._known_to_script_alone:
+            self.ram.disown(_SCRIPT_ALONE)
         waits = self._must_wait(blocking)
         if self._skips(waits):
             return False
@@ -119,7 +121,7 @@ class Persistence:
             state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
             step=step,
             tag=tag,
-            fence=self._link.fence(step, tag, self._run.cursor.samples),
+            fence=self._link.fence(step, tag, self._run.cursor.samples, last=self.leaving),
         )
         saved = self._save(request, waits=waits)
         self._some_rank_busy = not waits
@@ -191,15 +193,13 @@ class Persistence:
         run = run_meta.describe(self._config, self._core, self._run)
         run["elapsed_s"] = self.schedule.elapsed_s
         run["weight_hash"] = weight_hash(self._core.units) if hashed else None
-        state = self.state.capture(run, client, exclude_frozen=exclude_frozen)
-        # The script and its scheduler go on changing theirs.
-        return replace(state, meta=copy.deepcopy(dict(state.meta)))
+        return self.state.capture(run, client, exclude_frozen=exclude_frozen)
 
     def wait(self) -> bool:
         """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
         outcome = self.saver.wait()
         if outcome is None:
-            return not self._last_failed
+            return not self.saver.last_failed
         self._note(outcome)
         if isinstance(outcome.error, CommitRefused):
             # This worker's round is over or its agent is cut off; if so it will be told to
@@ -216,7 +216,6 @@ class Persistence:
             self.saver.report(outcome)
 
     def _note(self, outcome: Outcome) -> None:
-        self._last_failed = outcome.path is None
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
 
@@ -228,9 +227,7 @@ class Persistence:
         if self.ram is None or root is None or self.leaving:
             return
         if self._known_to_script_alone:
-            self.ram.give_up(
-                "client_state is known to the script alone; engine.keep_client_state() tells more"
-            )
+            self.ram.give_up(_SCRIPT_ALONE)
         if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
             client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
@@ -278,6 +275,7 @@ class Persistence:
         client = unpack(meta["client"])
         loading.end()
         self._script_has_state |= bool(client)
+        self._script_has_saved = True
         if self._run.rank == 0:
             loading.report(loaded)
         return str(loaded.path), client
@@ -323,6 +321,7 @@ class Persistence:
         departure, reason = choose_departure(
             directory_known=self._directory is not None,
             script_has_state=self._known_to_script_alone,
+            script_has_saved=self._script_has_saved,
             script_asks=self._script_asks,
         )
         if departure is not self._departure:  # waiting for the script may take many steps
@@ -344,6 +343,7 @@ class Persistence:
 
     def _leave(self) -> None:
         self.close()
+        self.saver.tell_lost(in_ram=self.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)

@@ -166,6 +166,13 @@ class RamTier:
             self._off = True
             self._say(_OFF, f"no checkpoints in memory, only on disk: {reason}")
 
+    def disown(self, reason: str) -> None:
+        """As `give_up`, and nobody goes on from those that were made: they lack something."""
+        self._take_outcome()
+        self.give_up(reason)
+        if self._root is not None:
+            RamSearch(self._node).forget_others(home_of(self._root), None)
+
     def close(self) -> None:
         """Finish the save under way, soon; what is committed stays with the agent."""
         if self.busy:

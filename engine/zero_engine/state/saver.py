@@ -18,6 +18,7 @@ from functools import partial
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.background import Background, Outcome
+from zero_engine.checkpoint.candidates import newest_committed
 from zero_engine.checkpoint.files.direct import DirectDisk
 from zero_engine.checkpoint.files.object_disk import disk_of
 from zero_engine.checkpoint.files.slabs import two_rooms
@@ -69,9 +70,16 @@ class Saver:
         )
         self._background = Background()
         self._in_flight_step = 0
+        self._in_flight_root: Place | None = None
+        self._failed: Place | None = None
         self._copies = True
         self._rooms = two_rooms()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
+
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last save that has ended failed."""
+        return self._failed is not None
 
     @property
     def busy(self) -> bool:
@@ -88,7 +96,7 @@ class Saver:
         Returns:
             Whether it was copied; if not, nothing may change before `wait`.
         """
-        self._in_flight_step = request.step
+        self._in_flight_step, self._in_flight_root = request.step, request.root
         try:
             layout = self.lay_out(request.state)
         except CheckpointError:  # the save itself will say it, to all ranks
@@ -127,6 +135,29 @@ class Saver:
                     error,
                 )
 
+    def tell_lost(self, *, in_ram: bool) -> None:
+        """When leaving: which steps are lost, if the last save has failed.
+
+        Args:
+            in_ram: Checkpoints are kept in memory as well.
+        """
+        if self._failed is None or self._rank != 0:
+            return
+        try:
+            newest = newest_committed(self._failed)
+        except (OSError, CheckpointError):  # that failed the save, and is said
+            return
+        kept = newest[1] if newest is not None else 0
+        _log.warning(
+            "leaving without a checkpoint: the newest in %s is of step %d, "
+            "steps %d to %d are lost%s",
+            self._failed,
+            kept,
+            kept + 1,
+            self._in_flight_step,
+            ", unless a node that stays has them in memory" if in_ram else "",
+        )
+
     def forget(self) -> None:
         """Let go of the tensors of the last save."""
         self._layout = None
@@ -139,8 +170,9 @@ class Saver:
         self.arena.close()
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
-        if outcome is not None and outcome.path is not None:
-            self.last_step = outcome.step
+        if outcome is not None:
+            self._failed = self._in_flight_root if outcome.path is None else None
+            self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 
     def _freeze(self, request: Request, layout: FileLayout) -> bool:

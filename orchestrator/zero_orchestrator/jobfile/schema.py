@@ -174,6 +174,7 @@ class JobFile:
     exclude_for: str | None = entry(scalar(more_than_none), "at first: 60, 10m", None)
     node_unit: int | None = entry(scalar(positive), "rounds of a multiple of so many nodes", None)
     join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
+    etcd_wait: str | None = entry(scalar(duration), "for etcd at the start: 30, 10m", None)
     etcd_grace: str | None = entry(scalar(duration), "to go on without etcd: 600, 10m", None)
     preload: str | None = entry(scalar(str), "modules, such as transformers.trainer", None)
     hang_timeout: str | None = entry(scalar(hang), "600, 10m, auto or off", None)

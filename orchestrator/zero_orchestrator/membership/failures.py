@@ -11,7 +11,7 @@ from dataclasses import replace
 from zero_orchestrator.membership.budget import Charge, fruitless, next_refill
 from zero_orchestrator.membership.exclusion import Exclusion, due
 from zero_orchestrator.membership.job_state import Failure, Snapshot
-from zero_orchestrator.membership.moves import Decision, Move, Transition, go
+from zero_orchestrator.membership.moves import Decision, Move, go
 
 
 def culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
@@ -34,15 +34,13 @@ def interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = "
     )
     if ending := _no_more(job, charge):
         move, why = ending
-        return Decision(Transition(move, f"{cause}; {why}", charge=charge), f"{cause}; {why}")
+        return go(move, f"{cause}; {why}", charge=charge)
     exclusion, remark = _excluded_by(job, host)
     if exclusion is not None:
         charge = replace(charge, excluded_s=exclusion.for_s)
     restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
-    return Decision(
-        Transition(Move.INTERRUPT, cause, charge=charge, exclusion=exclusion),
-        f"{cause}; {restart}{remark}",
-    )
+    said = f"{cause}; {restart}{remark}"
+    return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion)
 
 
 def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:

@@ -209,7 +209,20 @@ class Snapshot:
     def lost(self) -> tuple[Node, ...]:
         """Members of round n whose agents vanished with work in hand."""
         gone = (m for m in self.members.nodes if (m.id, m.incarnation) not in self.alive)
-        return tuple(m for m in gone if m.id not in self.quiet and m.id not in self.done)
+        return tuple(m for m in gone if m.id not in self.at_rest)
+
+    @cached_property
+    def released(self) -> frozenset[str]:
+        """Nodes whose workers lost their peers when those had been asked to leave: no fault."""
+        if self.yielding is None:
+            return frozenset()
+        after = (f for f in self.failures if f.symptom and f.revision > self.yield_revision)
+        return frozenset(failure.node for failure in after)
+
+    @cached_property
+    def at_rest(self) -> frozenset[str]:
+        """Nodes whose workers of round n have ended, and not as a failure of theirs."""
+        return self.quiet | self.done | self.released
 
     @cached_property
     def eligible(self) -> tuple[Node, ...]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from zero_orchestrator.membership.budget import Charge
 from zero_orchestrator.membership.exclusion import Exclusion
@@ -67,9 +68,9 @@ class Decision:
     reason: str
 
 
-def go(move: Move, cause: str) -> Decision:
-    """A move whose cause says everything."""
-    return Decision(Transition(move, cause), cause)
+def go(move: Move, cause: str, **cost: Any) -> Decision:
+    """A move whose cause says everything; what it costs is as in `Transition`."""
+    return Decision(Transition(move, cause, **cost), cause)
 
 
 def transaction(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import LeaseLost, StoreUnavailable
+from zero_orchestrator.errors import LeaseLost, TakenForGone
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.ages import Ages
 from zero_orchestrator.membership.job_state import Node
@@ -81,7 +81,9 @@ class Registration:
         """(Re-)register under a lease that is alive; the revision of it.
 
         Raises:
-            StoreUnavailable: The store did not answer, or the lease has ended meanwhile.
+            StoreUnavailable: The store did not answer.
+            TakenForGone: The lease had ended, unnoticed; the next `write` takes a new one. Not this
+                one: first the caller makes sure that this is the store that knew the lease.
         """
         if self._keeper is None or self.lost:
             self._keeper = self._new_keeper(self._keeper)
@@ -89,7 +91,9 @@ class Registration:
             return self._store.put(self._key, self.node.to_json(), lease=self._keeper.lease)
         except LeaseLost:
             self._lost.set()
-            raise StoreUnavailable("the lease ended while this node registered") from None
+            raise TakenForGone(
+                "its lease had run out: this process stood still, or was cut off"
+            ) from None
 
     def close(self) -> None:
         """Leave: the other agents see it at once."""

@@ -39,6 +39,8 @@ from zero_orchestrator.store.kv import (
     unchanged,
 )
 
+PROMPT_S = 1.0
+"""Joining takes milliseconds; who has waited for longer has seen the end of a silence."""
 TURN_S = 0.25
 """How much longer the next agent in turn waits before it tries a transition itself."""
 
@@ -84,6 +86,8 @@ class Rendezvous:
         self._timing = timing or Timing()
         self._on_change = on_change
         self._sight: Sight | None = None
+        self._asked_s: float | None = None
+        """When it first tried to join."""
         self.secret = ""
         """Shared by the job's agents; known once registered."""
         self._ages = Ages(clock)
@@ -122,10 +126,14 @@ class Rendezvous:
             SpecError: The job runs with another specification.
             StoreUnavailable: The store did not answer.
         """
+        if self._asked_s is None:
+            self._asked_s = self._clock.now()
         agreed = self._agree(self.keys.spec, self._spec.to_json())
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
         self._registration.write()
+        if self._clock.now() - self._asked_s > PROMPT_S:
+            self._ages.heard("it did not answer at once")  # leases may have lapsed meanwhile
         self._sight = Sight(
             self._store,
             self.keys,
@@ -135,14 +143,17 @@ class Rendezvous:
             on_change=self._on_change,
         )
 
-    def round_runs(self) -> bool:
-        """Whether a round of this job runs at the moment, for an agent that has not registered.
+    def has_begun(self) -> bool:
+        """Whether this job has had a round and is not over, for an agent that has not registered.
 
         Raises:
             StoreUnavailable: The store did not answer.
         """
         held = self._store.get(self.keys.round)
-        return held is not None and json.loads(held.value)["state"] == State.ACTIVE
+        if held is None:
+            return False
+        head = json.loads(held.value)
+        return head["n"] > 0 and head["state"] not in ENDED
 
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""
@@ -272,8 +283,10 @@ class Rendezvous:
             self._reason = _from_outside(job)
             return False
         decision = decide(job, self._ages.observed(), self._timing)
+        if decision.transition is not None and not self._my_turn(decision):
+            return False  # somebody else is about to
         self._reason = decision.reason
-        if decision.transition is None or not self._my_turn(decision):
+        if decision.transition is None:
             return False
         exclusion = decision.transition.exclusion
         # Nobody keeps this lease alive: what it holds ends by the clock of the store.

@@ -167,18 +167,21 @@ def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision |
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    if not job.failures:
+    symptoms = [failure.summary for failure in job.failures if failure.node not in job.released]
+    if not symptoms:
         return None
     if seen.symptom_s < timing.symptom_patience_s:
-        return Decision(None, f"{job.failures[0].summary}; waiting for the cause")
-    return interrupt(job, f"{job.failures[0].summary}, and no cause appeared", workers=True)
+        return Decision(None, f"{symptoms[0]}; waiting for the cause")
+    return interrupt(job, f"{symptoms[0]}, and no cause appeared", workers=True)
 
 
 def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    busy = [m.id for m in job.live_members if m.id not in job.quiet and m.id not in job.done]
+    busy = [m.id for m in job.live_members if m.id not in job.at_rest]
     left = [m.id for m in job.members.nodes if m.id in job.quiet]
     if job.yielding is not None:
-        if busy:
+        # Where some have lost their peers, no boundary will come: the others see that, or hang.
+        hopeless = job.released and seen.symptom_s >= timing.symptom_patience_s
+        if busy and not hopeless:
             return Decision(None, f"{job.yielding}; waiting for {_some(busy)} to stop")
         return go(Move.FORM, job.yielding)
     if left:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.etcd.client import ROOT, TIMEOUT_S, connect, member_at, put
+from tests.contract.etcd.client import HANGS_S, ROOT, connect, member_at, put
 from tests.support.etcd_server import EtcdServer, cluster
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
-from zero_agent.etcd.etcd_process import free_port
 from zero_orchestrator.errors import StoreUnavailable
 
 pytestmark = pytest.mark.etcd
@@ -53,7 +53,7 @@ def test_endpoints_where_nothing_listens_are_named_at_once() -> None:
         store.put(f"{ROOT}a", "1")
     assert first in str(raised.value)
     assert second in str(raised.value)
-    assert time.monotonic() - started < TIMEOUT_S + 1.0
+    assert time.monotonic() - started < HANGS_S
 
 
 def test_a_host_that_does_not_exist_is_named_in_time() -> None:
@@ -61,7 +61,7 @@ def test_a_host_that_does_not_exist_is_named_in_time() -> None:
         started = time.monotonic()
         with pytest.raises(StoreUnavailable, match=r"no-such-host\.invalid"):
             store.get(f"{ROOT}a")
-        assert time.monotonic() - started < TIMEOUT_S + 1.0
+        assert time.monotonic() - started < HANGS_S
 
 
 def test_waiting_for_a_server_that_is_down_costs_no_processor_time(own: EtcdServer) -> None:

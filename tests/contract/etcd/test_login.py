@@ -12,9 +12,10 @@ import pytest
 
 from tests.contract.etcd.client import ROOT, connect, put
 from tests.support.etcd_server import EtcdServer
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
-from zero_agent.etcd.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
 from zero_orchestrator.store.etcd import Credentials
 
@@ -75,7 +76,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     options = ["-addext", names, "-keyout", str(key), "-out", str(cert)]
     try:
-        subprocess.run([*command.split(), *options], check=True, capture_output=True, timeout=60)
+        subprocess.run([*command.split(), *options], check=True, capture_output=True, timeout=120)
     except FileNotFoundError:
         pytest.skip("needs the openssl command")
     return cert, key

@@ -23,7 +23,7 @@ from zero_orchestrator.store.etcd_watch import key_range
 
 pytestmark = pytest.mark.etcd
 
-SOON_S = 15.0
+SOON_S = 60.0
 
 
 def allow(etcd: EtcdServer, role: str, prefix: str) -> None:
