@@ -37,8 +37,9 @@ from checkpoint_report import Took, Trials, loading, saving, standing
 from checkpoint_worker import LOADS, SAVES, run_rank
 from rich.console import Console
 
+from zero_engine.checkpoint.format.extents import Extents
 from zero_engine.checkpoint.format.fragments import check_cover, from_lists
-from zero_engine.checkpoint.format.plan import Wants, plan
+from zero_engine.checkpoint.format.plan import plan
 
 LIMIT_S = 1800.0
 WIDTH = 130
@@ -154,7 +155,7 @@ def plan_line(ranks: int = 1024, parameters: int = 1000) -> str:
     gap = check_cover(fragments, numels.tolist(), str)
     checked = time.perf_counter()
     first, nothing = np.arange(3), np.zeros(3, dtype=np.int64)
-    mine = Wants(first, nothing, numels[:3], nothing + 4, memory=first, address=nothing)
+    mine = Extents(first, nothing, numels[:3], nothing + 4, memory=first, address=nothing)
     reads = plan(mine, fragments, len(numels), 1 << 17)
     planned = time.perf_counter()
     assert gap is None
