@@ -30,7 +30,7 @@ def _rendered_text(directory: Path) -> str:
     if renderer is None:
         pytest.skip("rendering the overlays needs kubectl or kustomize on the PATH")
     done = subprocess.run(
-        [*renderer, str(directory)], capture_output=True, text=True, timeout=60, check=False
+        [*renderer, str(directory)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

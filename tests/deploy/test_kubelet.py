@@ -20,7 +20,7 @@ import yaml
 from tests.deploy.manifests import BASE, OVERLAYS, ROOT, Object, named, render
 from tests.support import sandbox
 from tests.support.certificates import issue
-from tests.support.cluster import SAMPLES, STEPS, TINY, final_hash
+from tests.support.cluster import SAMPLES, STEPS, TINY, final_hash, whole_lines
 from tests.support.controllers import Verdict, verdict
 from tests.support.kubelet import Cluster, expand
 from tests.support.sandbox import Image
@@ -131,7 +131,7 @@ class Run:
         lasts = [
             json.loads(lines[-1])
             for path in (self._checkpoints / "ledger").glob("round*-rank*.jsonl")
-            if (lines := path.read_text().splitlines()) and lines[-1].endswith("}")
+            if (lines := whole_lines(path))
         ]
         last = max(lasts, key=lambda one: (one["round"], one["step"]), default=None)
         return (last["step"], last["world"]) if last else (0, 0)
@@ -159,7 +159,7 @@ class Run:
         lines = [
             json.loads(line)
             for path in (self._checkpoints / "logs").glob("*/events-*.jsonl")
-            for line in path.read_text().splitlines()
+            for line in whole_lines(path)
         ]
         return [one["text"] for one in lines if one["event"] == name]
 
@@ -167,7 +167,7 @@ class Run:
         """The job is over as it should be, and no agent is left."""
         self.slow.unlink()
         self.cluster.until(lambda: self.job.state != "running", 120, "the job is over")
-        self.cluster.until(lambda: not self.job.active, 30, "no agent is left")
+        self.cluster.until(lambda: not self.job.active, 60, "no agent is left")
         assert self.job.state == "complete", self.output
         assert not any(pod.killed_by_probe for pod in self.cluster.pods)
 
@@ -198,7 +198,7 @@ def test_a_job_survives_all_that_clusters_do_to_pods_and_ends_with_the_same_bits
     step = run.until_step(step + 2, world=1)
     step = run.until_step(step + 2, world=2)
     cluster.lose_node(run.job.active[0])
-    cluster.until(lambda: run.events("interrupt"), 30, "the loss is noticed")
+    cluster.until(lambda: run.events("interrupt"), 60, "the loss is noticed")
     step = run.until_step(step + 1, world=2)
     run.job.scale(3)
     run.until_step(step + 1, world=3)
@@ -225,7 +225,7 @@ def test_what_a_job_file_is_rendered_to_runs_with_names_of_its_own_and_trusts_no
     stranger.maximum_version = ssl.TLSVersion.TLSv1_2  # in which the handshake itself is refused
     member = cluster.pods_of("gpt-etcd")[0].address
     with (
-        socket.create_connection((member, 2379), timeout=5) as connection,
+        socket.create_connection((member, 2379), timeout=120) as connection,
         pytest.raises(ssl.SSLError, match=r"alert bad certificate"),
     ):
         stranger.wrap_socket(connection)

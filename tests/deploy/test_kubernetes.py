@@ -111,7 +111,7 @@ def test_the_policy_notices_a_manifest_that_breaks_it(name):
 def test_every_flag_of_the_manifests_is_one_of_zero_agent():
     help_text = subprocess.run(
         [sys.executable, "-m", "zero_agent", "--help"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     ).stdout  # fmt: skip
     known = set(re.findall(r"--([a-z][\w-]*)", help_text))
     for directory in RENDERED.values():

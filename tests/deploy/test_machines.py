@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, ROOT
-from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, training
+from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, paced, training
 from tests.support.network import kill_all_with, own_loopback
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_engine.samples.ledger import read_ledger, verify
@@ -86,7 +86,7 @@ def test_systemd_accepts_the_unit(tmp_path):
     (tmp_path / UNIT.name).write_text(text.replace("/opt/zero/bin/zero-agent", "/bin/true"))
     done = subprocess.run(
         [analyze, "verify", "--man=no", str(tmp_path / UNIT.name)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -103,14 +103,14 @@ def test_systemd_waits_longer_than_an_agent_drains():
 
 def test_the_batch_script_is_clean():
     done = subprocess.run(
-        [needs("shellcheck"), str(SBATCH)], capture_output=True, text=True, timeout=60, check=False
+        [needs("shellcheck"), str(SBATCH)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_the_batch_script_without_a_script_says_how_it_is_used():
     done = subprocess.run(
-        ["bash", str(SBATCH)], capture_output=True, text=True, timeout=10, check=False
+        ["bash", str(SBATCH)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sbatch")
@@ -160,9 +160,10 @@ class Allocation:
             "PET_LOG_DIR": f"{self.directory}/logs", "SLURM_CPUS_PER_TASK": "1",
             "ALLOCATION": self.mark, "TMPDIR": str(self.scratch),
         }  # fmt: skip
+        script = paced(training(self.directory), self.directory)
         with (self.directory / "output").open("ab") as output:
             return subprocess.Popen(
-                [*self._network, "bash", str(SBATCH), *training(self.directory)],
+                [*self._network, "bash", str(SBATCH), *script],
                 env=environment() | facts, stdout=output, stderr=output, cwd=ROOT,
             )  # fmt: skip
 
@@ -185,6 +186,7 @@ def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_sa
             view.wait_for_step(10, world=2)
             first.send_signal(signal.SIGUSR1)
             assert first.wait(60) == 128 + signal.SIGTERM, allocation.output
+            view.pace(0)
             assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
             second = allocation.submit()
             assert second.wait(90) == 0, allocation.output

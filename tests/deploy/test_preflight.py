@@ -9,8 +9,8 @@ import pytest
 
 from tests.deploy.test_run import ctl, job_file
 from tests.support.kube_api import CERT_MANAGER, KUEUE, KubeApi, Object, served
+from tests.support.ports import free_port
 from tests.unit.jobfile.support import job
-from zero_agent.etcd.etcd_process import free_port
 from zero_orchestrator.jobfile import facts
 from zero_orchestrator.jobfile.facts import Cluster
 from zero_orchestrator.jobfile.preflight import DEFAULT_CLASS, check

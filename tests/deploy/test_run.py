@@ -23,8 +23,8 @@ from tests.support.cluster import (
     training,
 )
 from tests.support.network import kill_all_with
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import free_port
 from zero_engine.samples.ledger import read_ledger, verify
 
 CTL = [sys.executable, "-m", "zero_orchestrator"]
@@ -34,7 +34,7 @@ def ctl(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [*CTL, *map(str, words)],
         env=environment() | {"KUBECONFIG": "/none"} | variables,
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -65,11 +65,11 @@ def program(directory: Path, name: str, text: str) -> Path:
 def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_the_same_bits(
     tmp_path, etcd, undisturbed_hash, how, code
 ):
-    script, *arguments = paced(training(tmp_path), 0.02)
+    script, *arguments = paced(training(tmp_path), tmp_path)
     path = job_file(
         tmp_path, script=script, args=arguments, threads=1, etcd={"endpoints": [etcd.endpoint]}
     )
-    view = Cluster(tmp_path, etcd.endpoint)
+    view = Cluster(tmp_path, etcd.endpoint, pause_s=0.1)
 
     def start(output: Path) -> subprocess.Popen[bytes]:
         words = [*CTL, "run", str(path), "--on", "local", "--agents", "2"]
@@ -82,8 +82,9 @@ def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_t
         view.wait_for_step(10, world=2)
         agents_and_workers = descendants(first.pid)
         first.send_signal(how)
-        assert first.wait(30) == code, (tmp_path / "first").read_text()
-        wait_for(lambda: not any(map(is_alive, agents_and_workers)), 30, "nothing is left behind")
+        assert first.wait(60) == code, (tmp_path / "first").read_text()
+        wait_for(lambda: not any(map(is_alive, agents_and_workers)), 60, "nothing is left behind")
+        view.pace(0)
         second = start(tmp_path / "second")
         assert second.wait(90) == 0, (tmp_path / "second").read_text()
     finally:
@@ -168,14 +169,14 @@ def test_the_reader_of_a_pipe_may_leave(tmp_path):
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    wait_for(lambda: process.poll() is not None, 10, "zero-ctl ends")
+    wait_for(lambda: process.poll() is not None, 60, "zero-ctl ends")
 
 
 def test_a_disk_that_is_full_is_one_message(tmp_path):
     words = [*CTL, "render", str(job_file(tmp_path)), "--to", "compose"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
         )
     assert (done.returncode, done.stderr) == (
         2, "zero-ctl: [Errno 28] No space left on device\n",

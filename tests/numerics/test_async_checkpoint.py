@@ -45,7 +45,7 @@ def save_gated(root: str, stage: int) -> str:
     assert isinstance(disk, Gated)
     train(engine, SAVED_AT)
     assert engine.save_checkpoint(root)
-    assert disk.reached.wait(30)
+    assert disk.reached.wait(120)
     train(engine, ENDS_AT)  # while not a byte is written
     assert find(Path(root)).candidates == ()
     disk.gate.set()
@@ -99,6 +99,42 @@ def test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_writt
         name = f"r{rank:05d}.safetensors"
         assert (ours.path / name).read_bytes() == (theirs.path / name).read_bytes()
     assert {rank[0] for rank in worlds.run(1, go_on, str(background))} == set(end)
+
+
+class Diary:
+    """A scheduler that goes on with the very list that it gives away as its state."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def step(self) -> None:
+        self.steps.append(len(self.steps))
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"steps": self.steps}
+
+
+def save_beside_a_scheduler_that_goes_on(root: str) -> list[int]:
+    scheduler = Diary()
+    engine = make_engine(config(**ASYNC), lr_scheduler=scheduler)
+    disk = use(engine, Gated())
+    assert isinstance(disk, Gated)
+    train(engine, SAVED_AT)
+    assert engine.save_checkpoint(root)
+    assert disk.reached.wait(120)
+    train(engine, ENDS_AT)
+    disk.gate.set()
+    engine.destroy()
+    return scheduler.steps
+
+
+def test_a_background_save_has_the_scheduler_of_its_own_step(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (steps,) = worlds.run(1, save_beside_a_scheduler_that_goes_on, str(tmp_path))
+    (saved,) = find(tmp_path).candidates
+    assert len(steps) == ENDS_AT
+    assert saved.manifest.meta["engine"]["scheduler"] == {"steps": steps[:SAVED_AT]}
 
 
 def layout_after_a_load(root: str, moments: bool) -> bool:
@@ -199,7 +235,7 @@ def save_after_each_step(root: str) -> list[str]:
 def open_when_waited_for(disk: Gated, lines: list[str]) -> None:
     """On rank 0, which says so; until then it keeps the others waiting, too."""
     if dist.get_rank() == 0:
-        wait_for(lambda: any("waiting" in line for line in lines), 20, "a second save")
+        wait_for(lambda: any("waiting" in line for line in lines), 30, "a second save")
     disk.gate.set()
 
 

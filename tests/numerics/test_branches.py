@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import zero_engine
 from tests.support.training import config, fingerprint, train
-from tests.support.world import WorldPool
+from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_engine.engine import Engine
 from zero_engine.errors import Diverged, PeerLost
 
@@ -106,7 +106,7 @@ _LAST: list[Engine] = []
 
 
 def diverge(stage: int, how: str) -> str:
-    """What a rank is told when it does what the others do not; its name ends it within 10 s."""
+    """What a rank is told that does what the others do not, before its group loses patience."""
     engine = branching_engine(stage, BACKWARDS if how == "order" else [EVERY])
     _LAST[:] = [engine]
     began = time.monotonic()
@@ -117,7 +117,7 @@ def diverge(stage: int, how: str) -> str:
                 engine.weight_hash()
         train(engine, 20)
     except Diverged as error:
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < GROUP_TIMEOUT_S
         return str(error)
     except PeerLost as error:  # the other rank has said it, and ended
         return f"PeerLost: {error}"

@@ -73,7 +73,7 @@ def interrupt_a_save(root: str, stage: int, error: type[BaseException]) -> tuple
         assert isinstance(disk, Gated)
 
         def act() -> None:
-            assert disk.reached.wait(30)
+            assert disk.reached.wait(120)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             wait_for(lambda: main_thread_is_in(Saver.wait_for_room), 30, "it waits once more")
             disk.gate.set()

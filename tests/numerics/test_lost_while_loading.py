@@ -17,14 +17,16 @@ import torch.distributed as dist
 from tests.numerics.test_silent_peers import Agent, is_stopped
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
-from tests.support.world import WorldError, WorldPool
+from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
 from zero_engine.checkpoint import find, reader, restore
 from zero_engine.errors import EngineError, PeerLost
 from zero_engine.exchange.neighbourhood import SWITCH
 from zero_orchestrator import contract
 from zero_orchestrator.contract import ExitCode, Leave, When
 
-WORLD, SAVED_AT, ENDS_AT, TIMEOUT_S = 3, 2, 4, 3.0
+WORLD, SAVED_AT, ENDS_AT = 3, 2, 4
+TIMEOUT_S = 8.0
+"""Of a group that gives up in time, and in which no rank is slow for so long."""
 
 
 def save_and_end(root: str, stage: int) -> tuple[Any, ...]:
@@ -67,17 +69,17 @@ def end_between_weights_and_vote(how: signal.Signals) -> None:
 def load_beside_a_lost_rank(
     root: str, told: str, stage: int, lost: int, how: signal.Signals, switch: str
 ) -> None:
-    """What the others hear, and when."""
+    """What the others hear, before the group's patience would have ended."""
     os.environ[SWITCH] = switch
     rank = dist.get_rank()
     try:
-        form_impatient_group()
+        if how == signal.SIGSTOP:
+            form_impatient_group()
         engine = make_engine(config(stage), seed=8)
     finally:
         del os.environ[SWITCH]
-    pid = Path(told) / "lost"
+    pid = pids()[lost]
     if rank == lost:
-        pid.write_text(str(os.getpid()))
         end_between_weights_and_vote(how)
     begun_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
@@ -85,21 +87,22 @@ def load_beside_a_lost_rank(
     took_s = time.monotonic() - begun_s
     with pytest.raises(EngineError, match="because a load was interrupted"):
         engine.weight_hash()
-    heard = "at once" if took_s < TIMEOUT_S else "in time" if took_s < TIMEOUT_S + 2 else took_s
-    (Path(told) / f"rank{rank}").write_text(f"{heard}: {caught.value}")
+    assert took_s < GROUP_TIMEOUT_S
+    (Path(told) / f"rank{rank}").write_text(str(caught.value))
     others = {f"rank{each}" for each in range(WORLD)} - {f"rank{lost}"}
-    wait_for(lambda: others <= set(os.listdir(told)), 30, "the others")
-    os.kill(int(pid.read_text()), signal.SIGKILL)
+    wait_for(lambda: others <= set(os.listdir(told)), 60, "the others")
+    if how == signal.SIGSTOP and f"rank{rank}" == min(others):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("stage", "lost", "how", "switch", "heard", "why"),
+    ("stage", "lost", "how", "switch", "why"),
     [
-        (0, 1, signal.SIGKILL, "1", "at once", "connection closed by rank 1"),
-        (2, 0, signal.SIGKILL, "1", "at once", "connection closed by rank 0"),
-        (3, 2, signal.SIGKILL, "0", "at once", "onnection"),
-        (2, 1, signal.SIGSTOP, "1", "in time", "timed out waiting for 3 s"),
-        (3, 0, signal.SIGSTOP, "0", "in time", "timed out waiting for 3 s"),
+        (0, 1, signal.SIGKILL, "1", "connection closed by rank 1"),
+        (2, 0, signal.SIGKILL, "1", "connection closed by rank 0"),
+        (3, 2, signal.SIGKILL, "0", "connection"),
+        (2, 1, signal.SIGSTOP, "1", "timed out waiting for 8 s"),
+        (3, 0, signal.SIGSTOP, "0", "timed out waiting"),
     ],
 )
 def test_a_rank_lost_between_its_weights_and_its_vote_is_missed_and_the_load_begins_anew(
@@ -109,7 +112,6 @@ def test_a_rank_lost_between_its_weights_and_its_vote_is_missed_and_the_load_beg
     lost: int,
     how: signal.Signals,
     switch: str,
-    heard: str,
     why: str,
 ) -> None:
     root, told = tmp_path / "root", tmp_path / "told"
@@ -119,8 +121,8 @@ def test_a_rank_lost_between_its_weights_and_its_vote_is_missed_and_the_load_beg
         worlds.run(WORLD, load_beside_a_lost_rank, str(root), str(told), stage, lost, how, switch)
     for rank in {0, 1, 2} - {lost}:
         text = (told / f"rank{rank}").read_text()
-        assert text.startswith(f"{heard}: all ranks have read step-000000002.g0.")
-        assert why in text
+        assert text.startswith("all ranks have read step-000000002.g0.")
+        assert why in text.lower()  # gloo's own words, where it is the first to say so
     assert len(find(root).candidates) == 1
     assert worlds.run(WORLD, load_and_end, str(root), stage) == ends
 
@@ -135,13 +137,10 @@ def wait_for_a_search_that_stops(told: str) -> None:
         engine = make_engine(config(1))
     finally:
         del os.environ[contract.ENV_SOCKET]
-    pid = directory / "stopped"
+    stopped, _ = pids()
     if rank == 0:
-        pid.write_text(str(os.getpid()))
         restore._newest_first = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
         engine.load_checkpoint(told)
-    wait_for(pid.exists, 30, "rank 0's pid")
-    stopped = int(pid.read_text())
 
     def interrupt() -> None:
         wait_for(lambda: is_stopped(stopped), 30, "rank 0 is stopped")

@@ -42,6 +42,6 @@ def test_a_worker_whose_store_is_lost_says_that_it_has_lost_its_peers(meets, tmp
             store = TCPStore("127.0.0.1", port, is_master=False)
             wait_for(lambda: store.num_keys() > 1, 60, "a worker that waits for its peer")
             host.kill()
-            _, told = worker.communicate(timeout=60)
+            _, told = worker.communicate(timeout=120)
     assert worker.returncode == ExitCode.PEER_LOST, told
     assert "leaving a broken group: meeting the other ranks: a peer is gone: " in told

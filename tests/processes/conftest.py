@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
+
+_jobs = itertools.count()
 
 
 @pytest.fixture
@@ -19,7 +23,8 @@ def cluster(
     made: list[Cluster] = []
 
     def make(**facts: object) -> Cluster:
-        job = f"{request.node.originalname[:40]}-{len(made)}-{tmp_path.name[-8:]}"
+        # Two runs of the tests on one machine share /dev/shm, which has the job's name in it.
+        job = f"{request.node.originalname[:40]}-{os.getpid()}-{next(_jobs)}"
         made.append(Cluster(tmp_path, etcd.endpoint, job.replace("_", "-"), **facts))
         return made[-1]
 

@@ -13,14 +13,26 @@ import sys
 
 import pytest
 
-from tests.support.cluster import TRAIN, descendants, environment, final_hash, is_alive, training
+from tests.support.cluster import (
+    LONG_S,
+    TRAIN,
+    Cluster,
+    descendants,
+    environment,
+    final_hash,
+    is_alive,
+    kill_all,
+    paced,
+    training,
+)
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.config import AgentExit
-from zero_agent.etcd.etcd_process import free_port
 from zero_agent.workers.workers import CLOSE_TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
+STANDALONE = [sys.executable, "-m", "zero_agent", "--standalone"]
 DDP = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +71,7 @@ def agent(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
         (["--max-restarts=-1", str(TRAIN)], "--max-restarts=-1: must not be negative", 2),
         (["--rdzv-id=a/b", str(TRAIN)], "--rdzv-id=a/b: use letters, digits", 2),
         (["--standalone", "--nnodes=1:4", str(TRAIN)], "a standalone job has one node", 2),
-        (["--rdzv-endpoint=127.0.0.1:1", str(TRAIN)], "127.0.0.1:1", 3),
+        (["--rdzv-endpoint=127.0.0.1:1", "--etcd-wait=0", str(TRAIN)], "127.0.0.1:1", 3),
         (["--rdzv-endpoint=a:b", str(TRAIN)], "write HOST:PORT with a port", 2),
     ],
 )
@@ -161,17 +173,17 @@ def importing(tmp_path):
         "signal.pause()\n"
     )
     (tmp_path / "script.py").touch()
-    command = [sys.executable, "-m", "zero_agent", "--standalone", "--preload=endless", "script.py"]
+    flags = ["--standalone", "--max-restarts=1", "--preload=endless"]
+    command = [sys.executable, "-m", "zero_agent", *flags, "script.py"]
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
     mark, started = tmp_path / "imports", []
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
         try:
-            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 20, "the imports")
+            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 60, "the imports")
             started = descendants(run.pid)
             yield run, int(mark.read_text())
         finally:
-            for pid in filter(is_alive, [run.pid, *started]):
-                os.kill(pid, signal.SIGKILL)
+            kill_all([run.pid, *started])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -179,22 +191,63 @@ def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, numbe
     agent, _ = importing
     started = descendants(agent.pid)
     agent.send_signal(number)
-    assert agent.wait(CLOSE_TIMEOUT_S / 2) == 128 + number
+    assert agent.wait(CLOSE_TIMEOUT_S) == 128 + number  # it was not waited for in vain
     assert "Traceback" not in agent.stderr.read()
-    assert not any(map(is_alive, started))
+    wait_for(lambda: not any(map(is_alive, started)), 60, "what it had started to be gone")
 
 
-def test_imports_that_somebody_kills_are_told_to_have_been_killed(importing):
-    agent, nursery = importing
-    os.kill(nursery, signal.SIGKILL)
-    assert agent.wait(CLOSE_TIMEOUT_S) == AgentExit.JOB_FAILED
-    assert agent.stderr.read().endswith(", endless: killed by SIGKILL\n")
+def test_a_signal_that_comes_when_all_is_done_does_not_change_the_exit_code():
+    late = (
+        "import atexit, os, signal, sys\n"
+        "from zero_agent.command.cli import main\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        "main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", late, "--standalone", "--no-python", "true"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
+    agent, first = importing
+    os.kill(first, signal.SIGKILL)
+    mark = tmp_path / "imports"
+    old = f"{first}\n"
+    new = wait_for(
+        lambda: (told := mark.read_text()).endswith("\n") and told != old and told,
+        60,
+        "the imports, again",
+    )
+    os.kill(int(new), signal.SIGKILL)
+    assert agent.wait(60) == AgentExit.JOB_FAILED
+    said = agent.stderr.read()
+    assert said.count("the parent of the workers is gone: killed by SIGKILL") == 1
+    assert said.endswith(", endless: killed by SIGKILL\n")
+
+
+def test_a_job_survives_a_kill_of_its_imports(tmp_path):
+    (tmp_path / "killed_once.py").write_text(
+        "import os, pathlib, signal\n"
+        "mark = pathlib.Path(__file__).with_name('imported')\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    flags = ("--standalone", "--max-restarts=1", "--preload=killed_once")
+    done = agent(*flags, str(script), env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in ("attempt 0\n", "attempt 1\n")  # whether the round had begun by then
 
 
 def test_imports_end_with_an_agent_that_is_killed(importing):
     agent, nursery = importing
     agent.kill()
-    wait_for(lambda: not is_alive(nursery), 5, "the nursery to be gone")
+    wait_for(lambda: not is_alive(nursery), 60, "the nursery to be gone")
 
 
 def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):
@@ -228,7 +281,8 @@ def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1].startswith("KeyError: ")
-    assert "no restarts are allowed (--max-restarts)" in done.stderr
+    assert done.stderr.count("(exit code 1) on node ") == 1
+    assert done.stderr.count("; no restarts are allowed (--max-restarts)") == 1
 
 
 def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
@@ -251,16 +305,16 @@ def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
 
 
 def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tmp_path):
-    command = [sys.executable, "-m", "zero_agent", "--standalone", *training(tmp_path)]
+    job = Cluster(tmp_path, endpoint="", pause_s=LONG_S)
+    command = [*STANDALONE, *paced(training(tmp_path), tmp_path)]
     with (tmp_path / "log").open("wb") as log:
         first = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-    ledger = tmp_path / "ledger" / "round1-rank0.jsonl"
-    wait_for(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 5, 60, "some steps")
+    job.wait_for_step(3, world=1)
     below = descendants(first.pid)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) == 128 + signal.SIGINT
-    wait_for(lambda: not any(map(is_alive, below)), 5, "workers and etcd to be gone")
-    steps = ledger.read_bytes().count(b"\n")
+    wait_for(lambda: not any(map(is_alive, below)), 60, "workers and etcd to be gone")
+    ((steps, _),) = job.last_steps().values()
     done = agent("--standalone", *training(tmp_path)[:-1])
     assert done.returncode == 0, done.stderr
     assert f"step {steps}: training on 1 workers" in done.stdout
@@ -268,20 +322,21 @@ def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tm
 
 
 def test_a_killed_agent_leaves_neither_workers_nor_its_etcd(tmp_path):
-    command = [sys.executable, "-m", "zero_agent", "--standalone", *training(tmp_path)]
+    job = Cluster(tmp_path, endpoint="", pause_s=LONG_S)
+    command = [*STANDALONE, *paced(training(tmp_path), tmp_path)]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-    ledger = tmp_path / "ledger" / "round1-rank0.jsonl"
-    wait_for(ledger.exists, 60, "a worker")
+    job.wait_for_step(1, world=1)
     below = descendants(process.pid)
     assert len(below) >= 4, "etcd, nursery, worker, the round's store"
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(is_alive, below)), 5, "everything to be gone")
+    wait_for(lambda: not any(map(is_alive, below)), 60, "everything to be gone")
 
 
 def test_an_endpoint_where_nothing_listens_is_named():
     port = free_port()
-    done = agent(f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=1:2", str(TRAIN))
+    where = (f"--rdzv-endpoint=127.0.0.1:{port}", "--etcd-wait=0")
+    done = agent(*where, "--nnodes=1:2", str(TRAIN))
     assert done.returncode == 3
     assert f"127.0.0.1:{port}" in done.stderr

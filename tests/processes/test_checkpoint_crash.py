@@ -40,7 +40,7 @@ def root(tmp_path):
 def start(root):
     jobs = []
 
-    def start(disks=None, file_limits=None, timeout_s=1.0):
+    def start(disks=None, file_limits=None, timeout_s=5.0):
         disks = dict.fromkeys(range(WORLD), SMALL) | (disks or {})
         jobs.append(SavingJob(root, NEW, disks, file_limits or {}, timeout_s))
         return jobs[-1]

@@ -280,10 +280,10 @@ def test_a_command_that_is_stopped_ends_without_a_traceback_and_leaves_nothing(
     command = [*COMMAND, "import", str(tmp_path), str(tmp_path / "ck"), "--from=dcp"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:
-            writer = wait_for(lambda: opened(fifo), 30, "the command reads")
+            writer = wait_for(lambda: opened(fifo), 60, "the command reads")
             process.send_signal(number)
             os.close(writer)  # a read that begins only now sees the end of the file
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == code
@@ -315,7 +315,7 @@ def test_whatever_becomes_of_the_output_the_exit_code_is_right(trained, command,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
         env=environment(),
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
@@ -330,5 +330,5 @@ def test_a_closed_pipe_is_no_error(trained, flags):
         command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:
         os.close(writer)
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=120)[1] == ""
     assert process.returncode == 128 + signal.SIGPIPE

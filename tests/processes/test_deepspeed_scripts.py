@@ -29,7 +29,7 @@ def run(launcher: str, script: str, *arguments: object) -> list[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,10 +13,13 @@ import signal
 import pytest
 
 from tests.support.cluster import (
+    LONG_S,
     ROOT,
     SAMPLES,
     STEPS,
+    TOGETHER,
     TRAIN,
+    descendants,
     final_hash,
     paced,
     run_alone,
@@ -52,9 +55,10 @@ def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed
 
 
 def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
-    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"), pause_s=0.2)
+    job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"))
     job.start("a", "b", "c")
     job.wait_for_step(20, world=3)
+    job.pace(LONG_S)
     first, *others = job.events("activate")[-1]["nodes"]
     for victim in (first, *others):
         job.agents[victim].kill_node()
@@ -70,6 +74,7 @@ def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, u
     job = cluster(flags=("--nnodes=1:2",))
     job.start("a")
     job.wait_for_step(10, world=1)
+    job.pace(LONG_S)
     job.start("b")
     job.wait_for_step(11, world=2)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
@@ -91,14 +96,18 @@ def test_training_does_not_stand_still_while_a_late_node_imports(
     cluster, undisturbed_hash, tmp_path
 ):
     (tmp_path / "sitecustomize.py").write_text(IMPORTS_WAIT)
-    job = cluster(flags=("--nnodes=1:2",), pause_s=0.1)
+    job = cluster(flags=("--nnodes=1:2",))
     job.start("a")
     job.wait_for_step(10, world=1)
+    job.pace(LONG_S)
     job.start("b", PYTHONPATH=str(tmp_path), GO=str(tmp_path / "go"))
-    wait_for((tmp_path / "waiting").exists, 30.0, "imports of the second node")
-    job.wait_for_step(max(step for step, _ in job.last_steps().values()) + 50, world=1)
+    wait_for((tmp_path / "waiting").exists, 60.0, "imports of the second node")
+    job.pace(0.1)
+    step = max(step for step, _ in job.last_steps().values())
+    job.wait_for_step(step + 20, world=1)
+    job.pace(LONG_S)
     (tmp_path / "go").touch()
-    job.wait_for_step(60, world=2)
+    job.wait_for_step(step + 21, world=2)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert [event["round"] for event in job.events("activate")] == [1, 2]
 
@@ -115,6 +124,39 @@ def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_
     assert job.events("interrupt") == []
 
 
+MEETING = """
+import os, pathlib, signal, sys
+import torch.distributed as dist
+import zero_engine
+from zero_engine.elastic import AgentLink, peers_may_vanish
+from zero_engine.exchange.transport import transport_failures
+if os.environ["ZERO_ROUND"] == "2": sys.exit()
+zero_engine.init_distributed()
+if dist.get_rank() == 1: signal.pause()
+link = AgentLink(rank=0)
+pathlib.Path(sys.argv[1], "waits").touch()
+with peers_may_vanish(link), transport_failures("meeting"): dist.barrier()
+"""
+"""In round 1 rank 0 can leave at a boundary, and waits for rank 1, which cannot."""
+
+
+def test_a_node_is_drained_for_free_also_while_some_workers_cannot_leave_yet(cluster, tmp_path):
+    """Those are stopped, and the others lose their peers to that."""
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    flags = ("--nnodes=1:2", "--max-restarts=0", TOGETHER)
+    job = cluster(flags=flags, script=[str(script), str(tmp_path)])
+    job.start("a", "b")
+    wait_for((tmp_path / "waits").exists, 60, "a worker that waits for its peer")
+    (began,) = job.events("activate")
+    first, second = began["nodes"]
+    job.agents[first].process.send_signal(signal.SIGTERM)
+    assert job.agents.pop(first).wait() == 128 + signal.SIGTERM
+    assert job.agents[second].wait() == 0
+    assert "lost its peers" in job.output
+    assert job.events("interrupt") == job.events("fail") == []
+
+
 def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhere(
     cluster, tmp_path
 ):
@@ -123,14 +165,15 @@ def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhe
     (tmp_path / "config.json").write_text(json.dumps(config))
     more = (f"--config={tmp_path}/config.json", "--samples=2010", "--epochs=2")
     expected = run_alone(tmp_path / "alone", *more)
-    job = cluster(flags=("--nnodes=1:4", "--max-restarts=1"))
-    job.script = [str(STUCK_SAVE), *paced(training(tmp_path, *more), 0.1)]
+    job = cluster(flags=("--nnodes=1:4", "--max-restarts=1"), pause_s=0.1)
+    job.script = [str(STUCK_SAVE), *paced(training(tmp_path, *more), tmp_path)]
     job.start("a", "b", "c")
     job.start("d", STUCK_FROM_STEP="20", STUCK_MARKER=str(tmp_path / "stuck"))
     job.wait_for_step(1, world=4)
     wait_for((tmp_path / "stuck").exists, 60.0, "a save that has begun")
     job.agents["d"].kill_node()
     job.wait_for_step(64, world=3)
+    job.pace(LONG_S)
     job.start("d")
     job.wait_for_step(65, world=4)
     job.wait_for_end()
@@ -143,7 +186,7 @@ def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhe
 def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
     """Stage 3 first, stage 1 after everything was killed: the same job goes on."""
     job = cluster(flags=("--nnodes=2", "--max-restarts=2"))
-    job.script = training(job.directory, "--stage=3")
+    job.script = paced(training(job.directory, "--stage=3"), job.directory)
     job.start("a", "b")
     job.wait_for_step(25, world=2)
     for node in ("a", "b"):
@@ -153,6 +196,30 @@ def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
     again.start("a")
     again.wait_for_end()
     assert final_hash(again.output) == undisturbed_hash
+
+
+def test_the_next_round_does_not_wait_for_a_node_that_still_imports(
+    cluster, undisturbed_hash, tmp_path
+):
+    (tmp_path / "gate.py").write_text(
+        "import os, pathlib, time\n"
+        "while not pathlib.Path(os.environ.get('GATE', '/')).exists(): time.sleep(0.05)\n"
+    )
+    job = cluster(flags=("--nnodes=2:3", "--max-restarts=1", "--preload=gate"), pause_s=0.2)
+    job.start("a", "b", PYTHONPATH=str(tmp_path))
+    job.wait_for_step(10, world=2)
+    job.agents["b"].kill_node()
+    wait_for(lambda: job.events("interrupt"), 30, "the end of the round")
+    gate = tmp_path / "open"
+    job.start("c", PYTHONPATH=str(tmp_path), GATE=str(gate))
+    wait_for(lambda: descendants(job.agents["c"].process.pid), 30, "its imports have begun")
+    job.start("b", PYTHONPATH=str(tmp_path))
+    wait_for(lambda: len(job.events("activate")) == 2, 60, "the next round")
+    job.wait_for_step(25, world=2)
+    gate.touch()
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    rounds = [sorted(event["nodes"]) for event in job.events("activate")]
+    assert rounds == [["a", "b"], ["a", "b"], ["a", "b", "c"]]
 
 
 def test_a_node_with_several_workers_trains_to_the_same_bits(cluster, undisturbed_hash):
@@ -172,9 +239,12 @@ def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tm
     job.start("a", "b")
     assert [job.agents[node].wait() for node in "ab"] == [1, 1]
     assert len(job.events("interrupt")) == 2
+    failing, *_ = job.events("activate")[0]["nodes"]
     for node in "ab":
-        assert job.agents[node].output.count("ValueError: no luck\n") == 1, "one traceback each"
-        assert "all 2 restarts are spent (--max-restarts)" in job.agents[node].output
+        shown = job.agents[node].output.count("ValueError: no luck\n")
+        assert shown == (3 if node == failing else 1), "each where it happened, the last everywhere"
+        for cost in ("restart 1 of 2", "restart 2 of 2", "all 2 restarts are spent (--max"):
+            assert job.agents[node].output.count(f"; {cost}") == 1, "each failure is said once"
 
 
 def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(

@@ -12,7 +12,7 @@ from tests.support.cluster import training
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
-FLAGS = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=3")
+FLAGS = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=6")
 STUCK = """
 import os, pathlib, runpy, sys, time
 import zero_engine
@@ -35,7 +35,7 @@ def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash)
     os.kill(job.worker_of("b"), signal.SIGSTOP)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert len(job.events("interrupt")) == 1
-    assert "no step for 3" in job.events("hang")[0]["text"]
+    assert "no step for 6" in job.events("hang")[0]["text"]
 
 
 def test_where_every_worker_hangs_is_written_down_before_it_is_killed(

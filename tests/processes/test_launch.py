@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import (
+    LONG_S,
     SAMPLES,
     STEPS,
     Cluster,
@@ -75,7 +76,7 @@ def launch(tmp_path, hosts: SshHosts):
     def run(
         *addresses: str,
         flags: tuple[str, ...] = (),
-        pause_s: float = 0.03,
+        pause_s: float = 0.06,
         script: Sequence[str] = (),
         launcher: str = "ssh",
     ) -> Launched:
@@ -84,7 +85,8 @@ def launch(tmp_path, hosts: SshHosts):
         log = tmp_path / "launch.log"
         options, environ = WAYS[launcher](hosts.ssh_options)
         args = [f"--hostfile={hostfile}", f"--launcher={launcher}", *options, *flags]
-        command = script or paced(training(tmp_path), pause_s)
+        command = script or paced(training(tmp_path), tmp_path)
+        ledger = Cluster(tmp_path, "", pause_s=pause_s)
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "zero_agent.launch", *args, *command],
@@ -94,7 +96,7 @@ def launch(tmp_path, hosts: SshHosts):
                 cwd=tmp_path,
                 start_new_session=True,
             )
-        started.append(Launched(process, log, Cluster(tmp_path, "")))
+        started.append(Launched(process, log, ledger))
         return started[-1]
 
     yield run
@@ -117,13 +119,15 @@ def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     first, second, absent = hosts.add(), hosts.add(), hosts.add(serving=False)
     job = launch(first, second, absent, flags=("--max-restarts=1",))
     job.wait_for_step(20, world=2)
-    assert f"host {absent} is lost" in job.output
+    job.ledger.pace(LONG_S)
+    wait_for(lambda: f"host {absent} is lost" in job.output, 60, "a word about the absent host")
     assert "Connection refused" in job.output
     environ = [
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in hosts.processes(second)
     ]
     assert {v for one in environ for v in one if b"GREETING" in v} == {b"GREETING=a = b"}
     hosts.kill(second)
+    job.ledger.pace(0)
     job.wait_for_step(40, world=1)
     assert job.wait() == 0, job.output
     assert_one_exact_pass(job, undisturbed_hash)
@@ -138,7 +142,7 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_leaves_nothing_on_the_hosts(
     assert "is asked to stop; its workers leave at the next step boundary" in job.output
     assert len(list((job.ledger.directory / "checkpoints").glob("step-*/MANIFEST.json"))) == 1
     for address in (first, second):
-        wait_for(lambda a=address: hosts.is_idle(a), 10, f"nothing of the job is on {address}")
+        wait_for(lambda a=address: hosts.is_idle(a), 60, f"nothing of the job is on {address}")
 
 
 def test_a_launcher_that_is_killed_takes_its_agents_with_it(hosts, launch):
@@ -146,7 +150,7 @@ def test_a_launcher_that_is_killed_takes_its_agents_with_it(hosts, launch):
     job = launch(first, flags=("--force-multi",), pause_s=0.2)
     job.wait_for_step(3, world=1)
     job.process.kill()
-    wait_for(lambda: hosts.is_idle(first), 40, "nothing of the job is left")
+    wait_for(lambda: hosts.is_idle(first), 60, "nothing of the job is left")
 
 
 def test_hosts_of_which_none_answers_end_the_command_with_their_names(hosts, launch):

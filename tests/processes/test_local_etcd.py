@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster import is_alive
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd import etcd_process, local_etcd
 from zero_agent.etcd.etcd_keeper import Idleness, Sight
-from zero_agent.etcd.etcd_process import Found, free_port, probe
+from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.etcd import EtcdStore
@@ -28,7 +30,7 @@ from zero_orchestrator.store.kv import Put
 
 pytestmark = [pytest.mark.etcd, pytest.mark.processes]
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 PRIVATE = """
 import sys
@@ -223,17 +225,21 @@ def test_a_crashed_server_is_started_again_by_its_keeper(state: Path) -> None:
     shared_server(endpoint)
     (server,) = processes_with(f"--listen-client-urls=http://{endpoint}")
     os.kill(server, signal.SIGKILL)
-    wait_for(lambda: probe(endpoint) is not Found.ETCD, SOON_S, "the crash")
+    wait_for(lambda: not is_alive(server), SOON_S, "the crash")
     assert shared_server(endpoint) == endpoint  # the same keeper's: it is waited for
-    assert len(processes_with(f"--directory={state}")) == 1
+    wait_for(lambda: len(processes_with(f"--directory={state}")) == 1, SOON_S, "one keeper")
 
 
 def test_a_server_without_nodes_ends_and_one_with_a_node_stays(state: Path) -> None:
     endpoint = endpoint_of(free_port())
-    shared_server(endpoint, idle_timeout_s=1.0)
+    shared_server(endpoint)
     with contextlib.closing(EtcdStore(endpoint)) as store:
         lease = store.grant(60)
         store.put("/zero/v1/job/nodes/a", "", lease=lease)
+        (keeper,) = processes_with(f"--directory={state}")
+        os.kill(keeper, signal.SIGKILL)
+        wait_for(lambda: probe(endpoint) is Found.NOTHING, SOON_S, "the server is gone")
+        shared_server(endpoint, idle_timeout_s=1.0)  # of a server with a node from the first
         alive = time.monotonic()
         wait_for(lambda: time.monotonic() - alive > 3.0, SOON_S, "thrice the idle timeout")
         assert probe(endpoint) is Found.ETCD

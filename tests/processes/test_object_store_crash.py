@@ -39,7 +39,7 @@ def root(s3):
 def start(root):
     jobs = []
 
-    def start(disks, timeout_s=4.0):
+    def start(disks, timeout_s=6.0):
         disks = dict.fromkeys(range(2), SMALL_OBJECTS) | disks
         jobs.append(SavingJob(root, LARGE, disks, timeout_s=timeout_s))
         return jobs[-1]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import Cluster
+from tests.support.cluster import TOGETHER, Cluster, is_alive
 from tests.support.etcd_server import server
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+AT_ONCE_S = 4
+"""Sooner than one call to an etcd that stands still may take, also on a slow machine."""
 
 
 @pytest.fixture
@@ -30,8 +35,8 @@ def steps_done(job: Cluster) -> int:
 @pytest.mark.parametrize(
     ("outage", "pause_s", "steps"),
     [
-        ("killed and restarted", 0.03, 30),
-        ("stopped and continued", 0.03, 30),
+        ("killed and restarted", 0.1, 30),
+        ("stopped and continued", 0.1, 30),
         pytest.param(
             "killed and restarted",
             0.6,
@@ -46,13 +51,14 @@ def test_an_outage_of_etcd_costs_no_restart_and_no_step(
 ):
     """It lasts for so many steps, each of which takes longer than its pause."""
     job, etcd = own
-    job.pause_s = pause_s
+    job.flags = (*job.flags, TOGETHER)
+    job.pace(pause_s)
     job.start("a", "b")
     job.wait_for_step(15, world=2)
     etcd.kill() if outage.startswith("killed") else etcd.suspend()
     before = steps_done(job)
     wait_for(lambda: steps_done(job) > before + steps, 120, "steps without etcd")
-    wait_for(lambda: "etcd cannot be reached" in job.output, 30, "a word about it")
+    wait_for(lambda: "etcd cannot be reached" in job.output, 60, "a word about it")
     etcd.start() if outage.startswith("killed") else etcd.resume()
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert job.report().repeated_steps == 0
@@ -67,8 +73,66 @@ def test_a_node_that_is_told_to_leave_during_an_outage_does_so_for_free_when_it_
     job.wait_for_step(15, world=2)
     etcd.kill()
     job.agents["a"].process.send_signal(signal.SIGTERM)
-    wait_for(lambda: "SIGTERM: leaving when etcd answers" in job.output, 30, "a word about it")
+    wait_for(lambda: "SIGTERM: leaving when etcd answers" in job.output, 60, "a word about it")
     etcd.start()
     assert job.agents.pop("a").wait() == 128 + signal.SIGTERM
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert (job.report().repeated_steps, job.events("interrupt")) == (0, [])
+
+
+def asked_to_leave(job, node: str) -> None:
+    """SIGTERM a node's agent; its workers, and all others, are in the step that is their last."""
+    worker = job.worker_of("a")
+    os.kill(worker, signal.SIGSTOP)
+    job.agents[node].process.send_signal(signal.SIGTERM)
+    wait_for(lambda: len(job.events("leave")) == len(job.agents), 30, "all are told")
+
+
+@pytest.mark.parametrize(("node", "outage"), [("a", "suspend"), ("b", "kill")])
+def test_a_last_save_that_etcd_does_not_take_is_published_when_it_answers(
+    own, node, outage, undisturbed_hash
+):
+    job, etcd = own
+    job.flags = (*job.flags, "--shutdown-timeout=120")
+    job.start("a", "b")
+    job.wait_for_step(25, world=2)
+    asked_to_leave(job, node)
+    etcd.suspend() if outage == "suspend" else etcd.kill()
+    os.kill(job.worker_of("a"), signal.SIGCONT)
+    wait_for(lambda: "is published when etcd answers, within" in job.output, 30, "a word about it")
+    etcd.resume() if outage == "suspend" else etcd.start()
+    assert job.agents.pop(node).wait() == 128 + signal.SIGTERM
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert (job.report().repeated_steps, job.events("interrupt")) == (0, [])
+
+
+def test_a_last_save_that_etcd_never_takes_says_which_steps_are_lost(own):
+    job, etcd = own
+    job.flags = (*job.flags, "--shutdown-timeout=4")
+    job.start("a")
+    job.wait_for_step(25, world=1)
+    worker = job.worker_of("a")
+    asked_to_leave(job, "a")
+    etcd.kill()
+    os.kill(worker, signal.SIGCONT)
+    assert job.agents["a"].wait() == 128 + signal.SIGTERM
+    told = re.search(r" is of step (\d+), steps (\d+) to (\d+) are lost", job.output)
+    assert told is not None
+    kept, first, last = map(int, told.groups())
+    assert (first, last) == (kept + 1, job.last_steps()[1, 0][0])
+
+
+def test_what_happens_on_a_node_is_acted_on_at_once_while_etcd_stands_still(own):
+    job, etcd = own
+    job.start("a", "b")
+    job.wait_for_step(15, world=2)
+    with etcd.suspended():
+        wait_for(lambda: "etcd cannot be reached" in job.output, 30, "a word about it")
+        os.kill(job.worker_of("b"), signal.SIGKILL)
+        wait_for(lambda: job.events("exit"), AT_ONCE_S, "the worker's end")
+        agent, worker = job.agents["a"].process, job.worker_of("a")
+        agent.send_signal(signal.SIGTERM)
+        wait_for(lambda: "SIGTERM: leaving when" in job.output, AT_ONCE_S, "a word about it")
+        agent.send_signal(signal.SIGTERM)
+        wait_for(lambda: not is_alive(worker), AT_ONCE_S, "the worker's end")
+        assert agent.wait(30) == 128 + signal.SIGTERM

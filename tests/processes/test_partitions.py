@@ -17,7 +17,7 @@ import signal
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import Cluster
+from tests.support.cluster import LONG_S, TOGETHER, Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
@@ -45,9 +45,7 @@ class Counting(Cluster):
     """A job of such workers."""
 
     def __init__(self, directory, endpoint, restarts):
-        # Two nodes that are started at once are to meet in round 1, however busy the machine is.
-        settle = "--rdzv-conf=last_call_timeout=10"
-        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start", settle)
+        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start", TOGETHER)
         (directory / "counts").mkdir()
         script = directory / "count.py"
         script.write_text(COUNTS)
@@ -145,14 +143,15 @@ def nodes(machines):
 def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
     """Its lease lapses meanwhile: nobody else is there to take it for lost."""
     job = machines.job
+    job.flags = (*job.flags, "--nnodes=1")
     machines.start("a")
     job.wait_for_round(1, world=1)
     machines.net.cut("a", "store")
-    wait_for(lambda: "etcd cannot be reached" in job.output, 30, "a word about it")
-    wait_for(lambda: not nodes(machines), 30, "the lease has lapsed")
+    wait_for(lambda: "etcd cannot be reached" in job.output, 60, "a word about it")
+    wait_for(lambda: not nodes(machines), 60, "the lease has lapsed")
     job.goes_on(1, world=1)
     machines.net.heal("a", "store")
-    wait_for(lambda: nodes(machines), 30, "it has registered again")
+    wait_for(lambda: nodes(machines), 60, "it has registered again")
     assert (job.finish(), job.events("interrupt")) == (1, [])
 
 
@@ -181,6 +180,7 @@ def test_a_node_that_is_cut_off_and_comes_back_leaves_no_mark_on_what_is_trained
     trained_on.start("a", "b")
     job.wait_for_step(25, world=2)
     net.cut("a", "store", "b")
+    job.pace(LONG_S)
     job.wait_for_step(26, world=1)
     net.heal("a", "store", "b")
     step = max(step for step, _ in job.last_steps().values())
@@ -215,7 +215,7 @@ def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):
     leader = next(member for member in members if leads(member))
     leader.kill()
     left = next(m for m in members if m is not leader)
-    wait_for(lambda: is_healthy(left.endpoint), 20, "a new leader")
+    wait_for(lambda: is_healthy(left.endpoint), 60, "a new leader")
     revision = left.call("maintenance/status")["header"]["revision"]
     left.call("kv/compaction", revision=revision)
     job.goes_on(1, world=2)

@@ -53,7 +53,7 @@ def ctl(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -76,7 +76,9 @@ def test_a_host_that_keeps_failing_is_excluded_and_included_again_on_request(
         flags=("--nnodes=1:2", "--max-restarts=5", "--exclude-for=10m"),
         script=write(tmp_path / "bad.py", BAD_HOST.format(healed=healed, enough=enough)),
     )
-    job.start("a", "b")
+    job.start("a")
+    wait_for(lambda: "runs on a" in job.output, 60, "a runs")  # b alone would not be excluded
+    job.start("b")
     wait_for(lambda: conditions(etcd_store, job).get("b") is Condition.EXCLUDED, 60, "exclusion")
     wait_for(lambda: status.read(etcd_store, job.job).world_size == 1, 30, "the round without b")
     now = status.read(etcd_store, job.job)
@@ -114,7 +116,7 @@ def test_a_crash_loop_ends_before_the_budget_with_a_code_of_its_own(cluster, etc
     assert (
         "no step after 5 was finished in 2 restarts in a row (--max-restarts-without-progress)"
     ) in job.agents["a"].output
-    assert job.agents["a"].output.count("RuntimeError: always here\n") == 1
+    assert job.agents["a"].output.count("RuntimeError: always here\n") == 3, "of each round"
     now = status.read(etcd_store, job.job)
     assert (now.state, now.restarts) == ("FAILED", 3)
     assert job.events("give up")[0]["round"] == 3
@@ -122,13 +124,13 @@ def test_a_crash_loop_ends_before_the_budget_with_a_code_of_its_own(cluster, etc
 
 def test_a_plain_script_that_touches_its_file_is_found_out_when_it_hangs(cluster, tmp_path):
     job = cluster(
-        flags=("--nnodes=1", "--max-restarts=1", "--hang-timeout=2"),
+        flags=("--nnodes=1", "--max-restarts=1", "--hang-timeout=6"),
         script=write(tmp_path / "stuck.py", STUCK.format(mark=tmp_path / "mark")),
     )
     job.start("a")
     job.wait_for_end()
     assert "through" in job.output
-    assert "no step for 2" in job.events("hang")[0]["text"]
+    assert "no step for 6" in job.events("hang")[0]["text"]
     assert len(job.events("interrupt")) == 1
 
 
@@ -173,7 +175,7 @@ def test_a_node_that_is_not_fit_does_not_join_and_says_why(etcd, tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout) == (8, "")

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 STEPS = 41
 SAMPLES = 32 * 40 + 10
-PAUSE_S = 0.1
+PAUSE_S = 0.25
 NEVER = 10_000
 IMAGE_OF_RANK_1 = "r00001.safetensors"
 
@@ -49,13 +49,13 @@ def ram_job(cluster):
         pause_s: float = PAUSE_S,
         **ram: Any,
     ) -> Cluster:
-        job = cluster(flags=flags)
+        job = cluster(flags=flags, pause_s=pause_s)
         config = json.loads((ROOT / "examples" / "gpt.json").read_text())
         config["checkpoint"] = {"ram": ram}
         path = job.directory / "config.json"
         path.write_text(json.dumps(config))
         more = (f"--samples={SAMPLES}", f"--save-every={save_every}", f"--config={path}")
-        job.script = paced(training(job.directory, *more), pause_s)
+        job.script = paced(training(job.directory, *more), job.directory)
         made.append(job)
         return job
 
@@ -128,7 +128,7 @@ def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd
         use = [(row.ram_used_bytes, row.ram_budget_bytes) for row in rows]
         return use if all(used for used, _ in use) else None
 
-    for used, budget in wait_for(shown, 20, "what the agents show"):
+    for used, budget in wait_for(shown, 60, "what the agents show"):
         assert budget == 200 << 20
         assert used is not None
         assert 1 << 20 <= used <= budget
@@ -156,7 +156,7 @@ def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undist
     for node in ("b", "c"):
         job.agents.pop(node).kill_node()
     ended_well(job, undisturbed)
-    assert 10 in loaded_steps(job, f"{job.directory}/checkpoints/")
+    assert loaded_steps(job, f"{job.directory}/checkpoints/")[0] in (10, 20)
     assert "went with the nodes that held" in job.output
 
 
@@ -205,7 +205,7 @@ def stopped(job: Cluster) -> Iterator[None]:
     workers = [job.worker_of(node) for node in job.agents]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: all(map(stands_still, workers)), 20, "all threads to stop")
+    wait_for(lambda: all(map(stands_still, workers)), 60, "all threads to stop")
     try:
         yield
     finally:

@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import Member, free_port
+from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.store.etcd import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
@@ -96,9 +97,9 @@ def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
         agent = job.agents["a"].process.pid
         fill(store)
         os.kill(job.worker_of("a"), 9)
-        wait_for(lambda: job.events("store"), 30, "the refusal")
+        wait_for(lambda: job.events("store"), 60, "the refusal")
         before_s = cpu_s(agent)
-        wait_for(lambda: job.output.count("database space exceeded") == 1, 5, "its message")
+        wait_for(lambda: job.output.count("database space exceeded") == 1, 60, "its message")
         make_room(small, store)
         wait_for(lambda: job.output.count("works") == 2, 60, "the next round")
         assert cpu_s(agent) - before_s < 5.0, "it has not been busy"
@@ -153,7 +154,8 @@ def test_a_message_is_never_a_traceback(tmp_path):
 def job_on_nowhere(directory: Path) -> Iterator[Cluster]:
     script = directory / "never.py"
     script.touch()
-    job = Cluster(directory, "no.such.host.invalid:2379", script=[str(script)])
+    where = "no.such.host.invalid:2379"
+    job = Cluster(directory, where, flags=("--nnodes=1:2", "--etcd-wait=0"), script=[str(script)])
     try:
         yield job
     finally:

@@ -29,7 +29,7 @@ def test_a_session_ends_with_its_commands_though_something_keeps_their_pipe_open
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     begun, kept, ended = done.stdout.split()

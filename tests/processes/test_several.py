@@ -50,7 +50,7 @@ def test_a_signal_while_agents_are_started_reaches_those_and_no_other_starts(
     try:
         done = subprocess.run(
             [sys.executable, "-m", "zero_agent.several", str(COUNT), *flags, str(script)],
-            env=marked, capture_output=True, text=True, timeout=30, check=False,
+            env=marked, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     finally:
         kill_all_with("RUN", str(tmp_path))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import descendants, environment, is_alive
+from tests.support.cluster import descendants, environment, kill_all
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -65,9 +64,7 @@ def torchrun(tmp_path: Path, etcd, request: pytest.FixtureRequest):
 
 def kill(process: subprocess.Popen[str]) -> None:
     """kill -9 the agent and its workers at once, as if power were lost."""
-    for pid in (process.pid, *descendants(process.pid)):
-        if is_alive(pid):
-            os.kill(pid, signal.SIGKILL)
+    kill_all([process.pid, *descendants(process.pid)])
     process.wait()
 
 
@@ -114,4 +111,4 @@ def test_an_etcd_that_is_not_there_is_named_at_once(torchrun, tmp_path):
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun(endpoint=endpoint)
     said = f"cannot reach etcd at {endpoint}"
-    wait_for(lambda: said in output(tmp_path), 30, "a line that names it")
+    wait_for(lambda: said in output(tmp_path), 60, "a line that names it")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import descendants, environment, is_alive
+from tests.support.cluster import descendants, environment, is_alive, kill_all
 from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
@@ -44,7 +44,7 @@ def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str, **more: str) -
 
 def status_of(worker: int, news: queue.SimpleQueue) -> int:
     while True:
-        said = news.get(timeout=20)
+        said = news.get(timeout=120)
         if said.get("id") == worker and "status" in said:
             return said["status"]
 
@@ -68,35 +68,67 @@ def test_a_worker_ends_as_its_script_would(forking, code, status):
     assert status_of(start(code), news) == status
 
 
-def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(tmp_path):
-    """More than its socket holds: the agent has leases to keep alive meanwhile."""
+@pytest.fixture
+def importing(tmp_path):
+    """A nursery that imports until `go` exists, and the news it sends."""
     go = tmp_path / "go"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
     (tmp_path / "slow.py").write_text(waits)
     hub, news = Hub(), queue.SimpleQueue()
     env = environment() | {"PYTHONPATH": str(tmp_path)}
     nursery = Nursery(hub, env, ["slow"], lambda _, said: news.put(said))
-    try:
-        held = len(os.listdir("/proc/self/fd"))
-        workers = [_start(nursery, hub, tmp_path, "pass", PAD="x" * 20_000) for _ in range(30)]
-        assert not nursery.ready
-        go.touch()
-        ended: dict[int, int] = {}
-        while len(ended) < len(workers):
-            said = news.get(timeout=20)
-            ended |= {said["id"]: said["status"]} if "status" in said else {}
-        assert ended == dict.fromkeys(workers, 0)
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 10, "all pipes to be closed")
-    finally:
-        nursery.close()
-        hub.close()
+    yield lambda code, **more: _start(nursery, hub, tmp_path, code, **more), nursery, news, go
+    nursery.close()
+    hub.close()
+
+
+def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(importing):
+    """More than its socket holds: the agent has leases to keep alive meanwhile."""
+    start, nursery, news, go = importing
+    held = len(os.listdir("/proc/self/fd"))
+    workers = [start("pass", PAD="x" * 20_000) for _ in range(30)]
+    assert not nursery.ready
+    go.touch()
+    ended: dict[int, int] = {}
+    while len(ended) < len(workers):
+        said = news.get(timeout=120)
+        ended |= {said["id"]: said["status"]} if "status" in said else {}
+    assert ended == dict.fromkeys(workers, 0)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 60, "all pipes to be closed")
+
+
+def test_a_worker_that_waits_for_the_imports_is_stopped_without_them(importing, tmp_path):
+    """A round that is left in this moment need not wait for this node."""
+    start, nursery, news, go = importing
+    held = len(os.listdir("/proc/self/fd"))
+    leaves_a_file = f"open({str(tmp_path / 'ran')!r}, 'a').close()"
+    stopped, wanted = start(leaves_a_file), start("pass")
+    nursery.signal(stopped, signal.SIGTERM)
+    assert status_of(stopped, news) == -signal.SIGTERM
+    assert not nursery.ready
+    go.touch()
+    assert status_of(wanted, news) == 0
+    assert not (tmp_path / "ran").exists()
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 60, "all pipes to be closed")
+
+
+def test_an_order_to_a_nursery_that_is_gone_is_nothing_to_worry_about(importing, caplog):
+    """One of several workers is gone with it, so the others are to end: they have."""
+    start, nursery, news, go = importing
+    go.touch()
+    worker = start("import signal; signal.pause()")
+    while "pid" not in news.get(timeout=120):
+        pass
+    nursery.close()
+    nursery.signal(worker, signal.SIGKILL)
+    assert caplog.messages == []
 
 
 def test_what_a_script_registers_with_atexit_runs_and_its_output_is_kept(forking, tmp_path):
     start, _, news = forking
     code = "import atexit; atexit.register(print, 'goodbye'); print('hello', end=' ')"
     assert status_of(start(code), news) == 0
-    wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 5, "the output")
+    wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 60, "the output")
 
 
 def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_path):
@@ -155,14 +187,12 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], env=environment())
     try:
         # nursery, worker, two sleeps, and the daemon
-        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 20, "the family")
+        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 60, "the family")
         os.kill(agent.pid if victim == "agent" else pids[0], signal.SIGKILL)
         workers = pids if victim == "agent" else pids[:2]
-        wait_for(lambda: not any(map(is_alive, workers)), 5, "every process to be gone")
+        wait_for(lambda: not any(map(is_alive, workers)), 60, "every process to be gone")
     finally:
-        for pid in (agent.pid, *descendants(agent.pid), *pids):
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(filter(is_alive, [agent.pid, *descendants(agent.pid), *pids]))
         agent.wait()
 
 

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ TRAIN = ROOT / "examples" / "train_gpt.py"
 PACED = ROOT / "tests" / "support" / "paced.py"
 SAMPLES = 32 * 150 + 10
 STEPS = 151
+LONG_S = 0.5
+"""A pause with which a job outlasts what takes seconds, such as the imports of one more node."""
+TOGETHER = "--rdzv-conf=last_call_timeout=60"
+"""A flag: nodes that are started together begin in one round, however late one of them comes."""
 TINY = ("--width=32", "--layers=2", "--length=32", f"--samples={SAMPLES}", "--save-every=20")
 
 
@@ -38,9 +42,15 @@ def training(directory: Path, *more: str) -> list[str]:
     return [str(TRAIN), *TINY, *places, *more]
 
 
-def paced(command: list[str], pause_s: float) -> list[str]:
-    """The same training with slower steps."""
-    return [str(PACED), str(pause_s), *command]
+def paced(command: list[str], directory: Path) -> list[str]:
+    """The same training with slower steps: how slow says the `Cluster` of that directory."""
+    return [str(PACED), f"{directory}/pause", *command]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that grows, but for one that is not written to its end yet."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return whole.decode().splitlines()
 
 
 def run_alone(directory: Path, *more: str) -> str:
@@ -50,7 +60,7 @@ def run_alone(directory: Path, *more: str) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -79,6 +89,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    """kill -9 those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 @dataclass
 class AgentProcess:
     """One `zero-agent`, with its output in a file."""
@@ -90,7 +107,7 @@ class AgentProcess:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 150.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -100,9 +117,7 @@ class AgentProcess:
     def kill_node(self) -> list[int]:
         """kill -9 the agent and all below it at once, as if power were lost; the pids."""
         pids = [self.process.pid, *descendants(self.process.pid)]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(pids)
         self.process.wait()
         return pids
 
@@ -117,9 +132,18 @@ class Cluster:
     flags: Sequence[str] = ("--nnodes=1:4", "--max-restarts=3")
     script: Sequence[str] = ()
     pause_s: float = 0.06
-    """Added to each step: a fast machine must not be done before a test has done its part."""
+    """Added to each `paced` step until the test says otherwise, or waits for the end."""
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pace(self.pause_s)
+
+    def pace(self, pause_s: float) -> None:
+        """From now on, add so much to each `paced` step: a job must outlast a test's part."""
+        told = self.directory / "pause.new"
+        told.write_text(str(pause_s))
+        told.replace(self.directory / "pause")
 
     def start(self, *nodes: str, **variables: str) -> None:
         """Start agents; a node that was started before is started again.
@@ -128,7 +152,7 @@ class Cluster:
             nodes: Their names.
             variables: Added to their environment.
         """
-        script = self.script or paced(training(self.directory), self.pause_s)
+        script = self.script or paced(training(self.directory), self.directory)
         for node in nodes:
             flags = [
                 *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}"),
@@ -156,7 +180,7 @@ class Cluster:
         lines = [
             json.loads(line)
             for path in (self.directory / "logs" / self.job).glob("events-*.jsonl")
-            for line in path.read_text().splitlines()
+            for line in whole_lines(path)
         ]
         return sorted((e for e in lines if e["event"] == name), key=lambda e: e["time"])
 
@@ -164,13 +188,12 @@ class Cluster:
         """(round, rank) -> (its last finished step, the world size)."""
         found = {}
         for path in (self.directory / "ledger").glob("round*-rank*.jsonl"):
-            if lines := path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError):
-                    last = json.loads(lines[-1])
-                    found[last["round"], last["rank"]] = (last["step"], last["world"])
+            if lines := whole_lines(path):
+                last = json.loads(lines[-1])
+                found[last["round"], last["rank"]] = (last["step"], last["world"])
         return found
 
-    def wait_for_step(self, step: int, world: int, timeout_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, world: int, timeout_s: float = 120.0) -> None:
         """Wait until the newest round runs at this world size and has finished this step."""
 
         def reached() -> bool:
@@ -191,8 +214,9 @@ class Cluster:
         """The pid of a node's newest worker."""
         return next(e["pid"] for e in reversed(self.events("worker")) if e["node"] == node)
 
-    def wait_for_end(self, timeout_s: float = 90.0) -> None:
-        """Wait until every agent that was not killed has exited with 0."""
+    def wait_for_end(self, timeout_s: float = 150.0) -> None:
+        """Hurry, and wait until every agent that was not killed has exited with 0."""
+        self.pace(0)
         for node, agent in self.agents.items():
             if agent.process.returncode is None:
                 assert agent.wait(timeout_s) == 0, f"{node}:\n{agent.output}"

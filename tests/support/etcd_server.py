@@ -13,8 +13,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
+from zero_agent.etcd.etcd_process import EtcdProcess, Member
 
 
 class EtcdServer:
@@ -48,7 +49,7 @@ class EtcdServer:
         """The server keeps its connections, and the kernel goes on accepting new ones."""
         process = self._running()
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: _stopped(process.pid), 5.0, f"process {process.pid} is stopped")
+        wait_for(lambda: _stopped(process.pid), 60.0, f"process {process.pid} is stopped")
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)
@@ -63,7 +64,7 @@ class EtcdServer:
 
     def call(self, path: str, **body: object) -> dict[str, object]:
         """POST to etcd's own JSON gateway: administration that the store has no use for."""
-        connection = http.client.HTTPConnection(self.endpoint, timeout=5)
+        connection = http.client.HTTPConnection(self.endpoint, timeout=120)
         try:
             connection.request("POST", f"/v3/{path}", json.dumps(body))
             answer = connection.getresponse()

@@ -106,7 +106,7 @@ class Cluster:
         for pod in self.pods:
             pod.sandbox.kill()
         try:
-            wait_for(lambda: not self._bridge.processes, 10, "every process of every pod is gone")
+            wait_for(lambda: not self._bridge.processes, 60, "every process of every pod is gone")
         finally:
             self._bridge.close()
 

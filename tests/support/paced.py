@@ -1,9 +1,9 @@
 """Run a script whose every step takes some seconds more, for tests that need it to last.
 
-    python paced.py SECONDS SCRIPT ARGUMENT...
+    python paced.py FILE SCRIPT ARGUMENT...
 
-How long a step takes has no influence on what it computes: the hash stays that of the script.
-What the engine logs is shown, too.
+The file holds the seconds, and may be replaced at any time. How long a step takes has no influence
+on what it computes: the hash stays that of the script. What the engine logs is shown, too.
 """
 
 import logging
@@ -11,16 +11,17 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from zero_engine import Engine
 
 
-def slower(step: Callable[[Engine], None], pause_s: float) -> Callable[[Engine], None]:
+def slower(step: Callable[[Engine], None], pause: Path) -> Callable[[Engine], None]:
     """`Engine.step`, with a pause at each step boundary."""
 
     def paced(engine: Engine) -> None:
         if engine.is_gradient_accumulation_boundary():
-            time.sleep(pause_s)
+            time.sleep(float(pause.read_text()))
         step(engine)
 
     return paced
@@ -28,6 +29,6 @@ def slower(step: Callable[[Engine], None], pause_s: float) -> Callable[[Engine],
 
 logging.getLogger("zero_engine").addHandler(logging.StreamHandler())
 logging.getLogger("zero_engine").setLevel(logging.INFO)
-Engine.step = slower(Engine.step, float(sys.argv[1]))  # type: ignore[method-assign]
+Engine.step = slower(Engine.step, Path(sys.argv[1]))  # type: ignore[method-assign]
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -30,7 +30,7 @@ class Gated(Disk):
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         self.reached.set()
-        assert self.gate.wait(30), "nobody opened the gate"
+        assert self.gate.wait(120), "nobody opened the gate"
         super().write(file, data)
 
 
@@ -43,7 +43,7 @@ class Throttled(Disk):
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         for begin in range(0, len(data), 1 << 10):
-            assert self.turns.acquire(timeout=30), "nobody let it write"
+            assert self.turns.acquire(timeout=120), "nobody let it write"
             part = memoryview(data)[begin : begin + (1 << 10)]
             super().write(file, part)
             self.written += len(part)

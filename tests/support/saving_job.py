@@ -78,7 +78,7 @@ class SavingJob:
         full: Full,
         disks: Mapping[int, Disk],
         file_limits: Mapping[int, int] | None = None,
-        timeout_s: float = 1.0,
+        timeout_s: float = 5.0,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])

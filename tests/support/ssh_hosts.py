@@ -67,7 +67,7 @@ class SshHosts:
         with (self._directory / f"sshd-{address}.log").open("wb") as log:
             command = [*inside, _SSHD, "-D", "-e", "-f", "/dev/null", *words]
             self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log))
-        wait_for(lambda: _answers(address), 20.0, f"sshd on {address}")
+        wait_for(lambda: _answers(address), 60.0, f"sshd on {address}")
 
     def processes(self, address: str) -> list[int]:
         """All that run on a host."""

@@ -35,7 +35,7 @@ class Terminal:
     def close(self) -> None:
         """Close the window: the kernel hangs up on the program."""
         self._closing.set()
-        self._reader.join(5)
+        self._reader.join(60)
 
     def _read(self) -> None:
         try:

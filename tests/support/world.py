@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import multiprocessing
+import os
 import pickle
 import sys
 import time
@@ -21,8 +22,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_GRACE_S = 2.0
-"""How long the other ranks may go on after the first error, to tell their own."""
+_DEATH_S = 30.0
+"""How long the end of a process whose pipe is closed may take to be known here."""
+GROUP_TIMEOUT_S = 30.0
+"""How long a rank waits for the others of its group."""
 
 
 class WorldError(AssertionError):
@@ -64,17 +67,23 @@ class WorldPool:
         return _Worker(process, ours)
 
     def run(
-        self, world: int, job: Callable[..., Any], *args: Any, deadline_s: float = 60.0
+        self,
+        world: int,
+        job: Callable[..., Any],
+        *args: Any,
+        deadline_s: float = 120.0,
+        grace_s: float = 20.0,
     ) -> list[Any]:
         """Call `job(*args)` on each rank inside a process group; results in rank order.
 
-        `job` must be a module-level function. Raises WorldError.
+        `job` must be a module-level function. After the first error or death the other ranks may
+        go on for `grace_s`, to tell their own. Raises WorldError.
         """
         self._calls += 1
         workers = self._workers[:world]
         for rank, worker in enumerate(workers):
             worker.pipe.send_bytes(pickle.dumps((self._calls, rank, world, job, args)))
-        answers = _collect(workers, time.monotonic() + deadline_s)
+        answers = _collect(workers, time.monotonic() + deadline_s, grace_s)
         stories = [_story(rank, workers[rank], answers.get(rank)) for rank in range(world)]
         for rank in range(world):
             if rank not in answers:
@@ -90,7 +99,9 @@ class WorldPool:
             self._workers.pop().stop()
 
 
-def _collect(workers: list[_Worker], deadline: float) -> dict[int, tuple[bool, Any]]:
+def _collect(
+    workers: list[_Worker], deadline: float, grace_s: float
+) -> dict[int, tuple[bool, Any]]:
     """The answers by rank, until all are in, the deadline, or a grace after the first failure."""
     answers: dict[int, tuple[bool, Any]] = {}
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -102,9 +113,10 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, tuple[bool, A
                 answers[rank] = pickle.loads(pipe.recv_bytes())
                 failed = not answers[rank][0]
             except EOFError:
+                workers[rank].process.join(_DEATH_S)
                 failed = True
             if failed:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
     return answers
 
 
@@ -112,7 +124,6 @@ def _story(rank: int, worker: _Worker, answer: tuple[bool, Any] | None) -> str:
     """What went wrong on a rank; empty if nothing did."""
     if answer is not None:
         return "" if answer[0] else f"rank {rank} raised:\n{answer[1]}"
-    worker.process.join(0.1)
     code = worker.process.exitcode
     return f"rank {rank} {'did not answer in time' if code is None else f'died, exit {code}'}"
 
@@ -140,8 +151,11 @@ def _serve(pipe: Connection, port: int) -> None:
             store=dist.PrefixStore(f"call{call}", store),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
+        # A rank may be connected while others are still connecting: to those, a job that soon ends
+        # its group, or itself, would look like a peer that failed.
+        dist.barrier()
         try:
             answer = (True, job(*args))
         except BaseException as error:
@@ -153,6 +167,15 @@ def _serve(pipe: Connection, port: int) -> None:
         # would take the time of the tests that follow.
         gc.collect()
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def pids() -> list[int]:
+    """The process ids of all ranks, in rank order. All ranks must call it."""
+    import torch.distributed as dist
+
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
 
 
 def one_result(worlds: WorldPool, job: Any, *args: Any, sizes: tuple[int, ...] = (1, 3)) -> Any:

@@ -50,7 +50,7 @@ def settle(engine: Engine) -> None:
     """Until the checkpoint of the last step is committed, or is not."""
     ram = engine._persistence.ram
     assert ram is not None
-    wait_for(lambda: not ram.busy, 20, "the end of the save")
+    wait_for(lambda: not ram.busy, 60, "the end of the save")
     dist.barrier()
 
 

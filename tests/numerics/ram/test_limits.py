@@ -24,6 +24,7 @@ from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_engine.checkpoint import find
 from zero_engine.state.ram_tier import needed_bytes, over_budget
+from zero_orchestrator import ram_wire
 from zero_orchestrator.contract import RamReply, RamRequest
 
 
@@ -89,10 +90,13 @@ def train_beside_a_stopped_memory(root: str) -> tuple[list[bool], list[str]]:
     command = [sys.executable, "-c", _STOPPED]
     with (
         heard() as lines,
+        # Four steps are to be over before that, on a slow machine, too.
+        pytest.MonkeyPatch.context() as patch,
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as stopped,
     ):
+        patch.setattr(ram_wire, "CONNECT_TIMEOUT_S", 10.0)
         assert stopped.stdout is not None
         address = stopped.stdout.readline().strip()
         stopped.send_signal(signal.SIGSTOP)

@@ -121,6 +121,24 @@ def test_a_script_with_state_of_its_own_says_where_it_is_or_gets_none(
     assert worlds.run(2, loaded_state, root) == [(4, {"best": 4})] * 2
 
 
+def test_what_was_kept_before_a_script_told_of_its_state_is_not_gone_back_to(
+    worlds: WorldPool, root: str
+) -> None:
+    """Of one step there is one in memory, without it, and one on disk, with it."""
+    worlds.run(2, keep_and_save_step_2, root)
+    assert worlds.run(2, loaded_state, root) == [(2, {"best": 2})] * 2
+
+
+def keep_and_save_step_2(root: str) -> None:
+    with on_a_node(root):
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root))
+        train(engine, 2)
+        settle(engine)
+        engine.save_checkpoint(checkpoints(root), client_state={"best": 2})
+        drop(engine)
+
+
 def train_with_state(root: str, tells: bool) -> list[str]:
     with on_a_node(root), heard() as lines:
         engine = make_engine(in_memory(1))
