@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from zero_agent.signals import held
+
 _OWNER = ".owner"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -29,7 +31,8 @@ class Scratch:
         """Remove what dead processes of this user have left under this prefix, and make one."""
         with contextlib.suppress(OSError):
             _sweep(prefix)
-        self._directory = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        with held():  # from then on it goes with this object, however far that has come
+            self._directory = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         self.path = Path(self._directory.name)
         self._owner: BinaryIO | None = None
         with contextlib.suppress(OSError):  # where there are no locks, nobody sweeps

@@ -13,13 +13,13 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from zero_agent.agent import TICK_S, Agent
+from zero_agent import signals
+from zero_agent.agent import Agent
 from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
@@ -103,7 +103,7 @@ def _obey(args: argparse.Namespace) -> int:
     for sentence in filter(None, (backend, note, *conf.notes, _threads(config))):
         log.info("%s", sentence)
     came: list[int] = []
-    _install(partial(_end_start, came), numbers)
+    signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
         _endpoint(args, way, world) as where,
@@ -120,8 +120,8 @@ def _obey(args: argparse.Namespace) -> int:
             config = dataclasses.replace(config, address=address)
             try:
                 return _take_part(config, store, numbers, came, world, health)
-            finally:
-                _ignore(numbers)
+            finally:  # what is left is short, and the exit code is known: no signal changes it
+                signals.ignore(numbers)
 
 
 def _threads(config: AgentConfig) -> str:
@@ -163,47 +163,22 @@ def _await_etcd(
             check_is_etcd(args)
         store.get(question)
 
-    number = _call_until_signal(lambda: access.await_answer(ask, args.etcd_wait), numbers)
+    number = signals.call_until_signal(lambda: access.await_answer(ask, args.etcd_wait), numbers)
     if number is not None:
         name = signal.Signals(number).name
         why = f"{name}: etcd has not answered yet, this node has not joined"
         raise AgentFailed(128 + number, why)
 
 
-def _call_until_signal(call: Callable[[], object], numbers: Sequence[signal.Signals]) -> int | None:
-    """The signal that came before the call ended, which then goes on alone; raises as it does.
-
-    The call has a thread of its own, so that no handler needs to raise anything: that would be
-    lost where Python ignores exceptions, in a `__del__`, of which a call over gRPC has some.
-    """
-    came: list[int] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="zero-etcd-wait", daemon=True)
-    with _signals_to(came.append, numbers):
-        thread.start()
-        while thread.is_alive() and not came:
-            thread.join(TICK_S)  # without an end, it would miss a signal that comes as it begins
-    if came:
-        return came[0]
-    for error in failed:
-        raise error
-    return None
-
-
-def _end_start(came: list[int], number: int) -> NoReturn:
+def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
     """No worker runs; what this process has started or made goes on the way out.
 
     Args:
         came: Takes note of the signal: what is raised here is lost if it comes within a `__del__`.
+        numbers: Are not heard on the way out, which is short.
         number: Of the signal.
     """
+    signals.ignore(numbers)
     came.append(number)
     log.error("%s: this node ends; no worker runs here", signal.Signals(number).name)
     raise SystemExit(128 + number)
@@ -242,7 +217,7 @@ def _take_part(
         agent = Agent(config, job, store, SystemClock(), os.environ)
         if health is not None:
             health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
-        with _signals_to(agent.on_signal, numbers):
+        with signals.installed(agent.on_signal, numbers):
             for number in came:
                 agent.on_signal(number)
             code = agent.run()
@@ -253,24 +228,3 @@ def _take_part(
         if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)
         return code
-
-
-@contextlib.contextmanager
-def _signals_to(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    before = _install(handle, numbers)
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _install(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> list[Any]:
-    """From now on signals go there; the handlers before."""
-    return [signal.signal(number, lambda got, frame: handle(got)) for number in numbers]
-
-
-def _ignore(numbers: Sequence[signal.Signals]) -> None:
-    """What is left to do is short, and the exit code is known: no late signal changes it."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
