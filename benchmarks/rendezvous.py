@@ -77,7 +77,7 @@ def three_members(directory: Path) -> Iterator[str]:
                 dataclasses.replace(member, peers=peers), directory / f"{member.name}.log"
             )
             stack.callback(server.kill)
-            started.append(server)
+            started.append(server.start())
         for server in started:
             server.wait_healthy()
         yield ",".join(member.endpoint for member in members)

@@ -259,8 +259,9 @@ def test_a_server_that_runs_already_is_used_and_nothing_is_written_for_it(state:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.0 200 OK\r\n\r\n[]", b"SSH-2.0-other\r\n"])
 def test_something_else_on_the_port_is_an_error_that_names_the_remedy(
-    state: Path, answer: bytes
+    state: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local_etcd, "SILENT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
         thread = threading.Thread(target=serve, args=(other, answer), daemon=True)
         thread.start()
@@ -268,6 +269,21 @@ def test_something_else_on_the_port_is_an_error_that_names_the_remedy(
             shared_server(endpoint_of(other.getsockname()[1]))
         other.shutdown(socket.SHUT_RDWR)
         thread.join(SOON_S)
+
+
+def test_a_server_that_is_just_being_killed_is_not_taken_for_something_else(state: Path) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    endpoint = endpoint_of(other.getsockname()[1])
+
+    def end() -> None:
+        other.accept()[0].close()
+        other.close()
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    assert shared_server(endpoint) == endpoint
+    thread.join(SOON_S)
+    assert probe(endpoint) is Found.ETCD
 
 
 def serve(listener: socket.socket, answer: bytes) -> None:

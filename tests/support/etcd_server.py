@@ -31,7 +31,7 @@ class EtcdServer:
         return self.member.endpoint
 
     def start(self, *, wait: bool = True) -> EtcdServer:
-        self._process = EtcdProcess(self.member, self._log)
+        self._process = EtcdProcess(self.member, self._log).start()
         if wait:
             self.wait_healthy()
         return self

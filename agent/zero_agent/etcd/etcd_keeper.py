@@ -105,7 +105,7 @@ class Keeper:
 
     def _start(self) -> EtcdProcess:
         self._started = time.monotonic()
-        process = EtcdProcess(self._member, self._directory.log)
+        process = EtcdProcess(self._member, self._directory.log).start()
         process.wait_healthy()
         return process
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from zero_agent.signals import held
 from zero_agent.tether import tethered
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 
@@ -121,6 +122,8 @@ class Found(StrEnum):
     ETCD = "etcd"
     OTHER = "other"
     """Something listens that does not answer as etcd does."""
+    SILENT = "silent"
+    """Something listens that does not answer: as etcd does, too, while it begins or is killed."""
 
 
 def probe(endpoint: str) -> Found:
@@ -129,7 +132,9 @@ def probe(endpoint: str) -> Found:
         answer = _get(endpoint, "/version")
     except ConnectionRefusedError:
         return Found.NOTHING
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.IncompleteRead):
+        return Found.SILENT
+    except http.client.HTTPException:
         return Found.OTHER
     return Found.ETCD if "etcdserver" in answer else Found.OTHER
 
@@ -157,15 +162,21 @@ def _get(endpoint: str, path: str) -> dict[str, object]:
 
 
 class EtcdProcess:
-    """A server that runs, or has run, as a child of this process."""
+    """A server that is, or has been, a child of this process."""
 
     def __init__(self, member: Member, log: Path, *, binary: Path | None = None) -> None:
-        """Start it, from the main thread (see `tether`); `wait_healthy` tells when it serves."""
+        """It does not run yet."""
         self.member = member
         self._log = log
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                tethered(member.command(binary or find_etcd())),
+        self._binary = binary
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> EtcdProcess:
+        """Start it, from the main thread (see `tether`); `wait_healthy` tells when it serves."""
+        command = tethered(self.member.command(self._binary or find_etcd()))
+        with self._log.open("ab") as output, held():
+            self._started = subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -173,6 +184,12 @@ class EtcdProcess:
                 cwd="/",
                 env=_environment(),
             )
+        return self
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self._started is not None, "not started"
+        return self._started
 
     @property
     def pid(self) -> int:
@@ -217,9 +234,10 @@ class EtcdProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped; safe to call twice."""
-        self._process.kill()
-        self._process.wait()
+        """End it at once, also when it is stopped or has not started; safe to call twice."""
+        if self._started is not None:
+            self._started.kill()
+            self._started.wait()
 
     def _complaint(self, what: str) -> str:
         endpoint, log = self.member.endpoint, self._log

@@ -33,11 +33,11 @@ from zero_agent.etcd.etcd_process import (
     Member,
     find_etcd,
     free_port,
-    is_healthy,
     log_tail,
     probe,
 )
 from zero_agent.scratch import Scratch
+from zero_agent.signals import held
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
@@ -45,6 +45,8 @@ __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 DEFAULT_ENDPOINT = f"{LOOPBACK}:2379"
 IDLE_TIMEOUT_S = 300.0
 
+SILENT_S = 5.0
+"""Whatever listens and has not answered for so long is no etcd that begins, or is being killed."""
 _PORT_TRIES = 3
 _POLL_S = 0.05
 
@@ -67,18 +69,19 @@ def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str
         StoreUnavailable: It does not start; with the end of its log.
     """
     binary = find_etcd()
-    # What a killed agent leaves is large: etcd sets 64 MiB aside for its log, often in memory.
-    with contextlib.closing(Scratch("zero-etcd-")) as scratch:
-        process = _start(scratch.path, binary, addresses, port)
-        try:
-            yield process.member.endpoint
-        finally:
-            process.kill()  # nothing it could still write is of use to anyone
+    made = contextlib.ExitStack()
+    try:
+        # What a killed agent leaves is large: etcd sets 64 MiB aside, often in memory.
+        scratch = made.enter_context(contextlib.closing(Scratch("zero-etcd-")))
+        yield _start(made, scratch.path, binary, addresses, port).endpoint
+    finally:
+        with held():
+            made.close()
 
 
 def _start(
-    directory: Path, binary: Path, addresses: Sequence[str] = (), port: int = 0
-) -> EtcdProcess:
+    made: contextlib.ExitStack, directory: Path, binary: Path, addresses: Sequence[str], port: int
+) -> Member:
     """Another process may take a free port first: then another one is tried."""
     for left in reversed(range(1 if port else _PORT_TRIES)):
         chosen = port or free_port()
@@ -86,15 +89,15 @@ def _start(
         options = (f"--listen-client-urls={urls}",)
         member = Member(data=directory / "data", client_port=chosen, options=options)
         process = EtcdProcess(member, directory / "etcd.log", binary=binary)
+        made.callback(process.kill)  # nothing it could still write is of use to anyone
+        process.start()
         try:
             process.wait_healthy()
-        except BaseException as error:
-            ended = not process.running
-            process.kill()
-            if not (left and ended and isinstance(error, StoreUnavailable)):
+        except StoreUnavailable:
+            if not left or process.running:
                 raise
         else:
-            return process
+            return member
     raise AssertionError("the last try returns or raises")
 
 
@@ -201,27 +204,31 @@ def shared_server(
     deadline = time.monotonic() + timeout_s
     with directory.deciding(timeout_s):
         directory.used.touch()
-        while not _serves(endpoint):
-            if time.monotonic() > deadline:
+        silent_until = time.monotonic() + SILENT_S
+        while (found := probe(endpoint)) is not Found.ETCD:
+            now = time.monotonic()
+            if found is Found.OTHER or (found is Found.SILENT and now > silent_until):
+                raise SpecError(
+                    f"something listens on {endpoint} that does not answer as etcd does; stop it, "
+                    "or name an etcd with --rdzv-endpoint HOST:PORT"
+                )
+            if now > deadline:
                 raise StoreUnavailable(_complaint(endpoint, directory, "it does not answer"))
-            with directory.keeping() as unkept:
-                pass
-            if unkept:
-                left_s = deadline - time.monotonic()
-                _start_keeper(endpoint, directory, idle_timeout_s, left_s)
-            time.sleep(_POLL_S)  # or its keeper is starting it again
+            if found is Found.NOTHING:
+                _start_unless_kept(endpoint, directory, idle_timeout_s, deadline - now)
+                silent_until = time.monotonic() + SILENT_S
+            time.sleep(_POLL_S)
     return endpoint
 
 
-def _serves(endpoint: str) -> bool:
-    """Whether an etcd is there; an error if something else is."""
-    found = probe(endpoint)
-    if found is Found.OTHER and not is_healthy(endpoint):
-        raise SpecError(
-            f"something listens on {endpoint} that does not answer as etcd does; stop it, or "
-            "name an etcd with --rdzv-endpoint HOST:PORT"
-        )
-    return found is not Found.NOTHING
+def _start_unless_kept(
+    endpoint: str, directory: SharedDirectory, idle_timeout_s: float, timeout_s: float
+) -> None:
+    """A keeper that is there starts its server again by itself."""
+    with directory.keeping() as unkept:
+        pass
+    if unkept:
+        _start_keeper(endpoint, directory, idle_timeout_s, timeout_s)
 
 
 def _start_keeper(
