@@ -207,7 +207,8 @@ def test_a_job_survives_all_that_clusters_do_to_pods_and_ends_with_the_same_bits
     run.assert_exact(undisturbed_hash)
     assert run.job.counted == [], "deleted, reclaimed and lost pods are disruptions, not failures"
     assert run.job.ignored.count(143) >= 2, "the deleted and the reclaimed pod have drained"
-    assert len(run.events("interrupt")) == 1, "only the lost node was a failure of the job"
+    losses = run.events("interrupt")
+    assert len(losses) == 1, f"only the lost node was a failure of the job: {losses}\n{run.output}"
 
 
 @pytest.mark.processes
