@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import (
+    COLD,
     LONG_S,
     TRAIN,
     Cluster,
@@ -124,7 +126,7 @@ def test_a_module_runs_with_its_arguments(tmp_path):
 def test_a_fresh_interpreter_for_each_worker_on_request(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, os; print('torch' in sys.modules, os.environ['RANK'])")
-    done = agent("--standalone", "--cold-start", str(script))
+    done = agent("--standalone", COLD, str(script))
     assert (done.returncode, done.stdout) == (0, "False 0\n"), done.stderr
     done = agent("--standalone", str(script))
     assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
@@ -143,6 +145,15 @@ def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_pa
     assert "there is no module json.none to preload" in done.stderr
 
 
+def light_imports(directory: Path) -> dict[str, str]:
+    """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
+    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
+        path = directory / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return {**environment(), "PYTHONPATH": str(directory)}
+
+
 def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
     (tmp_path / "threads.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -150,7 +161,7 @@ def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
     (tmp_path / "broken.py").write_text("raise ValueError('no luck')")
     script = tmp_path / "script.py"
     script.touch()
-    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    env = light_imports(tmp_path)
     for flags, told in (
         (("--preload=torch,nowhere.at.all",), "there is no module nowhere.at.all; install it"),
         (("--preload=threads", "--cold-start"), "leave out --preload, or --cold-start"),
@@ -175,7 +186,7 @@ def importing(tmp_path):
     (tmp_path / "script.py").touch()
     flags = ["--standalone", "--max-restarts=1", "--preload=endless"]
     command = [sys.executable, "-m", "zero_agent", *flags, "script.py"]
-    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    env = light_imports(tmp_path)
     mark, started = tmp_path / "imports", []
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
         try:
@@ -254,8 +265,8 @@ def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_pat
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ['WORLD_SIZE'])")
     env = {**environment(), "PET_NPROC_PER_NODE": "3", "PET_STANDALONE": "1"}
-    assert agent(str(script), env=env).stdout == "3\n" * 3
-    assert agent("--nproc-per-node=2", str(script), env=env).stdout == "2\n" * 2
+    assert agent(COLD, str(script), env=env).stdout == "3\n" * 3
+    assert agent("--nproc-per-node=2", COLD, str(script), env=env).stdout == "2\n" * 2
 
 
 @pytest.mark.etcd

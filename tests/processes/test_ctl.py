@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support.cluster import LONG_S, TOGETHER, environment
+from tests.support.cluster import COLD, LONG_S, TOGETHER, environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_orchestrator import events, status
@@ -138,7 +138,7 @@ def test_a_stopped_job_ends_on_every_node_with_its_last_step_saved(cluster, ctl,
 def test_a_lost_node_is_told_as_it_happened(cluster, ctl, etcd_store, tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEP)
-    job = cluster(flags=("--nnodes=1:2", "--max-restarts=1"), script=[str(script)])
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=1", COLD), script=[str(script)])
     job.start("a", "b")
     # A slow start gives one of them a round of its own first. And a worker may speak before its
     # agent has written that it started: killed then, it never does.
@@ -159,7 +159,7 @@ def test_a_spare_of_a_stopped_job_does_not_start_the_next_run(ctl, etcd, etcd_st
     """Without a job's name, the end of one run could be taken for the beginning of another."""
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEP)
-    command = [sys.executable, "-m", "zero_agent", "--nnodes=1"]
+    command = [sys.executable, "-m", "zero_agent", "--nnodes=1", COLD]
     command += [f"--rdzv-endpoint={etcd.endpoint}", str(script)]
     with (tmp_path / "log").open("wb") as log:
         agents = [
@@ -185,7 +185,7 @@ def running_job(store, script: str) -> str | None:
 def test_wrong_input_is_one_message_that_names_what_there_is(cluster, ctl, tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEP)
-    job = cluster(flags=("--nnodes=1",), script=[str(script)])
+    job = cluster(flags=("--nnodes=1", COLD), script=[str(script)])
     job.start("a")
     wait_for(lambda: job.output.count("sleeping") == 1, 60, "a worker")
     nowhere = f"127.0.0.1:{free_port()}"
@@ -204,7 +204,7 @@ def test_wrong_input_is_one_message_that_names_what_there_is(cluster, ctl, tmp_p
 def test_ctrl_c_ends_a_watch_quietly(cluster, tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEP)
-    job = cluster(flags=("--nnodes=1",), script=[str(script)])
+    job = cluster(flags=("--nnodes=1", COLD), script=[str(script)])
     job.start("a")
     wait_for(lambda: job.output.count("sleeping") == 1, 60, "a worker")
     with beside(job, "status", job.job, "--watch", "--json") as (watch, out):

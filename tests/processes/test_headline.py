@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.cluster import (
+    COLD,
     LONG_S,
     SAMPLES,
     STEPS,
@@ -81,14 +82,14 @@ def test_the_server_belongs_to_no_agent(terminal, tmp_path):
 def test_a_finished_job_stays_finished_and_the_bare_command_runs_again(terminal, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('it runs')")
-    named = ("--nnodes=1:2", "--rdzv-id=once", str(script))
+    named = ("--nnodes=1:2", "--rdzv-id=once", COLD, str(script))
     for shown in (1, 0):
         window = terminal(*named)
         assert window.process.wait(60) == 0
         wait_for(lambda w=window: "is done" in w.text, 30, "the last line")
         assert window.text.count("it runs") == shown
     for _ in range(2):
-        window = terminal("--nnodes=1:2", str(script))
+        window = terminal("--nnodes=1:2", COLD, str(script))
         assert window.process.wait(60) == 0
         wait_for(lambda w=window: w.text.count("it runs") == 1, 30, "the script's output")
 
@@ -99,7 +100,7 @@ def test_ctrl_c_leaves_after_a_save_and_twice_leaves_at_once(terminal, tmp_path)
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('it runs', flush=True)\ntime.sleep(100)"
     )
-    window = terminal("--nnodes=1:2", str(script))
+    window = terminal("--nnodes=1:2", COLD, str(script))
     wait_for(lambda: "it runs" in window.text, 60, "the worker")
     window.type(b"\x03")
     wait_for(lambda: "once more to leave at once" in window.text, 60, "the answer to Ctrl-C")

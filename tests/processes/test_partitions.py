@@ -17,7 +17,7 @@ import signal
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import LONG_S, TOGETHER, Cluster
+from tests.support.cluster import COLD, LONG_S, TOGETHER, Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
@@ -45,7 +45,7 @@ class Counting(Cluster):
     """A job of such workers."""
 
     def __init__(self, directory, endpoint, restarts):
-        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", "--cold-start", TOGETHER)
+        flags = ("--nnodes=1:2", f"--max-restarts={restarts}", COLD, TOGETHER)
         (directory / "counts").mkdir()
         script = directory / "count.py"
         script.write_text(COUNTS)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.cluster import environment
+from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
 from zero_orchestrator import status
 from zero_orchestrator.status import Condition
@@ -148,7 +148,7 @@ def test_a_node_that_is_unfit_after_a_failure_is_replaced_by_a_spare_and_comes_b
         "    time.sleep(0.02)\n",
     )
     check = f"--health-check=test ! -e {tmp_path}/sick-$ZERO_TEST_NODE || (echo no GPU; false)"
-    job = cluster(flags=("--nnodes=1:2", "--max-restarts=5", check), script=script)
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=5", COLD, check), script=script)
     for node in "ab":
         job.start(node, ZERO_TEST_NODE=node)
     wait_for(lambda: "runs on a" in job.output and "runs on b" in job.output, 60, "both")
@@ -213,7 +213,7 @@ def test_a_round_has_whole_units_and_grows_by_one_when_it_is_whole(cluster, etcd
         "import pathlib, time\n"
         f"while not pathlib.Path({str(enough)!r}).exists(): time.sleep(0.02)\n",
     )
-    job = cluster(flags=("--nnodes=2:4", "--node-unit=2"), script=script)
+    job = cluster(flags=("--nnodes=2:4", "--node-unit=2", COLD), script=script)
 
     def shape():
         jobs = [now for now in status.read_all(etcd_store) if now.job == job.job]

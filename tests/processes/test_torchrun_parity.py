@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import environment, is_alive
+from tests.support.cluster import COLD, environment, is_alive
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.workers.numa import parse_cpus
@@ -248,11 +248,21 @@ def test_a_script_that_does_not_listen_is_killed_after_the_shutdown_timeout(star
     wait_for(lambda: not is_alive(worker), 60, "the end of the worker")
 
 
+FAILS = """
+import os, pathlib
+print({0})
+error = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+error.write_text('{{"message": "KeyError: {0}"}}')
+raise SystemExit(1)
+"""
+"""It leaves a record of its error, as torchelastic's `@record` does."""
+
+
 def test_a_run_of_the_same_name_keeps_the_output_and_the_errors_of_the_one_before(tmp_path):
     script, own = tmp_path / "fails.py", tmp_path / "logs/j/round1/rank0"
-    flags = ("--standalone", "--rdzv-id=j", f"--log-dir={tmp_path}/logs", "-r3", script)
+    flags = ("--standalone", "--rdzv-id=j", f"--log-dir={tmp_path}/logs", "-r3", COLD, script)
     for number in (1, 2):
-        script.write_text(f"print({number})\nraise KeyError({number})")
+        script.write_text(FAILS.format(number))
         assert f"KeyError: {number}" in agent(*flags).stderr
     script.write_text("raise SystemExit(3)")
     assert "KeyError" not in agent(*flags).stderr
@@ -342,4 +352,4 @@ def test_torchs_file_timers_end_a_worker_whose_time_is_up(tmp_path, file):
 def test_without_a_wish_for_timers_there_is_no_file_for_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print('TORCHELASTIC_TIMER_FILE' in os.environ)")
-    assert printed(agent("--standalone", script)) == ["False"]
+    assert printed(agent("--standalone", COLD, script)) == ["False"]

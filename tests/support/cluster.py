@@ -27,6 +27,12 @@ LONG_S = 0.5
 """A pause with which a job outlasts what takes seconds, such as the imports of one more node."""
 TOGETHER = "--rdzv-conf=last_call_timeout=60"
 """A flag: nodes that are started together begin in one round, however late one of them comes."""
+COLD = "--cold-start"
+"""A flag: an agent need not import torch before its workers start, which takes seconds of CPU.
+
+For scripts without torch, unless a test is about what is forked from those imports: there the
+script is run in place, and `worker_main` writes its error file.
+"""
 TINY = ("--width=32", "--layers=2", "--length=32", f"--samples={SAMPLES}", "--save-every=20")
 
 
