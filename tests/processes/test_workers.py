@@ -142,6 +142,24 @@ def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_p
     assert (tmp_path / "err").read_text() == ""
 
 
+def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks(forking):
+    _, nursery, news = forking
+    store, told = nursery.host_store(), {}
+    while not {"pid", "port"} <= told.keys():
+        told |= news.get(timeout=120)
+    assert told["id"] == store
+    maps = Path(f"/proc/{told['pid']}/maps")
+    assert "libtorch" not in maps.read_text()
+    where = f"'127.0.0.1', {told['port']}"
+    asks = f"TCPStore({where}, wait_for_workers=False).set('key', 'value')"
+    asked = [
+        subprocess.Popen([sys.executable, "-c", f"from torch.distributed import *; {asks}"])
+        for _ in range(2)
+    ]
+    assert [one.wait(120) for one in asked] == [0, 0]
+    assert "libtorch" in maps.read_text()
+
+
 def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
     """The signal must not get lost between the fork and the worker's own process group."""
     start, nursery, news = forking

@@ -47,6 +47,8 @@ from zero_agent.workers.process_control import (
 
 PACKET_BYTES = 1 << 17
 KILL_TIMEOUT_S = 5.0
+WAITING = 4096
+"""So many workers may connect to a round's store before it serves."""
 TIMERS_S = 0.1
 """Between two looks at the timers."""
 
@@ -179,14 +181,37 @@ class Nursery:
 
 
 def host_store(agent: socket.socket, worker: int) -> None:
-    """Serve a round's TCPStore until killed; it outlives every worker of its round."""
-    # By name: the agent's own code does not depend on torch, its children run on it.
-    distributed = importlib.import_module("torch.distributed")
-    store = distributed.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    agent.send(json.dumps({"id": worker, "port": store.port}).encode())
+    """Serve a round's TCPStore until killed; it outlives every worker of its round.
+
+    It listens at once, and imports torch, unless the nursery has, when the first worker connects:
+    programs without torch never do.
+    """
+    listener = listen()
+    port = listener.getsockname()[1]
+    agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()
-    while True:
+    select.select([listener], [], [])
+    # By name: the agent's own code does not depend on torch, its children run on it.
+    torch, distributed = map(importlib.import_module, ("torch", "torch.distributed"))
+    store = distributed.TCPStore(
+        "0.0.0.0",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= (2, 8),  # it could not take a socket over before
+    )
+    while store is not None:  # it serves as long as somebody holds it
         signal.pause()
+
+
+def listen() -> socket.socket:
+    """A free port of every address of this machine, of either family where there are both."""
+    if socket.has_dualstack_ipv6():
+        six = socket.AF_INET6
+        with contextlib.suppress(OSError):  # that family may be switched off
+            return socket.create_server(("", 0), family=six, backlog=WAITING, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=WAITING)
 
 
 def host_timers(agent: socket.socket, path: str) -> None:
