@@ -98,7 +98,7 @@ def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_t
 def test_one_agent_takes_the_place_of_the_command(tmp_path):
     (tmp_path / "train.py").write_text("import os; print('parent', os.environ['PET_NNODES'])\n")
     path = job_file(tmp_path, script=str(tmp_path / "train.py"), nodes="1")
-    done = ctl("run", path, "--on", "local")
+    done = ctl("run", path, "--on", "local", PET_COLD_START="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "parent 1:1\n"
 

@@ -62,6 +62,16 @@ def agent(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
+def light_imports(directory: Path) -> dict[str, str]:
+    """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
+    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
+        path = directory / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    found = filter(None, (str(directory), os.environ.get("PYTHONPATH")))
+    return {**environment(), "PYTHONPATH": os.pathsep.join(found)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
@@ -112,14 +122,16 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(tmp_path):
         "def save(file): file.write('last words')\n"
         "save(text); save(packed)"
     )
-    done = agent("--standalone", str(script), cwd=tmp_path)
+    done = agent("--standalone", str(script), cwd=tmp_path, env=light_imports(tmp_path))
     assert (done.returncode, (tmp_path / "text").read_text()) == (0, "last words"), done.stderr
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"last words"
 
 
 def test_a_module_runs_with_its_arguments(tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    done = agent("--standalone", "-m", "tool", "--flag", "x y", cwd=tmp_path)
+    done = agent(
+        "--standalone", "-m", "tool", "--flag", "x y", cwd=tmp_path, env=light_imports(tmp_path)
+    )
     assert (done.returncode, done.stdout) == (0, "__main__ ['--flag', 'x y']\n"), done.stderr
 
 
@@ -138,20 +150,11 @@ def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_pa
     script.write_text(
         "import heavy, os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] < '1')"
     )
-    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    env = light_imports(tmp_path)
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--preload=heavy,json.none")
     done = agent(*flags, str(script), env=env)
     assert (done.returncode, done.stdout.count("imported")) == (0, 1), done.stderr
     assert "there is no module json.none to preload" in done.stderr
-
-
-def light_imports(directory: Path) -> dict[str, str]:
-    """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
-    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
-        path = directory / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    return {**environment(), "PYTHONPATH": str(directory)}
 
 
 def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
@@ -248,7 +251,7 @@ def test_a_job_survives_a_kill_of_its_imports(tmp_path):
     )
     script = tmp_path / "script.py"
     script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
-    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    env = light_imports(tmp_path)
     flags = ("--standalone", "--max-restarts=1", "--preload=killed_once")
     done = agent(*flags, str(script), env=env)
     assert done.returncode == 0, done.stderr
@@ -288,7 +291,8 @@ def test_the_lines_of_one_of_several_nodes_name_it(etcd, flag, signature):
 def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import os\nprint('working')\nraise KeyError(os.environ['RANK'])")
-    done = agent("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs", str(script))
+    flags = ("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs")
+    done = agent(*flags, str(script), env=light_imports(tmp_path))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1].startswith("KeyError: ")
@@ -304,7 +308,8 @@ def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
     )
     logs = tmp_path / "logs"
     done = agent(
-        "--standalone", "--max-restarts=1", f"--log-dir={logs}", "--rdzv-id=j", str(script)
+        *("--standalone", "--max-restarts=1", f"--log-dir={logs}", "--rdzv-id=j", COLD),
+        str(script),
     )
     assert done.returncode == 0
     kept = {str(p.relative_to(logs / "j")): p.read_text() for p in logs.rglob("*.log")}

@@ -73,7 +73,7 @@ def test_a_host_that_keeps_failing_is_excluded_and_included_again_on_request(
 ):
     healed, enough = tmp_path / "healed", tmp_path / "enough"
     job = cluster(
-        flags=("--nnodes=1:2", "--max-restarts=5", "--exclude-for=10m"),
+        flags=("--nnodes=1:2", "--max-restarts=5", "--exclude-for=10m", COLD),
         script=write(tmp_path / "bad.py", BAD_HOST.format(healed=healed, enough=enough)),
     )
     job.start("a")
@@ -124,7 +124,7 @@ def test_a_crash_loop_ends_before_the_budget_with_a_code_of_its_own(cluster, etc
 
 def test_a_plain_script_that_touches_its_file_is_found_out_when_it_hangs(cluster, tmp_path):
     job = cluster(
-        flags=("--nnodes=1", "--max-restarts=1", "--hang-timeout=6"),
+        flags=("--nnodes=1", "--max-restarts=1", "--hang-timeout=6", COLD),
         script=write(tmp_path / "stuck.py", STUCK.format(mark=tmp_path / "mark")),
     )
     job.start("a")
