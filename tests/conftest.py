@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,11 @@ from zero_orchestrator.store.kv import KeyValueStore
 from zero_orchestrator.store.kv_memory import MemoryStore
 
 _namespaces = itertools.count()
+
+
+def pytest_configure() -> None:
+    """Whatever a test starts can be interrupted, also where a shell runs all in its background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

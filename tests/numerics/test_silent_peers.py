@@ -79,7 +79,6 @@ def main_thread_waits() -> bool:
 
 def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> None:
     """Rank 1 stops itself; what becomes of rank 0, which then kills it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     rank, directory = dist.get_rank(), Path(root)
     path = directory / f"agent-{rank}.sock"
     agent = Agent(path)
