@@ -28,6 +28,8 @@ from zero_agent.etcd.etcd_process import find_etcd
 from zero_engine.samples.ledger import read_ledger, verify
 from zero_orchestrator.jobfile import kubernetes, schema
 
+LEASE = "keep_alive_interval=3,keep_alive_max_attempt=4"
+"""12 s: etcd and all nodes share the machine of a test; one that has to wait is not a lost one."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/sbin", "/sys", "/etc/passwd", "/etc/ld.so.cache")
 
 
@@ -63,7 +65,7 @@ def tiny_overlay(of: Path, directory: Path) -> Path:
             {
                 "name": "agent",
                 "behavior": "merge",
-                "literals": ["PET_NNODES=1:4", "OMP_NUM_THREADS=1"],
+                "literals": ["PET_NNODES=1:4", "OMP_NUM_THREADS=1", f"PET_RDZV_CONF={LEASE}"],
             }
         ],
         "patches": [
