@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from filelock import FileLock
 
 from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
@@ -69,6 +70,14 @@ def root() -> str:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of the example trained by one process to which nothing happens."""
-    return run_alone(tmp_path_factory.mktemp("undisturbed"))
+def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> str:
+    """The weights of the example trained by one process to which nothing happens.
+
+    One worker of the suite trains, the others wait for it.
+    """
+    directory = tmp_path_factory.getbasetemp()
+    known = (directory if worker_id == "master" else directory.parent) / "undisturbed_hash"
+    with FileLock(f"{known}.lock", timeout=300):
+        if not known.exists():
+            known.write_text(run_alone(tmp_path_factory.mktemp("undisturbed")))
+        return known.read_text()
