@@ -169,7 +169,7 @@ class Run:
         """The job is over as it should be, and no agent is left."""
         self.slow.unlink()
         self.cluster.until(lambda: self.job.state != "running", 120, "the job is over")
-        self.cluster.until(lambda: not self.job.active, 60, "no agent is left")
+        self.cluster.until(lambda: not self.job.active, 150, "no agent is left")
         assert self.job.state == "complete", self.output
         assert not any(pod.killed_by_probe for pod in self.cluster.pods)
 
@@ -200,7 +200,7 @@ def test_a_job_survives_all_that_clusters_do_to_pods_and_ends_with_the_same_bits
     step = run.until_step(step + 2, world=1)
     step = run.until_step(step + 2, world=2)
     cluster.lose_node(run.job.active[0])
-    cluster.until(lambda: run.events("interrupt"), 60, "the loss is noticed")
+    cluster.until(lambda: run.events("interrupt"), 150, "the loss is noticed")
     step = run.until_step(step + 1, world=2)
     run.job.scale(3)
     run.until_step(step + 1, world=3)

@@ -185,11 +185,11 @@ def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_sa
             first = allocation.submit()
             view.wait_for_step(10, world=2)
             first.send_signal(signal.SIGUSR1)
-            assert first.wait(60) == 128 + signal.SIGTERM, allocation.output
+            assert first.wait(150) == 128 + signal.SIGTERM, allocation.output
             view.pace(0)
             assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
             second = allocation.submit()
-            assert second.wait(90) == 0, allocation.output
+            assert second.wait(150) == 0, allocation.output
         finally:
             kill_all_with("ALLOCATION", allocation.mark)
     assert final_hash(allocation.output) == undisturbed_hash

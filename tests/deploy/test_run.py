@@ -82,11 +82,11 @@ def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_t
         view.wait_for_step(10, world=2)
         agents_and_workers = descendants(first.pid)
         first.send_signal(how)
-        assert first.wait(60) == code, (tmp_path / "first").read_text()
-        wait_for(lambda: not any(map(is_alive, agents_and_workers)), 60, "nothing is left behind")
+        assert first.wait(150) == code, (tmp_path / "first").read_text()
+        wait_for(lambda: not any(map(is_alive, agents_and_workers)), 150, "nothing is left behind")
         view.pace(0)
         second = start(tmp_path / "second")
-        assert second.wait(90) == 0, (tmp_path / "second").read_text()
+        assert second.wait(150) == 0, (tmp_path / "second").read_text()
     finally:
         kill_all_with("RUN", str(tmp_path))
 
@@ -169,7 +169,7 @@ def test_the_reader_of_a_pipe_may_leave(tmp_path):
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    wait_for(lambda: process.poll() is not None, 60, "zero-ctl ends")
+    wait_for(lambda: process.poll() is not None, 150, "zero-ctl ends")
 
 
 def test_a_disk_that_is_full_is_one_message(tmp_path):

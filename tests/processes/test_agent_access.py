@@ -95,7 +95,7 @@ def encrypted(directory: Path, cert: Path, key: Path, *options: str) -> Iterator
     member = Member(data=directory / "data", client_port=port, options=own)
     with contextlib.closing(EtcdServer(directory, member)) as etcd:
         etcd.start(wait=False)
-        wait_for(lambda: listens(port), 60, "the server")
+        wait_for(lambda: listens(port), 150, "the server")
         yield etcd.endpoint
 
 
@@ -114,7 +114,7 @@ def guarded(
     asks = ("--client-cert-auth", f"--trusted-ca-file={ours.ca}")
     with encrypted(tmp_path_factory.mktemp("guarded"), cert, key, *asks) as endpoint:
         who = Credentials(ca=ours.ca, cert=cert, key=key)
-        wait_for(lambda: answers(endpoint, who), 60, "the server")
+        wait_for(lambda: answers(endpoint, who), 150, "the server")
         yield endpoint
 
 

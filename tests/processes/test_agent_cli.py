@@ -193,7 +193,7 @@ def importing(tmp_path):
     mark, started = tmp_path / "imports", []
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
         try:
-            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 60, "the imports")
+            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 150, "the imports")
             started = descendants(run.pid)
             yield run, int(mark.read_text())
         finally:
@@ -207,7 +207,7 @@ def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, numbe
     agent.send_signal(number)
     assert agent.wait(CLOSE_TIMEOUT_S) == 128 + number  # it was not waited for in vain
     assert "Traceback" not in agent.stderr.read()
-    wait_for(lambda: not any(map(is_alive, started)), 60, "what it had started to be gone")
+    wait_for(lambda: not any(map(is_alive, started)), 150, "what it had started to be gone")
 
 
 def test_a_signal_that_comes_when_all_is_done_does_not_change_the_exit_code():
@@ -235,7 +235,7 @@ def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
         "the imports, again",
     )
     os.kill(int(new), signal.SIGKILL)
-    assert agent.wait(60) == AgentExit.JOB_FAILED
+    assert agent.wait(150) == AgentExit.JOB_FAILED
     said = agent.stderr.read()
     assert said.count("the parent of the workers is gone: killed by SIGKILL") == 1
     assert said.endswith(", endless: killed by SIGKILL\n")
@@ -261,7 +261,7 @@ def test_a_job_survives_a_kill_of_its_imports(tmp_path):
 def test_imports_end_with_an_agent_that_is_killed(importing):
     agent, nursery = importing
     agent.kill()
-    wait_for(lambda: not is_alive(nursery), 60, "the nursery to be gone")
+    wait_for(lambda: not is_alive(nursery), 150, "the nursery to be gone")
 
 
 def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):
@@ -328,8 +328,8 @@ def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tm
     job.wait_for_step(3, world=1)
     below = descendants(first.pid)
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) == 128 + signal.SIGINT
-    wait_for(lambda: not any(map(is_alive, below)), 60, "workers and etcd to be gone")
+    assert first.wait(150) == 128 + signal.SIGINT
+    wait_for(lambda: not any(map(is_alive, below)), 150, "workers and etcd to be gone")
     ((steps, _),) = job.last_steps().values()
     done = agent("--standalone", *training(tmp_path)[:-1])
     assert done.returncode == 0, done.stderr
@@ -347,7 +347,7 @@ def test_a_killed_agent_leaves_neither_workers_nor_its_etcd(tmp_path):
     assert len(below) >= 4, "etcd, nursery, worker, the round's store"
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(is_alive, below)), 60, "everything to be gone")
+    wait_for(lambda: not any(map(is_alive, below)), 150, "everything to be gone")
 
 
 def test_an_endpoint_where_nothing_listens_is_named():

@@ -280,7 +280,7 @@ def test_a_command_that_is_stopped_ends_without_a_traceback_and_leaves_nothing(
     command = [*COMMAND, "import", str(tmp_path), str(tmp_path / "ck"), "--from=dcp"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:
-            writer = wait_for(lambda: opened(fifo), 60, "the command reads")
+            writer = wait_for(lambda: opened(fifo), 150, "the command reads")
             process.send_signal(number)
             os.close(writer)  # a read that begins only now sees the end of the file
             _, errors = process.communicate(timeout=120)

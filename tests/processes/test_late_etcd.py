@@ -36,7 +36,7 @@ def start(late: EtcdServer, tmp_path: Path) -> Iterator[Start]:
         script = ("--no-python", "echo", "ran")
         made.append(Cluster(tmp_path, late.endpoint, flags=flags, script=script))
         made[-1].start("a")
-        wait_for(lambda: "; trying again for " in made[-1].output, 60, "a word about it")
+        wait_for(lambda: "; trying again for " in made[-1].output, 150, "a word about it")
         return made[-1]
 
     yield start
@@ -72,7 +72,7 @@ def test_a_signal_ends_the_wait_at_once(late, start, number, silent):
         late.suspend()
     job = start()
     job.agents["a"].process.send_signal(number)
-    assert job.agents["a"].wait(20) == 128 + number
+    assert job.agents["a"].wait(150) == 128 + number
     word = f"{number.name}: etcd has not answered yet, this node has not joined"
     assert job.output.splitlines()[-1].endswith(word)
     assert "Traceback" not in job.output
@@ -90,12 +90,12 @@ def test_an_agent_outlives_the_loss_of_its_etcd_while_it_joins(late, tmp_path):
     job = Cluster(tmp_path, late.endpoint, flags=("--nnodes=1:2",), script=script)
     with contextlib.closing(job):
         job.start("a")
-        wait_for(lambda: "\nran\n" in job.output, 60, "a round")
+        wait_for(lambda: "\nran\n" in job.output, 150, "a round")
         job.start("b")
-        wait_for(lambda: descendants(job.agents["b"].process.pid), 60, "its parent of workers")
+        wait_for(lambda: descendants(job.agents["b"].process.pid), 150, "its parent of workers")
         late.kill()
-        wait_for(lambda: "etcd cannot be reached" in job.agents["b"].output, 60, "a word about it")
+        wait_for(lambda: "etcd cannot be reached" in job.agents["b"].output, 150, "a word about it")
         late.start()
-        wait_for(lambda: "\nran\n" in job.agents["b"].output, 60, "its worker")
+        wait_for(lambda: "\nran\n" in job.agents["b"].output, 150, "its worker")
         (tmp_path / "enough").touch()
         job.wait_for_end()

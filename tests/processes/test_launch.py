@@ -56,7 +56,7 @@ class Launched:
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:
-        return self.process.wait(90)
+        return self.process.wait(150)
 
     def wait_for_step(self, step: int, world: int) -> None:
         self.ledger.wait_for_step(step, world)
@@ -120,7 +120,7 @@ def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     job = launch(first, second, absent, flags=("--max-restarts=1",))
     job.wait_for_step(20, world=2)
     job.ledger.pace(LONG_S)
-    wait_for(lambda: f"host {absent} is lost" in job.output, 60, "a word about the absent host")
+    wait_for(lambda: f"host {absent} is lost" in job.output, 150, "a word about the absent host")
     assert "Connection refused" in job.output
     environ = [
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in hosts.processes(second)
@@ -142,7 +142,7 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_leaves_nothing_on_the_hosts(
     assert "is asked to stop; its workers leave at the next step boundary" in job.output
     assert len(list((job.ledger.directory / "checkpoints").glob("step-*/MANIFEST.json"))) == 1
     for address in (first, second):
-        wait_for(lambda a=address: hosts.is_idle(a), 60, f"nothing of the job is on {address}")
+        wait_for(lambda a=address: hosts.is_idle(a), 150, f"nothing of the job is on {address}")
 
 
 def test_a_launcher_that_is_killed_takes_its_agents_with_it(hosts, launch):
@@ -150,7 +150,7 @@ def test_a_launcher_that_is_killed_takes_its_agents_with_it(hosts, launch):
     job = launch(first, flags=("--force-multi",), pause_s=0.2)
     job.wait_for_step(3, world=1)
     job.process.kill()
-    wait_for(lambda: hosts.is_idle(first), 60, "nothing of the job is left")
+    wait_for(lambda: hosts.is_idle(first), 150, "nothing of the job is left")
 
 
 def test_hosts_of_which_none_answers_end_the_command_with_their_names(hosts, launch):

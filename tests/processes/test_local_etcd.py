@@ -30,7 +30,7 @@ from zero_orchestrator.store.kv import Put
 
 pytestmark = [pytest.mark.etcd, pytest.mark.processes]
 
-SOON_S = 60.0
+SOON_S = 150.0
 
 PRIVATE = """
 import sys

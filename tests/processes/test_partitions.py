@@ -58,7 +58,7 @@ class Counting(Cluster):
         return found if len(found) == world else []
 
     def wait_for_round(self, n, world):
-        wait_for(lambda: self.files(n, world), 60, f"round {n} with {world} workers")
+        wait_for(lambda: self.files(n, world), 150, f"round {n} with {world} workers")
 
     def goes_on(self, n, world):
         """Wait until each worker of the round has counted on by ten."""
@@ -67,7 +67,7 @@ class Counting(Cluster):
         def counted():
             return all(path.stat().st_size >= size + 10 for path, size in before.items())
 
-        wait_for(lambda: before and counted(), 60, f"the workers of round {n} go on")
+        wait_for(lambda: before and counted(), 150, f"the workers of round {n} go on")
 
     def finish(self):
         """Let the workers end, and the agents with them: the number of rounds that there were."""
@@ -147,11 +147,11 @@ def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
     machines.start("a")
     job.wait_for_round(1, world=1)
     machines.net.cut("a", "store")
-    wait_for(lambda: "etcd cannot be reached" in job.output, 60, "a word about it")
-    wait_for(lambda: not nodes(machines), 60, "the lease has lapsed")
+    wait_for(lambda: "etcd cannot be reached" in job.output, 150, "a word about it")
+    wait_for(lambda: not nodes(machines), 150, "the lease has lapsed")
     job.goes_on(1, world=1)
     machines.net.heal("a", "store")
-    wait_for(lambda: nodes(machines), 60, "it has registered again")
+    wait_for(lambda: nodes(machines), 150, "it has registered again")
     assert (job.finish(), job.events("interrupt")) == (1, [])
 
 
@@ -215,7 +215,7 @@ def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):
     leader = next(member for member in members if leads(member))
     leader.kill()
     left = next(m for m in members if m is not leader)
-    wait_for(lambda: is_healthy(left.endpoint), 60, "a new leader")
+    wait_for(lambda: is_healthy(left.endpoint), 150, "a new leader")
     revision = left.call("maintenance/status")["header"]["revision"]
     left.call("kv/compaction", revision=revision)
     job.goes_on(1, world=2)

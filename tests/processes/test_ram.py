@@ -88,7 +88,7 @@ def kept_step(job: Cluster, least: int, world: int) -> int:
         step = max((int(m.parent.name[5:14]) for m in manifests), default=0)
         return step if step >= least and step == done_steps(job, world) else None
 
-    return wait_for(kept, 60, f"step {least} in memory")
+    return wait_for(kept, 150, f"step {least} in memory")
 
 
 def done_steps(job: Cluster, world: int) -> int:
@@ -128,7 +128,7 @@ def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd
         use = [(row.ram_used_bytes, row.ram_budget_bytes) for row in rows]
         return use if all(used for used, _ in use) else None
 
-    for used, budget in wait_for(shown, 60, "what the agents show"):
+    for used, budget in wait_for(shown, 150, "what the agents show"):
         assert budget == 200 << 20
         assert used is not None
         assert 1 << 20 <= used <= budget
@@ -143,7 +143,7 @@ def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_j
     job.wait_for_step(kept + 1, world=2)
     assert saved_to_disk(job) == 0
     job.start("b")
-    wait_for(lambda: not left.exists(), 30, "the sweep of what the dead agent has left")
+    wait_for(lambda: not left.exists(), 150, "the sweep of what the dead agent has left")
     report = ended_well(job, undisturbed)
     assert loaded_steps(job, "/dev/shm/")[0] >= kept
     assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
@@ -205,7 +205,7 @@ def stopped(job: Cluster) -> Iterator[None]:
     workers = [job.worker_of(node) for node in job.agents]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: all(map(stands_still, workers)), 60, "all threads to stop")
+    wait_for(lambda: all(map(stands_still, workers)), 150, "all threads to stop")
     try:
         yield
     finally:

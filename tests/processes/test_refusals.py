@@ -93,15 +93,15 @@ def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
         job_on(small, tmp_path, flags=("--nnodes=1", "--max-restarts=1")) as job,
     ):
         job.start("a")
-        wait_for(lambda: job.output.count("works") and job.events("worker"), 60, "the worker")
+        wait_for(lambda: job.output.count("works") and job.events("worker"), 150, "the worker")
         agent = job.agents["a"].process.pid
         fill(store)
         os.kill(job.worker_of("a"), 9)
-        wait_for(lambda: job.events("store"), 60, "the refusal")
+        wait_for(lambda: job.events("store"), 150, "the refusal")
         before_s = cpu_s(agent)
-        wait_for(lambda: job.output.count("database space exceeded") == 1, 60, "its message")
+        wait_for(lambda: job.output.count("database space exceeded") == 1, 150, "its message")
         make_room(small, store)
-        wait_for(lambda: job.output.count("works") == 2, 60, "the next round")
+        wait_for(lambda: job.output.count("works") == 2, 150, "the next round")
         assert cpu_s(agent) - before_s < 5.0, "it has not been busy"
         (tmp_path / "enough").touch()
         job.wait_for_end()
@@ -114,7 +114,7 @@ def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
 def test_two_agents_that_disagree_about_the_job_are_told_the_difference(etcd, tmp_path):
     with job_on(etcd, tmp_path, flags=("--nnodes=1:2",), job=f"differ-{tmp_path.name}") as job:
         job.start("a")
-        wait_for(lambda: job.output.count("works"), 60, "the worker")
+        wait_for(lambda: job.output.count("works"), 150, "the worker")
         job.flags = ("--nnodes=1:3", "--max-restarts=4")
         job.start("b")
         assert job.agents.pop("b").wait() == 2
@@ -130,13 +130,13 @@ def test_of_two_agents_with_one_name_the_first_says_so_and_ends(etcd, tmp_path):
     flags = ("--nnodes=1:2", "--max-restarts=1")
     with job_on(etcd, tmp_path, flags=flags, job=f"twice-{tmp_path.name}") as job:
         job.start("a")
-        wait_for(lambda: job.output.count("works"), 60, "the worker")
+        wait_for(lambda: job.output.count("works"), 150, "the worker")
         first = job.agents["a"]
         job.start("a")
         assert first.wait() == 2
         assert "another agent has registered as node a; this one stops" in first.output
         assert "Give each agent its own --node-id" in first.output
-        wait_for(lambda: job.output.count("works") == 2, 60, "the worker of the second")
+        wait_for(lambda: job.output.count("works") == 2, 150, "the worker of the second")
         (tmp_path / "enough").touch()
         assert job.agents["a"].wait() == 0
 

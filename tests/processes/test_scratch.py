@@ -49,7 +49,7 @@ def start(temporary: Path, tmp_path: Path) -> Iterator[Start]:
                 start_new_session=True,
             )
         begun.append(AgentProcess(process, log))
-        wait_for(lambda: "works\n" in begun[-1].output, 60, "its worker")
+        wait_for(lambda: "works\n" in begun[-1].output, 150, "its worker")
         return begun[-1], set(temporary.iterdir()) - before
 
     yield start
@@ -104,8 +104,8 @@ def test_a_directory_without_rights_is_no_reason_to_fail(temporary):
 def test_an_agent_that_is_ended_while_its_etcd_starts_leaves_nothing(temporary):
     command = [sys.executable, "-m", "zero_agent", "--standalone", "--no-python", "true"]
     agent = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: list(temporary.glob("zero-etcd-*/.owner")), 20, "the directory of its etcd")
+    wait_for(lambda: list(temporary.glob("zero-etcd-*/.owner")), 150, "the directory of its etcd")
     agent.send_signal(signal.SIGTERM)
-    _, said = agent.communicate(timeout=20)
+    _, said = agent.communicate(timeout=150)
     assert (agent.returncode, list(temporary.iterdir())) == (128 + signal.SIGTERM, [])
     assert said.splitlines()[-1].endswith("SIGTERM: this node ends; no worker runs here")

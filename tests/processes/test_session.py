@@ -17,7 +17,7 @@ SESSION = """
 import sys
 from zero_agent.launch.runners import Command
 from zero_agent.launch.session import Session
-command = Command(where="here", argv=("sh", "-c", "echo begun; sleep 120 & echo $!; echo ended"))
+command = Command(where="here", argv=("sh", "-c", "echo begun; sleep 600 & echo $!; echo ended"))
 sys.exit(Session([command], lambda: None).run())
 """
 

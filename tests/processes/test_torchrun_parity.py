@@ -245,7 +245,7 @@ def test_a_script_that_does_not_listen_is_killed_after_the_shutdown_timeout(star
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
-    wait_for(lambda: not is_alive(worker), 60, "the end of the worker")
+    wait_for(lambda: not is_alive(worker), 150, "the end of the worker")
 
 
 FAILS = """
@@ -281,7 +281,7 @@ def test_every_agent_ends_with_the_job_and_its_cause_spares_too(cluster, etcd_st
         jobs = [now for now in status.read_all(etcd_store) if now.job == job.job]
         return sum(len(now.spares) for now in jobs if now.state == "ACTIVE")
 
-    wait_for(lambda: spares() == 4, 60, "a worker and four spares")
+    wait_for(lambda: spares() == 4, 150, "a worker and four spares")
     go.touch()
     assert [job.agents[node].wait() for node in "abcde"] == [1] * 5
     for one in job.agents.values():
@@ -289,14 +289,14 @@ def test_every_agent_ends_with_the_job_and_its_cause_spares_too(cluster, etcd_st
 
 
 def test_a_spare_outlives_the_host_of_everything(cluster, etcd_store):
-    ready = ("--no-python", "sh", "-c", 'echo "ready on $ZERO_NODE"; exec sleep 300')
+    ready = ("--no-python", "sh", "-c", 'echo "ready on $ZERO_NODE"; exec sleep 600')
     job = cluster(flags=("--nnodes=1", "--max-restarts=1"), script=ready)
     job.start("a")
-    wait_for(lambda: "ready on a" in job.output, 60, "the first host")
+    wait_for(lambda: "ready on a" in job.output, 150, "the first host")
     job.start("b")
-    wait_for(lambda: etcd_store.get(Keys(job.job).node("b")), 60, "the spare")
+    wait_for(lambda: etcd_store.get(Keys(job.job).node("b")), 150, "the spare")
     job.agents.pop("a").kill_node()
-    wait_for(lambda: "ready on b" in job.output, 60, "the spare takes over")
+    wait_for(lambda: "ready on b" in job.output, 150, "the spare takes over")
 
 
 def test_a_supervisor_is_told_how_the_agent_is(start):
@@ -312,7 +312,7 @@ def test_a_supervisor_is_told_how_the_agent_is(start):
 
     assert ask("/healthz")[0] == 200
     assert process.stdout.readline() == "ready\n"
-    _, record = wait_for(lambda: (r := ask("/readyz"))[0] == 200 and r, 60, "readiness")
+    _, record = wait_for(lambda: (r := ask("/readyz"))[0] == 200 and r, 150, "readiness")
     assert (record["job"], record["state"], record["workers"]) == ("watched", "ACTIVE", "running")
     assert record["reason"] == "round 1 runs on 1 node"
     process.send_signal(signal.SIGTERM)

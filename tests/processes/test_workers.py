@@ -94,7 +94,7 @@ def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(importin
         said = news.get(timeout=120)
         ended |= {said["id"]: said["status"]} if "status" in said else {}
     assert ended == dict.fromkeys(workers, 0)
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 60, "all pipes to be closed")
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
 
 
 def test_a_worker_that_waits_for_the_imports_is_stopped_without_them(importing, tmp_path):
@@ -109,7 +109,7 @@ def test_a_worker_that_waits_for_the_imports_is_stopped_without_them(importing, 
     go.touch()
     assert status_of(wanted, news) == 0
     assert not (tmp_path / "ran").exists()
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 60, "all pipes to be closed")
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
 
 
 def test_an_order_to_a_nursery_that_is_gone_is_nothing_to_worry_about(importing, caplog):
@@ -128,7 +128,7 @@ def test_what_a_script_registers_with_atexit_runs_and_its_output_is_kept(forking
     start, _, news = forking
     code = "import atexit; atexit.register(print, 'goodbye'); print('hello', end=' ')"
     assert status_of(start(code), news) == 0
-    wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 60, "the output")
+    wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 150, "the output")
 
 
 def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_path):
@@ -164,7 +164,7 @@ def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
     """The signal must not get lost between the fork and the worker's own process group."""
     start, nursery, news = forking
     for _ in range(30):
-        worker = start("import time; time.sleep(60)")
+        worker = start("import time; time.sleep(600)")
         nursery.signal(worker, signal.SIGKILL)
         assert status_of(worker, news) == -signal.SIGKILL
 
@@ -182,7 +182,7 @@ hub = Hub()
 nursery = Nursery(hub, os.environ, [], lambda *news: None)
 taps = [Tap(hub, Terminal(2), None) for _ in range(2)]
 nursery.start(Program(target=sys.argv[1], is_module=False, arguments=[]), {}, *taps)
-time.sleep(120)
+time.sleep(600)
 """
 FAMILY = """
 import os, signal, subprocess, sys, time
@@ -192,9 +192,9 @@ subprocess.Popen(["sleep", "120"], start_new_session=True)     # escaped from it
 if os.fork() == 0:                                             # a daemon: its parent is gone
     os.setsid()
     if os.fork() == 0:
-        time.sleep(120)
+        time.sleep(600)
     os._exit(0)
-time.sleep(120)
+time.sleep(600)
 """
 
 
@@ -205,10 +205,10 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], env=environment())
     try:
         # nursery, worker, two sleeps, and the daemon
-        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 60, "the family")
+        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 150, "the family")
         os.kill(agent.pid if victim == "agent" else pids[0], signal.SIGKILL)
         workers = pids if victim == "agent" else pids[:2]
-        wait_for(lambda: not any(map(is_alive, workers)), 60, "every process to be gone")
+        wait_for(lambda: not any(map(is_alive, workers)), 150, "every process to be gone")
     finally:
         kill_all(filter(is_alive, [agent.pid, *descendants(agent.pid), *pids]))
         agent.wait()

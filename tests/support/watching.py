@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.support.waiting import wait_for
 from zero_orchestrator.store.kv import Change, KeyValueStore
 
-SOON_S = 60.0
+SOON_S = 150.0
 
 
 class Seen:
