@@ -57,7 +57,7 @@ dist.destroy_process_group()
 
 
 def agent(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    options = {"env": environment(), "timeout": 60, **options}
+    options = {"env": environment(), "timeout": 240, **options}
     command = [sys.executable, "-m", "zero_agent", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 

@@ -188,7 +188,7 @@ def test_a_node_that_is_not_fit_does_not_join_and_says_why(etcd, tmp_path):
 def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     command = [sys.executable, "-m", "zero_agent", "--preflight"]
     command += [f"--rdzv-endpoint={etcd.endpoint}", f"--log-dir={tmp_path}"]
-    options = {"env": environment(), "capture_output": True, "text": True, "timeout": 60}
+    options = {"env": environment(), "capture_output": True, "text": True, "timeout": 240}
     fit = subprocess.run(command, check=False, **options)
     assert fit.returncode == 0, fit.stdout + fit.stderr
     named = [line.split("  ")[0] for line in fit.stdout.splitlines()]
