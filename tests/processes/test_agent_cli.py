@@ -182,7 +182,7 @@ def importing(tmp_path):
     """An agent whose nursery imports without end, and the process that does."""
     (tmp_path / "endless.py").write_text(
         "import os, pathlib, signal, subprocess\n"
-        "subprocess.Popen(['sleep', '120'])\n"
+        "subprocess.Popen(['sleep', '600'])\n"
         "pathlib.Path(__file__).with_name('imports').write_text(f'{os.getpid()}\\n')\n"
         "signal.pause()\n"
     )

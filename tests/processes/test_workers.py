@@ -187,8 +187,8 @@ time.sleep(600)
 FAMILY = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen(["sleep", "120"])                             # in the worker's group
-subprocess.Popen(["sleep", "120"], start_new_session=True)     # escaped from it
+subprocess.Popen(["sleep", "600"])                             # in the worker's group
+subprocess.Popen(["sleep", "600"], start_new_session=True)     # escaped from it
 if os.fork() == 0:                                             # a daemon: its parent is gone
     os.setsid()
     if os.fork() == 0:
