@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,18 +17,17 @@ from tests.support.cluster import (
     LONG_S,
     TRAIN,
     Cluster,
+    agent,
     descendants,
     environment,
     final_hash,
     is_alive,
-    kill_all,
+    light_imports,
     paced,
     training,
 )
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.config import AgentExit
-from zero_agent.workers.workers import CLOSE_TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -54,22 +51,6 @@ local = os.environ["LOCAL_RANK"]
 print("rank", dist.get_rank(), "of", dist.get_world_size(), "local", local, flush=True)
 dist.destroy_process_group()
 """
-
-
-def agent(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    options = {"env": environment(), "timeout": 240, **options}
-    command = [sys.executable, "-m", "zero_agent", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-def light_imports(directory: Path) -> dict[str, str]:
-    """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
-    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
-        path = directory / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    found = filter(None, (str(directory), os.environ.get("PYTHONPATH")))
-    return {**environment(), "PYTHONPATH": os.pathsep.join(found)}
 
 
 @pytest.mark.parametrize(
@@ -144,72 +125,6 @@ def test_a_fresh_interpreter_for_each_worker_on_request(tmp_path):
     assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
 
 
-def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_path):
-    (tmp_path / "heavy.py").write_text("print('imported', flush=True)")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import heavy, os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] < '1')"
-    )
-    env = light_imports(tmp_path)
-    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--preload=heavy,json.none")
-    done = agent(*flags, str(script), env=env)
-    assert (done.returncode, done.stdout.count("imported")) == (0, 1), done.stderr
-    assert "there is no module json.none to preload" in done.stderr
-
-
-def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
-    (tmp_path / "threads.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    (tmp_path / "broken.py").write_text("raise ValueError('no luck')")
-    script = tmp_path / "script.py"
-    script.touch()
-    env = light_imports(tmp_path)
-    for flags, told in (
-        (("--preload=torch,nowhere.at.all",), "there is no module nowhere.at.all; install it"),
-        (("--preload=threads", "--cold-start"), "leave out --preload, or --cold-start"),
-        (("--preload=threads",), "importing threads starts a thread"),
-        (("--preload=broken",), "importing broken has failed: ValueError: no luck; python -c"),
-    ):
-        done = agent("--standalone", *flags, str(script), env=env)
-        assert (done.returncode != 0, done.stdout) == (True, "")
-        assert told in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def importing(tmp_path):
-    """An agent whose nursery imports without end, and the process that does."""
-    (tmp_path / "endless.py").write_text(
-        "import os, pathlib, signal, subprocess\n"
-        "subprocess.Popen(['sleep', '600'])\n"
-        "pathlib.Path(__file__).with_name('imports').write_text(f'{os.getpid()}\\n')\n"
-        "signal.pause()\n"
-    )
-    (tmp_path / "script.py").touch()
-    flags = ["--standalone", "--max-restarts=1", "--preload=endless"]
-    command = [sys.executable, "-m", "zero_agent", *flags, "script.py"]
-    env = light_imports(tmp_path)
-    mark, started = tmp_path / "imports", []
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as run:
-        try:
-            wait_for(lambda: mark.exists() and mark.read_text().endswith("\n"), 150, "the imports")
-            started = descendants(run.pid)
-            yield run, int(mark.read_text())
-        finally:
-            kill_all([run.pid, *started])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, number):
-    agent, _ = importing
-    started = descendants(agent.pid)
-    agent.send_signal(number)
-    assert agent.wait(CLOSE_TIMEOUT_S) == 128 + number  # it was not waited for in vain
-    assert "Traceback" not in agent.stderr.read()
-    wait_for(lambda: not any(map(is_alive, started)), 150, "what it had started to be gone")
-
-
 def test_a_signal_that_comes_when_all_is_done_does_not_change_the_exit_code():
     late = (
         "import atexit, os, signal, sys\n"
@@ -222,46 +137,6 @@ def test_a_signal_that_comes_when_all_is_done_does_not_change_the_exit_code():
         command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
-    agent, first = importing
-    os.kill(first, signal.SIGKILL)
-    mark = tmp_path / "imports"
-    old = f"{first}\n"
-    new = wait_for(
-        lambda: (told := mark.read_text()).endswith("\n") and told != old and told,
-        60,
-        "the imports, again",
-    )
-    os.kill(int(new), signal.SIGKILL)
-    assert agent.wait(150) == AgentExit.JOB_FAILED
-    said = agent.stderr.read()
-    assert said.count("the parent of the workers is gone: killed by SIGKILL") == 1
-    assert said.endswith(", endless: killed by SIGKILL\n")
-
-
-def test_a_job_survives_a_kill_of_its_imports(tmp_path):
-    (tmp_path / "killed_once.py").write_text(
-        "import os, pathlib, signal\n"
-        "mark = pathlib.Path(__file__).with_name('imported')\n"
-        "if not mark.exists():\n"
-        "    mark.touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
-    env = light_imports(tmp_path)
-    flags = ("--standalone", "--max-restarts=1", "--preload=killed_once")
-    done = agent(*flags, str(script), env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout in ("attempt 0\n", "attempt 1\n")  # whether the round had begun by then
-
-
-def test_imports_end_with_an_agent_that_is_killed(importing):
-    agent, nursery = importing
-    agent.kill()
-    wait_for(lambda: not is_alive(nursery), 150, "the nursery to be gone")
 
 
 def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_path):

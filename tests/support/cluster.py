@@ -42,6 +42,23 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
+def agent(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`zero-agent` as it is typed, to its end."""
+    options = {"env": environment(), "timeout": 240, **options}
+    command = [sys.executable, "-m", "zero_agent", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def light_imports(directory: Path) -> dict[str, str]:
+    """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
+    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
+        path = directory / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    found = filter(None, (str(directory), os.environ.get("PYTHONPATH")))
+    return {**environment(), "PYTHONPATH": os.pathsep.join(found)}
+
+
 def training(directory: Path, *more: str) -> list[str]:
     """The example and its arguments: some seconds of steps."""
     places = (f"--checkpoints={directory}/checkpoints", f"--ledger={directory}/ledger")
