@@ -1,25 +1,32 @@
 # make demo   everything the main job needs, and runs it
-# make test   everything the tests need, and runs them (they mostly wait: four at a time on two cores)
-# make image-test   builds and runs the image: root, buildah, debootstrap, a network, minutes
-# make slow-test    those that last for minutes, as an outage of one does
+# make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
+# make test-all     every test, part by part; one part alone: make test-unit, test-contract,
+#                   test-numerics, test-processes, test-deploy
+# make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test image-test slow-test check install dev clean
+# The tests mostly wait, so there are two of them for each of two cores.
+PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
+PARTS := test-unit test-contract test-numerics test-processes test-deploy
+
+.PHONY: demo test test-all $(PARTS) test-image check install dev clean
 
 demo: install
 	$(BIN)/python examples/demo.py
 
 test: dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST)
 
-image-test: dev
+test-all: $(PARTS) test-image
+
+$(PARTS): test-%: dev
+	$(PYTEST) -m 'not image' tests/$*
+
+test-image: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)
-
-slow-test: dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """The image, built for real, and the package that it is made of.
 
-`make image-test` builds the whole image on a Debian base, which takes minutes, root, buildah and
+`make test-image` builds the whole image on a Debian base, which takes minutes, root, buildah and
 debootstrap, and a network or `PIP_*`; `make test` builds the package alone, without a network.
 """
 

@@ -265,7 +265,7 @@ def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_parent_of_workers_that_stands_still_is_replaced(cluster, tmp_path):
     """It cannot kill its workers, and all other nodes wait for that."""
     script = tmp_path / "waits.py"

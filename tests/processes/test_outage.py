@@ -41,7 +41,7 @@ def steps_done(job: Cluster) -> int:
             "killed and restarted",
             0.6,
             100,
-            marks=[pytest.mark.slow, pytest.mark.timeout(300)],
+            marks=[pytest.mark.full, pytest.mark.timeout(300)],
             id="for a minute",
         ),
     ],

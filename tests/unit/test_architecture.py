@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zero_orchestrator.membership.rounds import LEGAL
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOUR = (ROOT / "ARCHITECTURE.md").read_text()
 PACKAGES = {
     "orchestrator/zero_orchestrator",
