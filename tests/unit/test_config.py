@@ -3,12 +3,13 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zero_engine.config import Config, load_config
+from zero_engine.config import Config, load_config, ranges
 from zero_engine.errors import ConfigError
 
 
@@ -130,6 +131,10 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),
         ({"train_batch_size": 0}, "train_batch_size: 0 is less than 1"),
         ({"gradient_clipping": -1}, "gradient_clipping: -1.0 is negative; 0 is off"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: nan is not a number"),
+        ({"fp16": {"initial_scale_power": -1}}, "fp16.initial_scale_power: -1 is not in [0, 127]"),
+        ({"flops_profiler": {"profile_step": -1}}, "flops_profiler.profile_step: -1 is less than"),
+        ({"elasticity": {"min_time": -1}}, "elasticity.min_time: -1 is less than 0"),
         ({"gradient_allreduce_op": "max"}, '\'max\' is neither "mean" nor "sum"'),
         ({"bf16": True}, "bf16: True is not an object"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled: 'yes' is not true or false"),
@@ -178,6 +183,32 @@ def test_a_mistake_is_an_error_that_names_place_and_remedy(data: Any, message: s
     with pytest.raises(ConfigError) as caught:
         load_config(data)
     assert message in str(caught.value)
+
+
+INERT_NUMBERS = sorted(ranges.WITHOUT_EFFECT)
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize("value", [-1, "a lot", True, float("nan")])
+@pytest.mark.parametrize("path", INERT_NUMBERS)
+def test_a_number_without_effect_that_nobody_can_mean_is_refused_by_name(
+    path: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {value!r} is ")):
+        load_config(nested(path, value))
+
+
+def test_numbers_without_effect_are_taken_as_deepspeed_takes_them() -> None:
+    for path in INERT_NUMBERS:
+        for value in (1, 1.0, "1", "auto", None):
+            assert load_config(nested(path, value)) == Config()
+    assert load_config(nested("zero_optimization.reduce_bucket_size", "5e8")) == Config()
 
 
 def test_a_feature_that_is_named_but_switched_off_is_accepted() -> None:

@@ -168,6 +168,29 @@ def test_every_group_keeps_its_own_rate() -> None:
     assert listed.get_lr() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("params", [{}, {"warmup_max_lr": "auto"}, {"warmup_max_lr": None}])
+def test_without_a_maximum_every_group_warms_up_to_its_own_rate(params: dict[str, Any]) -> None:
+    schedule = make("WarmupLR", optimizer(0.1, 0.4), warmup_num_steps=4, **params)
+    schedule.step(0)
+    assert schedule.get_last_lr() == [0.0, 0.0]
+    schedule.step(1)
+    assert schedule.get_last_lr() == pytest.approx([0.05, 0.2])
+    schedule.step(4)
+    assert schedule.get_last_lr() == [0.1, 0.4]
+
+
+def test_what_the_trainer_writes_and_numbers_in_quotes_are_numbers() -> None:
+    schedule = make(
+        "WarmupDecayLR",
+        optimizer(0.1),
+        total_num_steps="1e1",
+        warmup_num_steps=0,
+        warmup_max_lr="1e-4",
+    )
+    schedule.step(2)
+    assert schedule.get_last_lr() == [1e-4]
+
+
 def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:
     first = make("OneCycle", optimizer(0.1), cycle_min_lr=1, cycle_max_lr=5)
     for _ in range(7):
@@ -185,7 +208,13 @@ def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:
         ("Warmup", {}, "scheduler.type: 'Warmup' is unknown; known: LRRangeTest, OneCycle"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: missing, or"),
         ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "0 is not a whole number of at least 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps: -1 is less than 0"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps: 0 is less than 1"),
+        ("WarmupDecayLR", {"total_num_steps": "many"}, "'many' is not a number"),
+        ("WarmupLR", {"warmup_max_lr": -0.1}, "scheduler.params.warmup_max_lr: -0.1 is less"),
+        ("WarmupLR", {"warmup_max_lr": "much"}, "warmup_max_lr: 'much' is not a number"),
+        ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr: nan is not a number"),
+        ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": "x"}, "cycle_max_lr: 'x' is not a number"),
         ("WarmupLR", {"warmup_type": "cubic"}, '\'cubic\' is not "log" or "linear"'),
         ("WarmupLR", {"warmup_min_lr": [1, 2, 3]}, "3 values for 1 param groups"),
     ],

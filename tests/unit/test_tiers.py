@@ -294,7 +294,7 @@ def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
             {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "here"}},
             "'here' is not an absolute path",
         ),
-        ({"stage": 3, "offload_param": {"buffer_size": -1}}, "buffer_size: -1 is negative"),
+        ({"stage": 3, "offload_param": {"buffer_size": -1}}, "buffer_size: -1 is less than 0"),
         ({"stage": 3, "sub_group_size": 0}, "sub_group_size: 0 is less than 1"),
         ({"stage": 3, "zero_hpz_partition_size": 0}, "0 is less than 1"),
         ({"stage": 1, "zero_hpz_partition_size": 8}, "only stage 3 divides the weights"),

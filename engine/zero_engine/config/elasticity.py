@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from zero_engine.config.ranges import check_least
 from zero_engine.errors import ConfigError
 
 _HIGHLY_COMPOSITE = (
@@ -44,6 +45,7 @@ class Elasticity:
     num_gpus_per_node: int = 1
 
     def __post_init__(self) -> None:
+        check_least("elasticity", self, _AT_LEAST)
         if not self.enabled:
             return
         if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
@@ -59,6 +61,9 @@ class Elasticity:
             )
         if self.model_parallel_size != 1:
             raise ConfigError("elasticity.model_parallel_size: there is no model parallelism")
+
+
+_AT_LEAST = {"max_train_batch_size": 0, "min_time": 0, "num_gpus_per_node": 1, "version": 0}
 
 
 @dataclass(frozen=True, slots=True)

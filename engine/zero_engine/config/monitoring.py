@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_engine.config.ranges import check_least
 from zero_engine.errors import ConfigError
 
 OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
@@ -72,3 +73,9 @@ class FlopsProfiler:
     """Without effect: what is recomputed in backward is counted there."""
     top_modules: int = 1
     """Without effect: all modules are shown, the largest first."""
+
+    def __post_init__(self) -> None:
+        check_least("flops_profiler", self, _AT_LEAST)
+
+
+_AT_LEAST = {"profile_step": 0, "module_depth": -1, "recompute_fwd_factor": 0, "top_modules": 1}

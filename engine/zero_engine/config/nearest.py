@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from zero_engine.errors import ConfigError
+
+_NUMBER = re.compile(r"\b(int|float)\b")
 
 
 def unknown_key(
@@ -29,11 +34,12 @@ def unknown_key(
     return ConfigError(f"{where}: unknown config key{hint}")
 
 
-def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Check params that become the arguments of `make`, after its first one.
+def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Params as the arguments of `make`, after its first one; numbers in quotes as numbers.
 
     Raises:
-        ConfigError: One that it does not have, or one missing that it needs.
+        ConfigError: One that it does not have, one missing that it needs, or text or NaN for a
+            number.
     """
     _, *arguments = inspect.signature(make).parameters.values()
     known = {argument.name for argument in arguments}
@@ -43,3 +49,26 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
     for argument in arguments:
         if argument.default is inspect.Parameter.empty and argument.name not in params:
             raise ConfigError(f'{where}.{argument.name}: missing, or "auto": give a value')
+    taken = {name: _unquoted(value) for name, value in params.items()}
+    for argument in arguments:
+        _check_number(f"{where}.{argument.name}", taken.get(argument.name), argument)
+    return taken
+
+
+def _unquoted(value: Any) -> Any:
+    """The number that is written in quotes, as YAML's 1e-4 becomes one; else the value itself."""
+    if isinstance(value, list | tuple):
+        return type(value)(_unquoted(each) for each in value)
+    for number in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return number(value)
+    return value
+
+
+def _check_number(where: str, value: Any, argument: inspect.Parameter) -> None:
+    """Raises ConfigError if a value is NaN, or text in the place of a number."""
+    default = argument.default
+    by_default = isinstance(default, int | float) and not isinstance(default, bool)
+    is_text = isinstance(value, str) and (by_default or _NUMBER.search(str(argument.annotation)))
+    if is_text or (isinstance(value, float) and math.isnan(value)):
+        raise ConfigError(f"{where}: {value!r} is not a number")

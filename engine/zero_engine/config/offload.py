@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_engine.config.ranges import check_least
 from zero_engine.errors import ConfigError
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
@@ -58,11 +59,10 @@ class OffloadParam:
 
     def __post_init__(self) -> None:
         _check_device("offload_param", self.device, self.nvme_path)
-        for name in ("buffer_count", "buffer_size", "max_in_cpu"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"zero_optimization.offload_param.{name}: {getattr(self, name)} is negative"
-                )
+        check_least("zero_optimization.offload_param", self, _AT_LEAST)
+
+
+_AT_LEAST = {"buffer_count": 0, "buffer_size": 0, "max_in_cpu": 0}
 
 
 def _check_device(section: str, device: str, nvme_path: str | None) -> None:

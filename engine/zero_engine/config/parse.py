@@ -21,9 +21,10 @@ from typing import Any
 
 import hjson
 
-from zero_engine.config import keys
+from zero_engine.config import keys, ranges
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.nearest import unknown_key
+from zero_engine.config.ranges import check_range
 from zero_engine.config.schema import SECTIONS, Config
 from zero_engine.errors import ConfigError
 
@@ -192,6 +193,16 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
     elif where in keys.INSIDE and isinstance(value, Mapping):
         for inner in value.keys() - keys.INSIDE[where]:
             raise _unknown(where, inner, set(keys.INSIDE[where]))
+        for inner in value:
+            _check_inert_number(_join(where, inner), value[inner])
+    else:
+        _check_inert_number(where, value)
+
+
+def _check_inert_number(where: str, value: Any) -> None:
+    """A number that nothing reads must be one that somebody could mean."""
+    if where in ranges.WITHOUT_EFFECT and value not in (None, AUTO):
+        check_range(where, value, ranges.WITHOUT_EFFECT[where])
 
 
 def _canonical(path: str, key: str) -> str:
@@ -216,8 +227,8 @@ def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
 def _number(value: Any) -> int | float:
     if isinstance(value, str):
         value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise TypeError  # NaN would pass every comparison that refuses what is too small
     return value
 
 

@@ -5,10 +5,10 @@ DeepSpeed's block of that name has none of these keys. `persistence` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from zero_engine.config.ranges import check_least
 from zero_engine.errors import ConfigError
 
 AUTO = "auto"
@@ -31,7 +31,7 @@ class Ram:
     """What they may take of a node's /dev/shm; None: half of what is free there."""
 
     def __post_init__(self) -> None:
-        _check_least("checkpoint.ram", self, {"every_steps": 1, "replicas": 0, "budget_bytes": 1})
+        check_least("checkpoint.ram", self, {"every_steps": 1, "replicas": 0, "budget_bytes": 1})
         if self.replicas > MOST_REPLICAS:
             raise ConfigError(
                 f"checkpoint.ram.replicas: {self.replicas} is more than {MOST_REPLICAS}"
@@ -95,14 +95,7 @@ class Checkpoint:
         for name in ("keep_every", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
                 raise ConfigError(f"checkpoint.{name}: only with keep_last; without it all stay")
-        _check_least("checkpoint", self, _AT_LEAST)
+        check_least("checkpoint", self, _AT_LEAST)
 
 
 _AT_LEAST = {"every_steps": 1, "every_s": 0, "keep_last": 2, "keep_every": 1}
-
-
-def _check_least(section: str, values: object, least: Mapping[str, int]) -> None:
-    for name, limit in least.items():
-        value = getattr(values, name)
-        if isinstance(value, int | float) and not value >= limit:
-            raise ConfigError(f"{section}.{name}: {value:g} is less than {limit}")

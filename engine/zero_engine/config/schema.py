@@ -21,10 +21,12 @@ from zero_engine.config.monitoring import (
     WandbMonitor,
 )
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
+from zero_engine.config.ranges import check_least
 from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.errors import ConfigError
 from zero_engine.stages import STAGES
 
+_LARGEST_POWER = 127
 Interval = int  # of steps; infinity, as accelerate writes it, is never
 _DTYPE_NAMES = {
     "fp32": "fp32",
@@ -78,6 +80,11 @@ class Fp16:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"fp16.{name}: {value} is not a finite number > 0")
+        if not 0 <= self.initial_scale_power <= _LARGEST_POWER:
+            raise ConfigError(
+                f"fp16.initial_scale_power: {self.initial_scale_power} is not in "
+                f"[0, {_LARGEST_POWER}]: the scale is 2 to this power, a number of fp32"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,18 +160,7 @@ class ZeroOptimization:
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise ConfigError(f"zero_optimization.stage: {self.stage} is not one of 0, 1, 2, 3")
-        if self.sub_group_size < 1:
-            raise ConfigError(
-                f"zero_optimization.sub_group_size: {self.sub_group_size} is less than 1"
-            )
-        for name in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"zero_optimization.{name}: {getattr(self, name)} is negative")
-        if self.zero_hpz_partition_size < 1:
-            raise ConfigError(
-                f"zero_optimization.zero_hpz_partition_size: {self.zero_hpz_partition_size} is "
-                "less than 1"
-            )
+        check_least("zero_optimization", self, _ZERO_AT_LEAST)
         if self.zero_hpz_partition_size > 1 and not STAGES[self.stage].shards_parameters:
             raise ConfigError(
                 "zero_optimization.zero_hpz_partition_size: only stage 3 divides the weights; set "
@@ -177,6 +173,14 @@ class ZeroOptimization:
                     "stage to 3, or remove it"
                 )
         check_stage(self.stage, self.offload_optimizer, self.offload_param)
+
+
+_ZERO_AT_LEAST = {
+    "sub_group_size": 1,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "zero_hpz_partition_size": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +210,7 @@ class Elastic:
     """Steps skipped in a row, with no smaller loss scale left to try, after which a run ends."""
 
     def __post_init__(self) -> None:
-        if self.max_skipped_steps < 1:
-            raise ConfigError(f"elastic.max_skipped_steps: {self.max_skipped_steps} is less than 1")
+        check_least("elastic", self, {"max_skipped_steps": 1})
 
 
 @dataclass(frozen=True, kw_only=True)

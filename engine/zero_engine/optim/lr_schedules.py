@@ -21,6 +21,7 @@ import torch
 
 from zero_engine.config import SchedulerConfig
 from zero_engine.config.nearest import check_params
+from zero_engine.config.ranges import Range, check_range
 from zero_engine.errors import ConfigError
 
 _BETA2 = 0.99  # OneCycle sets the second beta as well, to this
@@ -59,7 +60,7 @@ class Schedule:
 
     def get_last_lr(self) -> list[float]:
         """The rate of each group, as it was set last."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return _own_rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the schedule is."""
@@ -91,7 +92,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._minima = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size = _positive(lr_range_test_step_size, "lr_range_test_step_size")
+        self._size = _whole(lr_range_test_step_size, "lr_range_test_step_size")
         self._rate = lr_range_test_step_rate
         self._staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -127,7 +128,7 @@ class OneCycle(Schedule):
         self._lr = (cycle_min_lr, cycle_max_lr)
         self._mom = (cycle_min_mom, cycle_max_mom)
         self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
-        self._first = float(_positive(cycle_first_step_size, "cycle_first_step_size"))
+        self._first = float(_whole(cycle_first_step_size, "cycle_first_step_size"))
         self._second = float(cycle_second_step_size or cycle_first_step_size)
         self._first_stairs = cycle_first_stair_count
         self._second_stairs = (
@@ -188,7 +189,8 @@ class _Warmup(Schedule):
     ) -> None:
         if kind not in _WARMUPS:
             raise ConfigError(f'scheduler warmup_type: {kind!r} is not "log" or "linear"')
-        self._warmup_steps = max(2, _positive(steps, "warmup_num_steps"))
+        # 0 is what the Trainer makes of "auto" when it is not told to warm up.
+        self._warmup_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
         self._kind = kind
         super().__init__(optimizer, last_batch_iteration)
 
@@ -211,7 +213,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = float(optimizer.param_groups[0]["lr"])
+            warmup_max_lr = _own_rates(optimizer)
         self._minima = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         self._maxima = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
@@ -242,7 +244,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total_steps = _positive(total_num_steps, "total_num_steps")
+        self._total_steps = _whole(total_num_steps, "total_num_steps")
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -270,9 +272,9 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total_steps = _positive(total_num_steps, "total_num_steps")
+        self._total_steps = _whole(total_num_steps, "total_num_steps")
         self._warmup_minimum, self._minimum = warmup_min_ratio, cos_min_ratio
-        self._own_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._own_rates = _own_rates(optimizer)
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
@@ -312,7 +314,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
     params = {key: value for key, value in config.params.items() if value != "auto"}
     if config.params.get("warmup_max_lr") == "auto":
         params["warmup_max_lr"] = None
-    check_params("scheduler.params", cls, params)
+    params = check_params("scheduler.params", cls, params)
     try:
         return cls(optimizer, **params)
     except (TypeError, ValueError) as error:
@@ -330,13 +332,20 @@ def _per_group(
             raise ConfigError(
                 f"scheduler.params.{name}: {len(value)} values for {groups} param groups"
             )
-        return [float(each) for each in value]
-    return [float(value)] * groups
+        rates = [*value]
+    else:
+        rates = [value] * groups
+    for rate in rates:
+        check_range(f"scheduler.params.{name}", rate, Range(whole=False))
+    return [float(rate) for rate in rates]
 
 
-def _positive(value: float, name: str) -> int:
-    if isinstance(value, bool) or value != int(value) or value < 1:
-        raise ConfigError(f"scheduler.params.{name}: {value!r} is not a whole number of at least 1")
+def _own_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _whole(value: float, name: str, least: int = 1) -> int:
+    check_range(f"scheduler.params.{name}", value, Range(least=least))
     return int(value)
 
 

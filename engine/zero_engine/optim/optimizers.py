@@ -128,7 +128,7 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
         params["fused"] = True
-    check_params("optimizer.params", cls, params)
+    params = check_params("optimizer.params", cls, params)
     try:
         return cls(parameters, **params)
     except (TypeError, ValueError) as error:
