@@ -16,7 +16,8 @@ from zero_orchestrator.membership.moves import Decision, Move, go
 
 def culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
     """The one host whose workers failed; empty if those of several did."""
-    machines = {m.machine for m in job.members.nodes if m.id in {cause.node for cause in causes}}
+    failed = {cause.node for cause in causes}
+    machines = {member.machine for member in job.members.nodes if member.id in failed}
     return machines.pop() if len(machines) == 1 else ""
 
 

@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -242,13 +243,24 @@ class Snapshot:
         """Eligible agents that are no members of round n."""
         return tuple(node for node in self.eligible if self.members.index(node) is None)
 
+    @cached_property
+    def _excluded(self) -> Mapping[str, Exclusion]:
+        return {exclusion.host: exclusion for exclusion in self.exclusions}
+
     def exclusion(self, node: Node) -> Exclusion | None:
         """The exclusion of this node's host, or None."""
-        return next((e for e in self.exclusions if e.host == node.machine), None)
+        return self._excluded.get(node.machine)
+
+    @cached_property
+    def _eligible(self) -> frozenset[tuple[str, str]]:
+        return frozenset((node.id, node.incarnation) for node in self.eligible)
 
     def barred(self, node: Node) -> Exclusion | None:
         """Why no round begins with this node, if it is excluded and can be done without."""
-        return None if node in self.eligible else self.exclusion(node)
+        exclusion = self.exclusion(node)
+        if exclusion is None or (node.id, node.incarnation) in self._eligible:
+            return None
+        return exclusion
 
     def node(self, node: str) -> Node | None:
         """The live agent of this id, or None."""

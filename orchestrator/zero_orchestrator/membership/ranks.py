@@ -7,6 +7,7 @@ and rank 0, which coordinates checkpoints, stays where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 
 def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> list[str]:
@@ -27,12 +28,13 @@ def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> lis
     here = set(candidates)
     survivors = [node for node in former if node in here][:limit]
     known = set(former)
-    newcomers = [node for node in candidates if node not in known][: limit - len(survivors)]
+    room = limit - len(survivors)
+    newcomers = iter([node for node in candidates if node not in known][:room])
     staying = set(survivors)
     order: list[str] = []
     for node in former:
         if node in staying:
             order.append(node)
-        elif newcomers and order:
-            order.append(newcomers.pop(0))
-    return order + newcomers
+        elif order:
+            order.extend(islice(newcomers, 1))
+    return [*order, *newcomers]

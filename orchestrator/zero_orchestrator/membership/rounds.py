@@ -108,10 +108,10 @@ def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str], separator: str = ", ") -> str:
     """The first of them, and how many more there are."""
     more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _here(job: Snapshot) -> str:
@@ -120,9 +120,10 @@ def _here(job: Snapshot) -> str:
 
 def _barred(job: Snapshot) -> str:
     """Those that are here and may not take part."""
-    excluded = [f"{e}" for e in job.exclusions if any(n.machine == e.host for n in job.nodes)]
+    here = {node.machine for node in job.nodes}
+    excluded = [f"{exclusion}" for exclusion in job.exclusions if exclusion.host in here]
     unfit = [f"{node.id} is unfit: {node.unfit}" for node in job.nodes if node.unfit]
-    return "".join(f"; {sentence}" for sentence in (*excluded, *unfit))
+    return "".join(f"; {_some(sentences, '; ')}" for sentences in (excluded, unfit) if sentences)
 
 
 def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
@@ -159,7 +160,7 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
 def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     if not job.lost:
         return None
-    names = ", ".join(node.id for node in job.lost)
+    names = _some([node.id for node in job.lost])
     if seen.heard_s < timing.return_within_s:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
         return Decision(None, f"etcd was silent; waiting for node {names} to register again")
@@ -185,7 +186,7 @@ def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | 
             return Decision(None, f"{job.yielding}; waiting for {_some(busy)} to stop")
         return go(Move.FORM, job.yielding)
     if left:
-        return go(Move.FORM, f"the workers of {', '.join(left)} left")
+        return go(Move.FORM, f"the workers of {_some(left)} left")
     return None
 
 
@@ -196,21 +197,19 @@ def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decisi
 def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
     if draining:
-        return go(
-            Move.YIELD, f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} leaving"
-        )
+        return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
     return None
 
 
 def _a_member_is_excluded(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     reasons = [str(e) for node in job.nodes if job.has_member(node) and (e := job.barred(node))]
-    return go(Move.YIELD, "; ".join(reasons)) if reasons else None
+    return go(Move.YIELD, _some(reasons, "; ")) if reasons else None
 
 
 def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
     if not job.joiners:
         return None
-    names = ", ".join(node.id for node in job.joiners)
+    names = _some([node.id for node in job.joiners])
     here = len(job.members.nodes)
     if here >= job.spec.usable(job.spec.max_nodes):
         return Decision(None, f"round {job.n} is full; spare: {names}")
