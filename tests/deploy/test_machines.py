@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ import yaml
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, paced, training
 from tests.support.network import kill_all_with, own_loopback
-from zero_agent.etcd.etcd_process import find_etcd
+from tests.support.waiting import wait_for
+from zero_agent.etcd.etcd_process import Member, find_etcd
 from zero_engine.samples.ledger import read_ledger, verify
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -196,3 +199,82 @@ def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_sa
     report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
     assert (report.problems, report.repeated_steps) == ((), 0)
     assert list(allocation.scratch.glob("tmp.*")) == [], "etcd is gone with its data"
+
+
+ASK = r"""#!/bin/bash
+# An agent that says where it was sent, and what answers there.
+exec 3<>"/dev/tcp/${PET_RDZV_ENDPOINT%:*}/${PET_RDZV_ENDPOINT##*:}"
+printf 'GET /health HTTP/1.0\r\n\r\n' >&3
+echo "sent to $PET_RDZV_ENDPOINT: $(grep -o '"health":"true"' <&3)"
+"""
+
+
+@pytest.mark.etcd
+@pytest.mark.netns
+def test_a_slurm_job_leaves_the_port_of_anothers_etcd_alone(tmp_path):
+    with own_loopback(2379) as network:
+        allocation = Allocation(tmp_path, network)
+        (tmp_path / "bin" / "zero-agent").write_text(ASK)
+
+        def sent_to() -> str:
+            (tmp_path / "output").unlink(missing_ok=True)
+            assert allocation.submit().wait(60) == 0, allocation.output
+            told = re.findall(r'sent to (\S+): "health":"true"', allocation.output)
+            assert told == 2 * told[:1], allocation.output
+            return str(told[0])
+
+        try:
+            first = sent_to()
+            with _anothers_etcd(tmp_path, network, first):
+                second = sent_to()
+        finally:
+            kill_all_with("ALLOCATION", allocation.mark)
+    assert second != first
+    assert list(allocation.scratch.glob("tmp.*")) == [], "etcd is gone with its data"
+
+
+@contextlib.contextmanager
+def _anothers_etcd(directory: Path, network: list[str], endpoint: str) -> Iterator[None]:
+    """An etcd of another user on this machine."""
+    data = Path(directory, "another")
+    member = Member(data=data, client_port=int(endpoint.rpartition(":")[2]))
+    with (directory / "another.log").open("wb") as log:
+        command = [*network, *member.command(find_etcd())]
+        etcd = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        ask = [*network, "bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{member.client_port}"]
+        wait_for(
+            lambda: subprocess.run(ask, capture_output=True, check=False).returncode == 0,
+            60,
+            "another user's etcd",
+        )
+        yield
+    finally:
+        etcd.kill()
+        etcd.wait()
+
+
+# ---- every etcd of ours ----
+
+
+def _etcd_commands() -> dict[str, list[str]]:
+    """The options of each etcd that we start or tell others to start."""
+    manifests = yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / "etcd.yaml").read_text())
+    stateful = next(m for m in manifests if m["kind"] == "StatefulSet")
+    member = Member(data=Path("/data"), client_port=1)
+    return {
+        "compose": COMPOSE["services"]["etcd"]["command"],
+        "kubernetes": stateful["spec"]["template"]["spec"]["containers"][0]["command"],
+        "Slurm": re.findall(r"--[a-z-]+=\S+", SBATCH.read_text()),
+        "one machine, launch, a fixed world": member.command(Path("etcd")),
+    }
+
+
+@pytest.mark.parametrize("place", _etcd_commands())
+def test_every_etcd_of_ours_forgets_its_history_and_elects_in_time_for_short_leases(place):
+    options = _etcd_commands()[place]
+    assert {
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=1h",
+        "--election-timeout=1000",
+    } <= set(options)
