@@ -14,11 +14,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_engine.checkpoint.tools import adopt, locate
 from zero_engine.checkpoint.tools.adopt import Dtypes
 from zero_engine.checkpoint.tools.dcp import read_dcp
+from zero_engine.checkpoint.tools.dcp_layout import find_layout
 from zero_engine.checkpoint.tools.deepspeed import read_deepspeed
 from zero_engine.checkpoint.tools.foreign import Foreign, read_hf, read_torch
 from zero_engine.checkpoint.tools.tensors import read_tensors
@@ -270,6 +272,68 @@ def test_dcp_brings_weights_moments_and_groups_in_both_its_forms(dcp_directory, 
     assert [group["hyperparameters"]["weight_decay"] for group in groups] == [0.1, 0.0]
     assert [group["state"]["step"]["tensor"] for group in groups] == [2.0, 2.0]
     assert checkpoint.manifest.step == 2
+
+
+class AppState(Stateful):
+    """As in PyTorch's tutorial."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+
+def shapes_of_users(model, optimizer):
+    """What people save, whether the optimizer comes along, the step, and what is left out."""
+    state, optimizer_state = get_state_dict(model, optimizer)
+    by_number = optimizer.state_dict()
+    return {
+        "app": ({"app": AppState(model, optimizer)}, True, None, []),
+        "opt": (
+            {"net": state, "opt": optimizer_state, "train": {"global_step": 7}, "sched": {"at": 7}},
+            *(True, 7, ["sched"]),
+        ),
+        "flat": ({**state, "optim": optimizer_state, "step": torch.tensor(3)}, True, 3, []),
+        "ema": ({"model": state, "ema": state, "optim": optimizer_state}, True, None, ["ema"]),
+        "numbered": ({"model": state, "optim": by_number}, False, None, ["optim"]),
+    }
+
+
+@pytest.mark.parametrize("shape", ["app", "opt", "flat", "ema", "numbered"])
+def test_dcp_finds_model_optimizer_and_step_and_names_what_it_leaves_out(tmp_path, shape):
+    model, optimizer = trained()
+    content, has_optimizer, step, left_out = shapes_of_users(model, optimizer)[shape]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
+
+    foreign = from_dcp(tmp_path / "dcp")
+
+    assert {n: t.tolist() for n, t in foreign.params.items()} == {
+        name: param.tolist() for name, param in model.named_parameters()
+    }
+    assert foreign.buffers == {}
+    assert sorted(foreign.moments) == (["exp_avg", "exp_avg_sq"] if has_optimizer else [])
+    assert len(foreign.groups) == (2 if has_optimizer else 0)
+    assert foreign.run.get("step") == step
+    assert list(foreign.left_out) == left_out
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["a.model.w", "b.model.w"], "under each of a.model, b.model; choose with --model-key"),
+        (["model.embed.weight", "lm_head.weight"], "there are other tensors, such as lm_head"),
+        (["state.w.step", "param_groups.w.lr"], "no model in it; name its key with --model-key"),
+        (["net.w", "d.state.w.step", "g.state.w.step"], "each of d, g; choose with --optimizer-k"),
+    ],
+)
+def test_where_dcp_can_mean_two_things_the_user_is_asked(keys, message):
+    weights = [key for key in keys if not key.endswith(("step", "lr"))]
+    with pytest.raises(CheckpointError, match=message):
+        find_layout(keys, weights, weights, model_key=None, optimizer_key=None)
 
 
 def test_dcp_metadata_run_no_code(dcp_directory, tmp_path):

@@ -24,6 +24,11 @@ _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
     "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
 )
+_LEFT_OUT = (
+    "not imported, because a checkpoint has no place for it, or it does not fit the model: %s. If "
+    "the model or its optimizer is among these, say so with --model-key or --optimizer-key"
+)
+_NO_STEP = "it is not said how many steps were trained: counts as step 0; else say --step N"
 _log = logging.getLogger(__name__)
 
 
@@ -90,8 +95,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         "--tie", action="append", default=[], type=arguments.pair, metavar="OTHER=NAME"
     )
     parser.add_argument("--key", default="", help="torch: where in the file, such as model")
-    parser.add_argument("--model-key", help="dcp: the model's key (model)")
-    parser.add_argument("--optimizer-key", help="dcp: the optimizer's key (optimizer, optim)")
+    parser.add_argument("--model-key", help="dcp: the model's key, such as app.model (found)")
+    parser.add_argument("--optimizer-key", help="dcp: the optimizer's key (found)")
 
 
 def _read_dcp(options: argparse.Namespace) -> Foreign:
@@ -127,6 +132,10 @@ def run_import(options: argparse.Namespace) -> None:
         )
     foreign = adopt.tie(_READERS[options.kind](options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
+    if foreign.left_out:
+        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out))
+    if foreign.moments and options.step is None and "step" not in foreign.run:
+        _log.warning(_NO_STEP)
     if loose := adopt.unexplained(foreign):
         _log.warning(_UNEXPLAINED, ", ".join(loose))
     path = adopt.adopt(

@@ -1,9 +1,9 @@
 """torch.distributed.checkpoint directories, with optimizer state, without running their pickles.
 
 The metadata of a DCP checkpoint is a pickle; it is read with nothing but DCP's own records
-allowed. What the user saved under which key is their choice; the usual shape is expected,
-`{"model": ..., "optimizer": ...}` as `torch.distributed.checkpoint.state_dict` makes it, with or
-without `flatten_optimizer_state_dict`, and the two keys can be named.
+allowed. What the user saved under which key is their choice: `dcp_layout` finds it, or the user
+names it. The optimizer is expected as `torch.distributed.checkpoint.state_dict` makes it, with or
+without `flatten_optimizer_state_dict`.
 
 Must always hold: a tensor is used only if its chunks cover all of it.
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
 from zero_engine.checkpoint.format.dtypes import NAMES
+from zero_engine.checkpoint.tools.dcp_layout import GROUPS, STATE, Layout, find_layout
 from zero_engine.checkpoint.tools.foreign import Foreign, is_buffer
 from zero_engine.checkpoint.tools.hyper import group_record, plain
 from zero_engine.checkpoint.tools.pickles import load_listed, load_torch
@@ -50,8 +51,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
 }
-OPTIMIZER_KEYS = ("optimizer", "optim")
-MODEL_KEY = "model"
 
 
 def read_dcp(
@@ -67,34 +66,41 @@ def read_dcp(
     Args:
         source: The directory.
         allow_pickle: For values that are no plain ones, see `pickles.load_torch`.
-        model_key: Where the model's state_dict is; None: `model`, or else beside the optimizer.
-        optimizer_key: Where the optimizer's is; None: `optimizer` or `optim`.
+        model_key: Where the model's state_dict is, "": it is all; None: to be found.
+        optimizer_key: Where the optimizer's is; None: to be found.
         buffers: Patterns of further names that are buffers.
 
     Raises:
         CheckpointError: It is none, is damaged, or has no model under that key.
     """
     store = _Store.open(source, allow_pickle)
-    optimizer_key = _choose(optimizer_key, OPTIMIZER_KEYS, store, "--optimizer-key")
-    model_key = _choose(model_key, (MODEL_KEY,), store, "--model-key")
-    names = _model_names(store, model_key, optimizer_key)
-    whole = {name: store.tensor(key) for name, key in names.items()}
+    layout = store.layout(model_key, optimizer_key)
+    whole = {key.removeprefix(layout.model): store.tensor(key) for key in layout.tensors}
     aside = {name for name, data in whole.items() if is_buffer(name, data, buffers)}
     params = {name: data for name, data in whole.items() if name not in aside}
-    found = _Optimizer.read(store, optimizer_key)
+    found = _Optimizer.read(store, layout.optimizer)
     strange = sorted(found.state.keys() - params.keys())
     if strange:
         raise CheckpointError(
             f"{source}: the optimizer has state for {strange[0]!r}, which is no parameter of "
             "the model; name the keys of both with --model-key and --optimizer-key"
         )
+    step = _step({key: plain(store.value(key)) for key in layout.steps})
     return Foreign(
         params=params,
         buffers={name: whole[name] for name in sorted(aside)},
         moments=found.moments(),
         groups=found.groups(params),
-        run={"step": step} if isinstance(step := store.value("step"), int) else {},
+        run={} if step is None else {"step": step},
+        left_out=(*layout.left_out, *(layout.steps if step is None else ())),
     )
+
+
+def _step(values: Mapping[str, Any]) -> int | None:
+    """The number of steps, if all who count them agree."""
+    counts = set(values.values())
+    step = counts.pop() if len(counts) == 1 else None
+    return step if isinstance(step, int) else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,22 @@ class _Store:
         if not isinstance(records, metadata.Metadata):
             raise CheckpointError(f"{path}: holds a {type(records).__name__}, not DCP's metadata")
         return _Store(source, records, tuple(records.state_dict_metadata), allow_pickle)
+
+    def layout(self, model_key: str | None, optimizer_key: str | None) -> Layout:
+        """What is where."""
+        records = self.records.state_dict_metadata
+        dtypes = {
+            key: record.properties.dtype
+            for key, record in records.items()
+            if isinstance(record, metadata.TensorStorageMetadata)
+        }
+        weights = {k for k, dtype in dtypes.items() if dtype.is_floating_point or dtype.is_complex}
+        try:
+            return find_layout(
+                self.keys, dtypes, weights, model_key=model_key, optimizer_key=optimizer_key
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from None
 
     def tensor(self, key: str) -> Tensor:
         """One tensor, put together from its chunks."""
@@ -169,35 +191,6 @@ class _Store:
         return load_torch(io.BytesIO(data), what, allow_pickle=self.allow_pickle)
 
 
-def _choose(key: str | None, usual: tuple[str, ...], store: _Store, flag: str) -> str | None:
-    """The key to use; None if the usual ones are not there."""
-    candidates = (key,) if key is not None else usual
-    for candidate in candidates:
-        if any(name.startswith(f"{candidate}.") for name in store.keys):
-            return candidate
-    if key is not None:
-        top = sorted({name.partition(".")[0] for name in store.keys})
-        raise CheckpointError(f"{flag} {key}: there is no such key; there are: {', '.join(top)}")
-    return None
-
-
-def _model_names(store: _Store, model_key: str | None, optimizer_key: str | None) -> dict[str, str]:
-    """Parameter or buffer -> its key."""
-    if model_key is not None:
-        prefix = f"{model_key}."
-        return {key.removeprefix(prefix): key for key in store.keys if key.startswith(prefix)}
-    records = store.records.state_dict_metadata
-    names = {
-        key: key
-        for key in store.keys
-        if isinstance(records[key], metadata.TensorStorageMetadata)
-        and (optimizer_key is None or not key.startswith(f"{optimizer_key}."))
-    }
-    if not names:
-        raise CheckpointError(f"{store.directory}: no model in it; name its key with --model-key")
-    return names
-
-
 @dataclass(frozen=True)
 class _Optimizer:
     """An optimizer's state_dict by names, its two forms brought to one."""
@@ -208,11 +201,11 @@ class _Optimizer:
     """Group number, or in the flattened form parameter, -> option -> value."""
 
     @staticmethod
-    def read(store: _Store, key: str | None) -> _Optimizer:
-        """The optimizer under a key; empty without one."""
-        if key is None:
+    def read(store: _Store, prefix: str | None) -> _Optimizer:
+        """The optimizer under a prefix; empty without one."""
+        if prefix is None:
             return _Optimizer({}, {})
-        return _Optimizer(_nested(store, f"{key}.state."), _nested(store, f"{key}.param_groups."))
+        return _Optimizer(_nested(store, prefix + STATE), _nested(store, prefix + GROUPS))
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer key -> parameter -> one value per element."""

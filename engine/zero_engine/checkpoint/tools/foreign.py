@@ -43,6 +43,8 @@ class Foreign:
     """Parameters that are not trained."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """What the source knows of the engine's counters."""
+    left_out: Sequence[str] = ()
+    """What else is in the source, and no checkpoint of ours has a place for."""
 
 
 def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[str]) -> Foreign:
