@@ -258,7 +258,13 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._core.moved.restore(non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Finish a save in flight; close curves, ledger and the connection to the agent."""
+        """Finish a save in flight; close curves, ledger and the connection to the agent.
+
+        If the disk was too full for the save of this very step, that is tried again for 4 minutes.
+
+        Raises:
+            CheckpointError: The disk is full still.
+        """
         self._persistence.close()
         self._reporter.monitors.close()
         if self._run.ledger is not None:

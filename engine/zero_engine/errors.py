@@ -27,6 +27,10 @@ class CheckpointError(EngineError):
     """A checkpoint could not be saved or loaded."""
 
 
+class DiskFull(CheckpointError):
+    """The storage has no room for a checkpoint: nothing was published; room may be made."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """Bytes on disk are not the bytes that were saved: truncated, flipped, missing, swapped."""
 

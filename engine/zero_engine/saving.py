@@ -73,7 +73,8 @@ class Checkpointing(Wrapper):
 
         Returns:
             Whether it was published, or in the background: begun. False if this worker's round
-            is over, or if the save before is in flight and checkpoint.when_busy is "skip".
+            is over, if the disk is full (`checkpoint_due` is then true again after a minute), or
+            if the save before is in flight and checkpoint.when_busy is "skip".
 
         Raises:
             CheckpointError: A rank failed, the client state has something else in it, or the ranks

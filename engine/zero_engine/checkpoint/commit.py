@@ -17,6 +17,7 @@ in the same way.
 
 from __future__ import annotations
 
+import errno
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,10 +32,11 @@ from zero_engine.checkpoint.format.manifest import MANIFEST, directory_name, fil
 from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
-from zero_engine.errors import CheckpointError, CommitRefused
+from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
 
 _NONCES = 16
 """Directory names to try: each is taken once in 65536 times, and only within one step."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def save(
@@ -67,6 +69,8 @@ def save(
 
     Raises:
         CommitRefused: The fence said no; nothing is published. On every rank.
+        DiskFull: Nothing but room was missing, on one rank or several; nothing is published.
+            On every rank.
         CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
             On every rank. Or: no verdict came, and the outcome is unknown.
         PeerLost: The store of the ballot is gone.
@@ -182,20 +186,29 @@ def _judge(
     except CommitRefused as error:
         verdict: Record = {"problem": str(error), "refused": True}
     except CheckpointError as error:
-        verdict = {"problem": f"{directory} was not saved: {error}"}
+        verdict = {"problem": f"{directory} was not saved: {error}", "full": _lack_room(votes)}
     except Exception as error:
         verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
     withdraw(directory, disk)
     return verdict
 
 
+def _lack_room(votes: list[Record | None]) -> bool:
+    """Whether every rank that failed has failed for want of room alone."""
+    failed = [vote for vote in votes if vote is None or "problem" in vote]
+    return bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
+
+
 def _problem(where: str, error: Exception) -> Record:
     if isinstance(error, OSError) and error.strerror:
-        return {"problem": f"{where}: {error.strerror} (errno {error.errno})"}
+        text = f"{where}: {error.strerror} (errno {error.errno})"
+        return {"problem": text, "full": error.errno in _NO_ROOM}
     return {"problem": f"{where}: {error or type(error).__name__}"}
 
 
 def _raise_problem(verdict: Record) -> None:
-    if "problem" in verdict:
-        refused = verdict.get("refused", False)
-        raise (CommitRefused if refused else CheckpointError)(verdict["problem"])
+    if "problem" not in verdict:
+        return
+    kinds = (("refused", CommitRefused), ("full", DiskFull))
+    kind = next((kind for name, kind in kinds if verdict.get(name)), CheckpointError)
+    raise kind(verdict["problem"])

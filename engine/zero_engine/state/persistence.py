@@ -11,10 +11,13 @@ Called by `engine`; `saver` does the work.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,8 +31,14 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
-from zero_engine.elastic import AgentLink, Departure, choose_departure, leave
-from zero_engine.errors import CheckpointError, CommitRefused, EngineError
+from zero_engine.elastic import (
+    AgentLink,
+    Departure,
+    choose_departure,
+    leave,
+    peers_may_vanish,
+)
+from zero_engine.errors import CheckpointError, CommitRefused, DiskFull, EngineError
 from zero_engine.exchange.distributed import group_store
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
@@ -40,7 +49,7 @@ from zero_engine.state.line import Line
 from zero_engine.state.loading import Loading
 from zero_engine.state.ram_tier import RamTier
 from zero_engine.state.saver import Request, Saver
-from zero_engine.state.schedule import Schedule
+from zero_engine.state.schedule import RETRY_S, Schedule
 from zero_engine.state.selection import LoadOptions
 
 _log = logging.getLogger(__name__)
@@ -48,8 +57,14 @@ _log = logging.getLogger(__name__)
 ClientSource = Callable[[], Mapping[str, Any]]
 """Gives the script's own state as of now."""
 _SCRIPT_ALONE = "client_state is known to the script alone; engine.keep_client_state() tells more"
-NOTES = 5
+NOTES = 6
 """How many numbers `Persistence.notes` adds to the consensus of a step."""
+ROOM_WAIT_S = 240.0
+"""The last save of a script waits so long for room on a full disk: an agent takes workers for
+hung after 300 s at the earliest."""
+LEAVING_WAIT_S = 10.0
+"""...and that of a worker that leaves, which its agent ends otherwise."""
+_PAUSE_S = 5.0
 
 
 class Persistence:
@@ -88,6 +103,8 @@ class Persistence:
         self._some_rank_busy = False
         self._some_ram_busy = False
         self._told_of_metric = False
+        self._owed: Request | None = None
+        """The last save, if it has found no room: a script must not end without it."""
 
     # ---- saving ----
 
@@ -136,7 +153,7 @@ class Persistence:
         """Begin it; return when nothing reads the state any more, or what was read is copied."""
         try:
             copied = self.saver.begin(request, copy=not waits)
-            saved = self.wait() if waits else True
+            saved = self._await_saved(request) if waits else True
             if not copied:  # for want of room, on this rank alone: as if it had been in background
                 self._tell(self.saver.wait())
             return saved
@@ -145,11 +162,90 @@ class Persistence:
                 self._core.moved.lend(lambda: self._tell(self.saver.wait_for_room()))
             raise
 
+    def _await_saved(self, request: Request) -> bool:
+        """Whether it was saved; a full disk is no fault of the script's, which goes on."""
+        try:
+            return self.wait()
+        except DiskFull as error:
+            if self._run.rank == 0:
+                _log.warning(
+                    "the checkpoint of step %d was not saved; training goes on, and "
+                    "checkpoint_due() is true again in %g s: %s; free some room",
+                    request.step,
+                    RETRY_S,
+                    error,
+                )
+            self._owe(request)
+            return False
+
     def close(self) -> None:
-        """Finish the saves in flight."""
+        """Finish the saves in flight, and the last one, if it has found no room.
+
+        Raises:
+            DiskFull: There still is none.
+        """
         if self.ram is not None:
             self.ram.close()
-        self.saver.close()
+        try:
+            self._save_what_is_owed()
+        finally:
+            self.saver.close()
+
+    # ---- a full disk ----
+
+    def _owe(self, request: Request) -> None:
+        if self._owed is None:
+            atexit.register(self._end_unsaved)
+        self._owed = request
+
+    def _settle(self) -> None:
+        if self._owed is not None:
+            atexit.unregister(self._end_unsaved)
+        self._owed = None
+
+    def _save_what_is_owed(self) -> None:
+        """Try again the save of this very step, until there is room: after it the script ends."""
+        request = self._owed
+        # Where an exception ends the script, the other ranks do not come here.
+        if request is None or request.step != self._run.cursor.step or sys.exc_info()[0]:
+            return
+        limit_s = LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S
+        until_s = time.monotonic() + limit_s
+        if self._run.rank == 0:
+            _log.warning("waiting up to %g s for room in %s", limit_s, request.root)
+        with peers_may_vanish(self._link):
+            while not self._try_again(request):
+                if not self._ballot.announce(partial(_again, until_s))["again"]:
+                    self._settle()
+                    raise DiskFull(f"no room in {request.root} for the last checkpoint; free some")
+
+    def _try_again(self, request: Request) -> bool:
+        self.saver.begin(request, copy=False)
+        outcome = self.saver.wait()
+        assert outcome is not None
+        if isinstance(outcome.error, DiskFull):
+            return False
+        if outcome.error is not None:
+            self._settle()
+            raise outcome.error
+        self._note(outcome)
+        return True
+
+    def _end_unsaved(self) -> None:
+        """The script has ended: what exits with 0 has saved what it wanted to save."""
+        request = self._owed
+        leaves = self.leaving or self._link.group_lost.is_set()
+        if request is None or request.step != self._run.cursor.step or leaves:
+            return
+        _log.error(
+            "the script has ended, and its last checkpoint, of step %d, found no room in %s: "
+            "exit code 1",
+            request.step,
+            request.root,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
     def _check_boundary(self) -> None:
         if micro := self._run.cursor.micro:
@@ -218,6 +314,9 @@ class Persistence:
     def _note(self, outcome: Outcome) -> None:
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
+            self._settle()
+        elif isinstance(outcome.error, DiskFull):
+            self.schedule.found_no_room()
 
     # ---- in memory ----
 
@@ -342,8 +441,15 @@ class Persistence:
             self._leave()
 
     def _leave(self) -> None:
-        self.close()
+        with suppress(DiskFull):  # said below
+            self.close()
         self.saver.tell_lost(in_ram=self.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)
+
+
+def _again(until_s: float) -> dict[str, bool]:
+    """Rank 0's decision, a pause later, whether the last save is tried again."""
+    time.sleep(_PAUSE_S)
+    return {"again": time.monotonic() < until_s}

@@ -19,6 +19,8 @@ from zero_engine.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
+RETRY_S = 60.0
+"""A save that found no room on the disk is due again after so long."""
 _WORTH_A_WORD = 1.2
 """The factor by which "auto" must have moved to be reported again."""
 
@@ -43,6 +45,8 @@ class Schedule:
         self._write_s: float | None = None
         self._reported_s: float | None = None
         self._since_save_s = self._auto_s = 0.0
+        self._failed_s: float | None = None
+        self._retries = False
 
     # ---- measuring ----
 
@@ -60,24 +64,33 @@ class Schedule:
         self._last_save_s = self._clock() - stall_s
         self._since_save_s = 0.0
         self._stall_s = stall_s
+        self._retries = False
+        if self._failed_s is not None and self._failed_s < self._last_save_s:
+            self._failed_s = None  # of a save before this one
 
     def committed(self, write_s: float) -> None:
         """A save has been committed, so long after its beginning."""
         self._write_s = write_s
 
+    def found_no_room(self) -> None:
+        """A save has failed because the disk is full."""
+        self._failed_s = self._clock()
+
     # ---- what travels ----
 
-    def notes(self) -> tuple[float, float]:
-        """For all ranks: seconds since the last save, seconds that "auto" finds right."""
+    def notes(self) -> tuple[float, float, bool]:
+        """For all ranks: seconds since the last save, seconds that "auto" finds right, retry?"""
         failures = Failures(restarts=self._restarts, elapsed_s=self.elapsed_s)
         interval_s, reason = best_interval_s(self._costs(), failures)
         if self._config.every_s == AUTO and self._rank == 0:
             self._report(interval_s, reason)
-        return self._clock() - self._last_save_s, interval_s
+        retries = self._failed_s is not None and self._clock() - self._failed_s >= RETRY_S
+        return self._clock() - self._last_save_s, interval_s, retries
 
     def hear(self, notes: Sequence[float]) -> None:
         """Take rank 0's notes."""
-        self._since_save_s, self._auto_s = notes
+        self._since_save_s, self._auto_s, retries = notes
+        self._retries = bool(retries)
 
     def _costs(self) -> Costs | None:
         if self._write_s is None:
@@ -105,6 +118,8 @@ class Schedule:
                 "checkpoint_due(): give it every_steps or every_s, or set one of them in the "
                 'config\'s "checkpoint"'
             )
+        if self._retries:
+            return step > 0
         if every_steps is not None:
             return step > 0 and step % every_steps == 0
         wanted_s = self._auto_s if every_s == AUTO else float(every_s or 0.0)

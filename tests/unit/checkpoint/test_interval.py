@@ -162,3 +162,20 @@ def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
 def test_a_wrong_setting_is_refused_by_name(section, says):
     with pytest.raises(ConfigError, match=says):
         load_config(config(checkpoint=section))
+
+
+def test_a_save_that_found_no_room_is_due_again_after_a_minute_until_one_begins():
+    clock = Clock()
+    ours, other = schedule(clock), schedule(clock, rank=1)
+    step(clock, ours, other, seconds=5)
+    ours.found_no_room()
+    ours.begun(2.0)  # that save, which had begun before
+    step(clock, ours, other, seconds=59)
+    assert not other.due(2, 1000, None)
+    step(clock, ours, other, seconds=1)
+    assert [rank.due(3, 1000, None) for rank in (ours, other)] == [True, True]
+    clock.now_s += 1
+    for rank in (ours, other):
+        rank.begun(0.5)
+    step(clock, ours, other, seconds=100)
+    assert not ours.due(4, 1000, None)

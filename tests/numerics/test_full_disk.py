@@ -1,0 +1,148 @@
+"""A disk without room for checkpoints: training goes on, and what a script ends with is saved."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
+from tests.support.saving import ENDS_AT, heard, undisturbed, use
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldPool
+from zero_engine.checkpoint import find
+from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.place import Place
+from zero_engine.errors import DiskFull
+from zero_engine.state import persistence
+from zero_orchestrator.contract import ExitCode
+
+
+class FullFor(Disk):
+    """A disk on which the files of rank 1 find room after so many attempts, all others at once."""
+
+    def __init__(self, attempts: int) -> None:
+        self.left = attempts
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        if self.left and "r00001" in file.name:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(file, data)
+
+
+def test_a_save_that_finds_no_room_costs_a_warning_and_the_script_goes_on_and_saves_later(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    ranks = worlds.run(2, save_while_the_disk_is_full, str(tmp_path))
+    end = worlds.run(1, undisturbed)[0]
+    assert [(saved, due, last) for saved, due, last, _ in ranks] == [(False, True, end)] * 2
+    (warning,), nothing = (lines for *_, lines in ranks)
+    assert warning.startswith("the checkpoint of step 2 was not saved; training goes on")
+    assert warning.endswith(
+        "r00001.safetensors: No space left on device (errno 28); free some room"
+    )
+    assert nothing == []
+    assert [c.manifest.step for c in find(tmp_path).candidates] == [3, 1]
+
+
+def save_while_the_disk_is_full(root: str) -> tuple[bool, bool, str, list[str]]:
+    engine = make_engine(config(2))
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    use(engine, FullFor(1))
+    train(engine, 2)
+    with heard(logging.WARNING) as lines:
+        saved = engine.save_checkpoint(root)
+    engine._persistence.schedule._failed_s = float("-inf")  # a minute later
+    train(engine, 3)
+    due = engine.checkpoint_due(every_steps=1000)
+    assert engine.save_checkpoint(root)
+    assert not engine.checkpoint_due(every_steps=1000)
+    train(engine, ENDS_AT)
+    engine.destroy()
+    return saved, due, engine.weight_hash(), lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("attempts", "saved"), [(3, True), (1000, False)])
+def test_the_last_save_of_a_script_waits_for_room_and_without_it_the_script_fails(
+    worlds: WorldPool, tmp_path: Path, attempts: int, saved: bool
+) -> None:
+    assert worlds.run(2, end_on_a_full_disk, str(tmp_path), attempts) == [saved] * 2
+    steps = [c.manifest.step for c in find(tmp_path).candidates]
+    assert steps == ([ENDS_AT] if saved else [])
+
+
+def end_on_a_full_disk(root: str, attempts: int) -> bool:
+    persistence._PAUSE_S, persistence.ROOM_WAIT_S = 0.01, 1.0
+    engine = make_engine(config(1))
+    use(engine, FullFor(attempts))
+    train(engine, ENDS_AT)
+    assert not engine.save_checkpoint(root)
+    try:
+        engine.destroy()
+    except DiskFull:
+        return False
+    return True
+
+
+@pytest.mark.full
+def test_a_worker_that_leaves_a_full_disk_leaves_all_the_same(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(2, leave_a_full_disk, str(tmp_path)) == [ExitCode.LEFT] * 2
+
+
+def leave_a_full_disk(root: str) -> int | None:
+    persistence._PAUSE_S, persistence.LEAVING_WAIT_S = 0.01, 0.1
+    with under_agent(root, leave_after=2):
+        engine = make_engine(config(1))
+        engine.load_checkpoint(f"{root}/checkpoints")
+        use(engine, FullFor(1000))
+
+        def run() -> None:
+            train(engine, 2)
+            await_leave(engine)
+            train(engine, 3)
+
+        return exit_code_of(engine, run)
+
+
+ENDS = """
+import sys, torch, zero_engine
+from tests.support.saving import use
+from tests.numerics.test_full_disk import Full
+
+engine, *_ = zero_engine.initialize(
+    model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+)
+engine.backward(engine(torch.ones(1, 2)).sum())
+engine.step()
+use(engine, Full())
+engine.save_checkpoint(sys.argv[1])
+"""
+
+
+class Full(Disk):
+    """A disk without any room."""
+
+    def create(self, path: Place) -> BinaryIO:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.full
+def test_a_script_that_ends_without_its_last_checkpoint_does_not_exit_with_0(
+    tmp_path: Path,
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, "Traceback" in run.stderr) == (1, False), run.stderr
+    assert f"its last checkpoint, of step 1, found no room in {tmp_path}" in run.stderr
