@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping
 
 from zero_orchestrator.errors import SpecError
 
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
-_LENGTH = re.compile(r"(\d+\.?\d*|\.\d+)([smh]?)")
+_LENGTH = re.compile(r"(\d+\.?\d*|\.\d+)([smhd]?)")
 
 
 def seconds(text: str) -> float:
-    """`30`, `30s`, `10m` or `2h` as seconds."""
+    """`30`, `30s`, `10m`, `2h` or `7d` as seconds."""
     match = _LENGTH.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text} is no length of time; write seconds, such as 30, or 10m, or 2h"
+            f"{text} is no length of time; write seconds, such as 30, or 10m, or 2h, or 7d"
         )
     return float(match[1]) * _UNITS_S[match[2]]
 

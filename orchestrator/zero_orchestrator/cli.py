@@ -18,12 +18,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_orchestrator import events, status, wishes
+from zero_orchestrator import collect, events, status, wishes
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
 from zero_orchestrator.jobfile import command as job_files
@@ -136,6 +136,16 @@ def _parser() -> argparse.ArgumentParser:
     admit.add_argument("node", help="the host, or a node on it")
     for sub in (bar, admit):
         sub.add_argument("job", nargs="?", help="of which job (the one that runs)")
+    gc = command("gc", "delete what is kept of jobs that are over")
+    text = "jobs that have been over for so long (7d)"
+    gc.add_argument(
+        "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
+    )
+    text = f"and the oldest of those that are over, but for so many ({collect.KEEP})"
+    gc.add_argument("--keep", type=_count, default=collect.KEEP, metavar="N", help=text)
+    text = "jobs that all agents have left without an end for that long, too: they cannot go on"
+    gc.add_argument("--lost", action="store_true", help=text)
+    gc.add_argument("--dry-run", action="store_true", help="say what would go; delete nothing")
     for sub in (drain, stop):
         text = "wait so many seconds for it to have happened (0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
@@ -143,6 +153,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, text) in _HANDED_OVER.items():  # listed here, and read there
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: write a number of jobs, such as 50")
+    return int(text)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -296,6 +312,23 @@ def _include(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     return CtlExit.OK
 
 
+def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    """One line for each job that goes; a job that has begun again meanwhile stays."""
+    limits = {"older_than_s": args.older_than, "keep": args.keep, "lost": args.lost}
+    now_s, gone = time.time(), 0
+    if args.dry_run:
+        found: Iterable[collect.Doomed] = collect.due(collect.look(store), now_s=now_s, **limits)
+    else:
+        found = collect.collect(store, now_s=now_s, **limits)
+    verb = "would be" if args.dry_run else "is"
+    for doomed in found:
+        gone += 1
+        view.say(f"job {doomed.remains.job} {verb} deleted: {doomed.reason}")
+    if not gone:
+        view.say("nothing is to be deleted: --older-than, --keep and --lost say what is")
+    return CtlExit.OK
+
+
 def _running(store: KeyValueStore, name: str | None) -> str:
     """The job that a wish is about; it must go on."""
     job = status.choose_job(status.read_all(store), name)
@@ -327,6 +360,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "stop": _stop,
     "exclude": _exclude,
     "include": _include,
+    "gc": _gc,
 }
 
 

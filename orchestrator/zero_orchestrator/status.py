@@ -30,6 +30,9 @@ from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
 JOBS_PREFIX = "/zero/v1/"
 
+UNREADABLE = "UNREADABLE"
+"""Shown in place of the state of a job whose keys are of another version."""
+
 _JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
 
 
@@ -162,15 +165,45 @@ def _left_s(store: KeyValueStore, found: Range, prefix: str) -> dict[str, int]:
 
 
 def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
-    """All jobs of the store by name, without their progress. Raises UnreadableJob."""
+    """All jobs of the store by name, without their progress.
+
+    One whose keys are of another version is among them, with what to do in `now`: it must not keep
+    anybody from looking at the others.
+    """
 
     def job_of(item: KeyValue) -> str:
         return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
 
     found = store.range(JOBS_PREFIX)
     by_job = groupby(sorted(found.items, key=job_of), job_of)
-    statuses = [_understood(job, Range(found.revision, tuple(of)), {}) for job, of in by_job]
+    statuses = [_or_unreadable(job, Range(found.revision, tuple(of))) for job, of in by_job]
     return tuple(status for status in statuses if status is not None)
+
+
+def _or_unreadable(job: str, found: Range) -> JobStatus | None:
+    try:
+        return _understood(job, found, {})
+    except UnreadableJob as error:
+        return JobStatus(
+            job=job,
+            state=UNREADABLE,
+            round=0,
+            cause=str(error),
+            now=str(error),
+            stop=None,
+            min_nodes=0,
+            max_nodes=0,
+            world_size=0,
+            members=(),
+            spares=(),
+            restarts=0,
+            restarts_spent=0,
+            restarts_without_progress=0,
+            exclusions=(),
+            max_restarts=0,
+            checkpoint=None,
+            command=(),
+        )
 
 
 def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_orchestrator.events import Event
-from zero_orchestrator.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.status import UNREADABLE, Condition, JobStatus, NodeRow
 
 _PIPE_COLUMNS = 250
 _STYLES = {
@@ -28,6 +28,7 @@ _STYLES = {
     "DONE": "bold green",
     "FAILED": "bold red",
     "STOPPED": "bold",
+    UNREADABLE: "red",
     Condition.RUNNING: "green",
     Condition.DRAINING: "yellow",
     Condition.LEFT: "yellow",

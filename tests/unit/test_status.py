@@ -242,10 +242,17 @@ def test_the_first_wish_to_stop_is_kept_and_shown(memory):
     assert read(job).stop == "stop asked by me (maintenance)"
 
 
-def test_a_job_of_another_version_is_named_with_what_to_do(memory):
-    memory.put(Keys("future").spec, '{"min_nodes": 1, "max_nodes": 1, "moon": "full"}')
+def test_a_job_of_another_version_is_named_with_what_to_do_and_hides_no_other(memory):
+    memory.put(Keys("future").spec, '{"moon": "full"}')
+    running = Job(memory, "gpt")
+    running.live("a")
+    running.round(1, "ACTIVE", "a")
     with pytest.raises(UnreadableJob, match=r"job future cannot be understood .*same version"):
-        status.read_all(memory)
+        status.read(memory, "future")
+    future, gpt = status.read_all(memory)
+    assert (future.job, future.state) == ("future", "UNREADABLE")
+    assert "use the zero-ctl of the same version" in future.now
+    assert choose_job((future, gpt), None).job == "gpt"
 
 
 def test_a_command_without_a_job_is_about_the_only_one_that_runs(memory):

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from zero_agent.etcd.etcd_process import EtcdProcess, Member
 from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
+from zero_orchestrator.collect import collect
 from zero_orchestrator.errors import StoreError, ZeroError
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -91,6 +92,7 @@ class Keeper:
         )
 
         self._store = EtcdStore(member.endpoint)
+        self._forget_old_jobs()
 
     def run(self) -> None:
         """Watch over the server until it is idle.
@@ -102,6 +104,14 @@ class Keeper:
             if self._process.wait(self._look_s):
                 self._restart()
         self._store.close()
+
+    def _forget_old_jobs(self) -> None:
+        """Nobody else looks after the data of this server, which lasts."""
+        try:
+            for doomed in collect(self._store, now_s=time.time(), lost=True):
+                _log.info("job %s is deleted: %s", doomed.remains.job, doomed.reason)
+        except StoreError as error:
+            _log.warning("old jobs stay: %s", error)
 
     def _start(self) -> EtcdProcess:
         self._started = time.monotonic()

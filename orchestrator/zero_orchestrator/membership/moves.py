@@ -74,7 +74,12 @@ def go(move: Move, cause: str, **cost: Any) -> Decision:
 
 
 def transaction(
-    keys: Keys, job: Snapshot, transition: Transition, lease: int = NO_LEASE
+    keys: Keys,
+    job: Snapshot,
+    transition: Transition,
+    lease: int = NO_LEASE,
+    *,
+    at_s: float = 0.0,
 ) -> tuple[list[Compare], list[Write]]:
     """The one transaction that carries out a transition, and only on this very snapshot.
 
@@ -83,6 +88,7 @@ def transaction(
         job: What the transition was decided on.
         transition: What to carry out.
         lease: Of the exclusion, if there is one.
+        at_s: The writer's wall clock, for people and for `zero-ctl gc`; no decision looks at it.
 
     Raises:
         ValueError: The move is not legal in the snapshot's state; nothing is to be written.
@@ -97,6 +103,7 @@ def transaction(
         return [*compares, absent(yielded)], [Put(yielded, json.dumps(transition.cause))]
     n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
     record = {"n": n, "state": target, "cause": transition.cause, "by": transition.move}
+    record |= {"at": at_s} if at_s else {}
     writes: list[Write] = [Put(keys.round, json.dumps(record))]
     if transition.charge is not None:
         writes.append(Put(keys.charged(job.n), transition.charge.to_json()))

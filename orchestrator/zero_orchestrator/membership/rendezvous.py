@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -291,7 +292,8 @@ class Rendezvous:
         exclusion = decision.transition.exclusion
         # Nobody keeps this lease alive: what it holds ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
-        done = self._store.txn(*transaction(self.keys, job, decision.transition, lease))
+        move = transaction(self.keys, job, decision.transition, lease, at_s=time.time())
+        done = self._store.txn(*move)
         self._seeing.distrust()
         if done.succeeded:
             self._tell(job, decision, done.revision)

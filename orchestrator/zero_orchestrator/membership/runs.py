@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 
 from zero_orchestrator.errors import StoreUnavailable
@@ -72,4 +73,5 @@ def _has_ended(head: KeyValue) -> bool:
 def _stopped(head: KeyValue, following: str) -> str:
     """The end of a run that all its agents have left."""
     cause = f"all its agents were gone, and the same command was started again as {following}"
-    return json.dumps({**json.loads(head.value), "state": State.STOPPED, "cause": cause})
+    record = {**json.loads(head.value), "state": State.STOPPED, "cause": cause, "at": time.time()}
+    return json.dumps(record)
