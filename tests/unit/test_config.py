@@ -42,6 +42,64 @@ def test_comments_and_missing_commas_are_read_as_deepspeed_reads_them(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{\n"seed": 1, # of all\n}', "comments (line 2), a comma after the last entry (line 2)"),
+        ('{"seed": 1\n"log_level": "info"}', "no quotes, or a line break for a comma (line 2)"),
+        ("{seed: 1}", "no quotes, or a line break for a comma (line 1)"),
+    ],
+)
+def test_what_is_no_strict_json_is_named_in_the_log(
+    text: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="zero_engine.config"):
+        assert load_config(text).seed == 1
+    assert caplog.messages == [f"the config is read as DeepSpeed reads it, with {told}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{\n"seed":\xa01}',
+            "line 2: no-break space (U+00A0), as in a web page; type a plain space",
+        ),
+        ('{\n\n\xa0"seed": 1}', "line 3: no-break space (U+00A0)"),
+        (
+            "{\u201cseed\u201d: 1}",
+            "left double quotation mark (U+201C), as in a web page; type plain",
+        ),
+        ('{"seed":\u200b1}', "line 1: zero width space (U+200B), as in a web page; delete it"),
+        (
+            '{"seed": 1 "log_level": "info"}',
+            'line 1: a comma is missing before "log_level": "info"',
+        ),
+        ('{seed: 1 "log_level": "info"}', 'line 1: a comma is missing before "log_level": "info"'),
+        ('{"fp16": {} "seed": 1}', 'line 1: a comma is missing before "seed": 1}'),
+        (
+            '{# why\n"optimizer": {"params": {"betas": [0.9 0.95]}}}',
+            "comma is missing before 0.95]",
+        ),
+        ('{"seed" 1}', "line 1: a colon is missing before 1}"),
+        ('{"seed": 1', "line 1: it ends here, and a bracket is still open"),
+        ('{"seed": "1\n}', "line 1: a line break or a tab is within quotes"),
+    ],
+)
+def test_a_config_from_a_web_page_is_refused_with_line_and_character(
+    text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    assert message in str(caught.value)
+
+
+def test_what_is_in_quotes_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"wandb": {"project": "1\xa02 # \u201c"},\n"//": "s3://x",}', "utf-8-sig")
+    assert load_config(path).wandb.project == "1\xa02 # \u201c"
+
+
+@pytest.mark.parametrize(
     ("data", "name", "value"),
     [
         ({"train_batch_size": 2e3}, "train_batch_size", 2000),

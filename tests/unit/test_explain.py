@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from zero_engine.config import load_config
+from zero_engine.config import OptimizerConfig, SchedulerConfig, load_config
 from zero_engine.config.__main__ import main
 from zero_engine.config.explain import explain
+from zero_engine.errors import ConfigError
+from zero_engine.optim.lr_schedules import make_schedule
+from zero_engine.optim.optimizers import make_optimizer
 
 
 def lines(data: dict[str, Any], parameters: int = 10**9) -> list[str]:
@@ -109,7 +113,7 @@ def test_a_world_divides_no_batch_that_is_not_given() -> None:
         ('{"train_batch": 3}', "train_batch: unknown config key; did you mean 'train_batch_size'?"),
         (
             '{"seed": ',
-            "config 'config.json' is not JSON: Expecting value: line 1 column 10 (char 9)",
+            "config 'config.json' is not JSON: line 1: it ends here, and a bracket is still open",
         ),
         ("[1]", "config 'config.json' is a JSON list; it must be an object"),
         ("\n", "config 'config.json' is empty; write {} for a config without keys"),
@@ -132,12 +136,83 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     assert captured.err == f"python -m zero_engine.config: {message}\n"
 
 
+BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"optimizer": {"type": "Adan"}},
+        {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4 "}}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+        {"optimizer": {"type": "Lion", "params": {"lr": -1}}},
+        {"scheduler": {"type": "Warmup"}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4, 1e-5]}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}},
+    ],
+    ids=str,
+)
+def test_the_command_refuses_what_initialize_refuses_in_the_same_words(
+    section: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config({**BATCH, **section})
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    said = ""
+    try:
+        given = config.optimizer or OptimizerConfig(type="SGD")
+        optimizer = make_optimizer(None, given, groups, model)
+        assert optimizer is not None
+        make_schedule(config.scheduler or SchedulerConfig(), optimizer)
+    except ConfigError as error:
+        said = f"python -m zero_engine.config: {error}\n"
+    assert main([json.dumps({**BATCH, **section})]) == (2 if said else 0)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "the config gives no batch size"),
+        ({**THREE, "gradient_accumulation_steps": 3}, "train_batch_size is not equal to"),
+        ({"train_batch_size": 10, "gradient_accumulation_steps": 4}, "is not a multiple of"),
+        (
+            {
+                **BATCH,
+                "optimizer": {"type": "Adafactor"},
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            },
+            "zero_optimization.offload_optimizer: Adafactor is given whole parameters",
+        ),
+    ],
+)
+def test_what_no_job_could_begin_with_is_no_good(
+    data: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([json.dumps(data)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_trainer_fills_in_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    data = {"train_batch_size": "auto", "optimizer": optimizer, "scheduler": auto}
+    assert main([json.dumps(data)]) == 0
+    assert "total_num_steps has none: the Hugging Face Trainer fills" in capsys.readouterr().out
+
+
 def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD"}}))
+    text = '{"train_batch_size": 8, // in all\n"optimizer": {"type": "SGD"},}'
+    path.write_text(text)
     command = [sys.executable, "-W", "error", "-m", "zero_engine.config", str(path)]
     done = subprocess.run(
         [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=120, check=True
     )
     assert "Per rank, 7,000,000,000 trained parameters, stage 0:" in done.stdout
-    assert done.stderr == ""
+    assert done.stderr == (
+        f"python -m zero_engine.config: config {str(path)!r} is read as DeepSpeed reads it, with "
+        "comments (line 1), a comma after the last entry (line 2)\n"
+    )

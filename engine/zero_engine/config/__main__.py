@@ -1,15 +1,23 @@
 """Explain a configuration: resolved values, keys without effect, warnings, memory per rank.
 
 python -m zero_engine.config ds_config.json --parameters 7e9
+
+Must always hold: it ends with 0 only if `initialize` takes the config, apart from what depends on
+the model, and from "auto", which libraries such as the Trainer fill in.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+from collections.abc import Mapping
+from typing import Any
 
-from zero_engine.config.explain import explain
-from zero_engine.config.parse import load_config, read_json
+from zero_engine.config import reading
+from zero_engine.config.explain import check_batch, explain
+from zero_engine.config.parse import AUTO, load_config
+from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
 
 
@@ -33,15 +41,31 @@ def main(arguments: list[str] | None = None) -> int:
         help="trained parameters of its largest module (default: a 32nd of all)",
     )
     options = parser.parse_args(arguments)
+    logging.basicConfig(format=f"{parser.prog}: %(message)s", level=logging.WARNING)
+    logging.getLogger(reading.__name__).setLevel(logging.INFO)
     try:
-        written = read_json(options.file)
+        written = reading.read_json(options.file)
         config = load_config(written)
+        _check(config, written)
         lines = list(explain(config, written, options.parameters, options.largest))
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0
+
+
+def _check(config: Config, written: Mapping[str, Any]) -> None:
+    """Raises ConfigError where `initialize` would, though each key as such is good."""
+    # Here, because torch takes seconds to import, and a misspelt key can be told without.
+    from zero_engine.optim.sections import check_sections
+
+    check_sections(config)
+    if AUTO not in (written.get(key) for key in _BATCH):
+        check_batch(config)
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def _count(text: str) -> int:

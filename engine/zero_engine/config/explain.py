@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_engine.config.elasticity import choose_batch
-from zero_engine.config.parse import without_effect
+from zero_engine.config.parse import AUTO, without_effect
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
 from zero_engine.memory import estimate_for, is_stepped_whole, optimizer_states
@@ -59,6 +59,15 @@ def resolved(config: Config) -> Iterator[str]:
     return (line.strip() for line in _values(config, set()))
 
 
+def check_batch(config: Config) -> None:
+    """Raises ConfigError if a job can begin on no number of ranks."""
+    batch, _ = _batch(config, 1)
+    accumulation = config.gradient_accumulation_steps or 1
+    samples = config.train_batch_size or batch.samples
+    begins_nowhere = samples % (batch.micro_batch * accumulation)
+    _batch(config, 1, first_round=bool(begins_nowhere))
+
+
 def _elasticity(config: Config) -> Iterator[str]:
     if config.elasticity.enabled:
         chosen = choose_batch(config.elasticity)
@@ -94,18 +103,23 @@ def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
             yield f"  {'*' if given else ' '} {path} = {value!r}"
 
 
-def _batch(config: Config, world: int) -> tuple[BatchShape, bool]:
+def _batch(config: Config, world: int, *, first_round: bool = False) -> tuple[BatchShape, bool]:
     return resolve_batch(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
         world,
-        first_round=False,
+        first_round=first_round,
     )
 
 
 def _warnings(config: Config) -> Iterator[str]:
     yield from _about_the_batch(config)
+    if config.scheduler is not None and AUTO in config.scheduler.params.values():
+        yield (
+            '"auto" in scheduler.params is a default here, and total_num_steps has none: the '
+            "Hugging Face Trainer fills them in, other scripts must"
+        )
     yield from _about_the_optimizer(config)
     if not config.gradient_clipping:
         yield "gradients are not clipped"

@@ -49,20 +49,22 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
     for argument in arguments:
         if argument.default is inspect.Parameter.empty and argument.name not in params:
             raise ConfigError(f'{where}.{argument.name}: missing, or "auto": give a value')
-    taken = {name: _unquoted(value) for name, value in params.items()}
+    taken = {name: unquoted(value) for name, value in params.items()}
     for argument in arguments:
         _check_number(f"{where}.{argument.name}", taken.get(argument.name), argument)
     return taken
 
 
-def _unquoted(value: Any) -> Any:
-    """The number that is written in quotes, as YAML's 1e-4 becomes one; else the value itself."""
+def unquoted(value: Any) -> Any:
+    """What is written in quotes and is a number, true or false, as YAML's 1e-4; else the value."""
     if isinstance(value, list | tuple):
-        return type(value)(_unquoted(each) for each in value)
-    for number in (int, float) if isinstance(value, str) else ():
+        return type(value)(unquoted(each) for each in value)
+    if not isinstance(value, str):
+        return value
+    for number in (int, float):
         with suppress(ValueError):
             return number(value)
-    return value
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def _check_number(where: str, value: Any, argument: inspect.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""From JSON to a `Config`: reading, coercing, and naming what is wrong.
+"""From what was read to a `Config`: coercing, and naming what is wrong.
 
 Must always hold: a key that nothing reads is an error that names the nearest known key, never
 silence; a key without effect is named in the log, once, with the reason; a feature that is asked
@@ -9,22 +9,18 @@ Called by `assembly` and by `python -m zero_engine.config`.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import hjson
-
 from zero_engine.config import keys, ranges
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.nearest import unknown_key
 from zero_engine.config.ranges import check_range
+from zero_engine.config.reading import read_json
 from zero_engine.config.schema import SECTIONS, Config
 from zero_engine.errors import ConfigError
 
@@ -90,60 +86,6 @@ def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
         if isinstance(value, Mapping) and path not in keys.WITHOUT_EFFECT:
             found += _paths(value, path)
     return found
-
-
-# ---- reading ----
-
-
-def read_json(source: str | Path) -> Mapping[str, Any]:
-    """The JSON or HJSON object in a string, in base64 or a file; repeated keys are an error."""
-    text, name = str(source), "the config"
-    if not text.lstrip().startswith("{"):
-        decoded = _from_base64(text)
-        text, name = (decoded, name) if decoded else (_from_file(source), f"config {text!r}")
-    if not text.strip():
-        raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
-    try:
-        data = json.loads(text, object_pairs_hook=_no_repeats)
-    except json.JSONDecodeError as error:
-        data = _from_hjson(text, f"{name} is not JSON: {error}")
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{name} is a JSON {type(data).__name__}; it must be an object")
-    return data
-
-
-def _from_hjson(text: str, otherwise: str) -> Any:
-    """JSON with comments and without some commas, which DeepSpeed reads too."""
-    try:
-        return hjson.loads(text, object_pairs_hook=_no_repeats)
-    except hjson.HjsonDecodeError:
-        raise ConfigError(otherwise) from None
-
-
-def _from_base64(text: str) -> str | None:
-    """What DeepSpeed's launcher makes of a config: JSON in URL-safe base64."""
-    try:
-        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
-
-
-def _from_file(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: it is not UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [key for key, _ in pairs]
-    repeated = sorted({key for key in names if names.count(key) > 1})
-    if repeated:
-        raise ConfigError(f"the config has the key {repeated[0]!r} more than once")
-    return dict(pairs)
 
 
 # ---- one level ----

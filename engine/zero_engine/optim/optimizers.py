@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.config import Config, OptimizerConfig
-from zero_engine.config.nearest import check_params
+from zero_engine.config.nearest import check_params, unquoted
 from zero_engine.config.offload import NONE
 from zero_engine.errors import ConfigError
 from zero_engine.optim.lamb import Lamb
@@ -121,7 +121,7 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
     _check(cls)
-    params = {key: value for key, value in config.params.items() if value != "auto"}
+    params = {key: unquoted(value) for key, value in config.params.items() if value != "auto"}
     if name in ("adam", "adamw"):
         cls, params = _adam(name, params)
     if params.pop("max_grad_norm", 0):

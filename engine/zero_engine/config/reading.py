@@ -1,0 +1,173 @@
+"""From text to a dict: JSON, and of HJSON what DeepSpeed's users write.
+
+Must always hold: what strict JSON would refuse is read only where one meaning is possible, and
+is then named in the log; all else is refused with the line and the character in words. HJSON
+itself would take `8 "bf16": ...`, after which a comma is missing, for one long string.
+
+Called by `parse`, `assembly` and `python -m zero_engine.config`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+import re
+import unicodedata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from zero_engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_STRING = r'"(?:\\.|[^"\\\n])*"' + r"|'''.*?'''|'(?:\\.|[^'\\\n])*'"
+_COMMENT = r"(?<![^\s,{}\[\]])(?:#[^\n]*|//[^\n]*|/\*.*?\*/)"
+_TOKEN = re.compile(f"(?P<string>{_STRING})|{_COMMENT}", re.DOTALL)
+_MASK = "\1"
+"""Stands in an outline for every character of a string."""
+_LAST_COMMA = re.compile(r",(?=\s*[}\]])")
+_NO_COMMA = re.compile(r"(?:[}\]\1\d]|true|false|null)[ \t]+(?=[{\[\1]|-?\d)")
+_COMMA, _UNCLOSED = "Expecting ',' delimiter", "Unterminated string starting at"
+"""Two of the things that Python's json says."""
+_PROBLEMS = {
+    _COMMA: "a comma is missing before {}",
+    "Expecting ':' delimiter": "a colon is missing before {}",
+    "Expecting value": "there must be a value, and there is {}",
+    "Expecting property name enclosed in double quotes": (
+        "there must be a name in double quotes, and there is {}"
+    ),
+    "Invalid control character at": "a line break or a tab is within quotes",
+    _UNCLOSED: "the quotes are not closed that open with {}",
+    "Extra data": "nothing may follow the last bracket, and there is {}",
+}
+"""What is wrong, as Python's json says it -> in words."""
+_SHOWN = 20
+"""Characters that are shown of the place."""
+
+
+def read_json(source: str | Path) -> Mapping[str, Any]:
+    """The JSON or HJSON object in a string, in base64 or a file; repeated keys are an error.
+
+    Raises:
+        ConfigError: It cannot be read; says the line and what is wrong there.
+    """
+    text, name = str(source), "the config"
+    if not text.lstrip().startswith("{"):
+        decoded = _from_base64(text)
+        text, name = (decoded, name) if decoded else (_from_file(source), f"config {text!r}")
+    if not text.strip():
+        raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
+    try:
+        data = json.loads(text, object_pairs_hook=_no_repeats)
+    except json.JSONDecodeError:
+        data = _from_hjson(text, name)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{name} is a JSON {type(data).__name__}; it must be an object")
+    return data
+
+
+def _from_hjson(text: str, name: str) -> Any:
+    """What strict JSON refuses: comments, commas too many, words without quotes."""
+    outline = _TOKEN.sub(_blank, text)
+    for at, char in enumerate(outline):
+        if _instead(char) is not None:
+            raise ConfigError(f"{name}: {_odd(text, at)}")
+    commas = [match.start() for match in _LAST_COMMA.finditer(outline)]
+    comments = [match.start() for match in _TOKEN.finditer(text) if not match["string"]]
+    strict = _TOKEN.sub(lambda match: match[0] if match["string"] else _blank(match), text)
+    for at in commas:
+        strict = f"{strict[:at]} {strict[at + 1 :]}"
+    lenient = {"comments": comments, "a comma after the last entry": commas}
+    try:
+        data = json.loads(strict, object_pairs_hook=_no_repeats)
+    except json.JSONDecodeError as error:
+        data = _without_quotes(text, outline, name, error)
+        lenient["no quotes, or a line break for a comma"] = [error.pos]
+    told = [f"{what} (line {_line(text, places[0])})" for what, places in lenient.items() if places]
+    _log.info("%s is read as DeepSpeed reads it, with %s", name, ", ".join(told))
+    return data
+
+
+def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDecodeError) -> Any:
+    """All that HJSON allows, but for what it would read as one string because a comma is missing.
+
+    Args:
+        text: The config.
+        outline: The same without strings and comments.
+        name: Of the config.
+        otherwise: What is wrong with it as JSON.
+    """
+    gap = _NO_COMMA.search(outline)
+    if gap and otherwise.msg != _UNCLOSED:
+        problem = otherwise.msg if otherwise.pos == gap.end() else _COMMA
+        raise ConfigError(f"{name}: {_in_words(text, gap.end(), problem)}")
+    try:
+        return hjson.loads(text, object_pairs_hook=_no_repeats)
+    except hjson.HjsonDecodeError:
+        problem = _in_words(text, otherwise.pos, otherwise.msg)
+        raise ConfigError(f"{name} is not JSON: {problem}") from None
+
+
+def _blank(match: re.Match[str]) -> str:
+    """As long, with its line breaks."""
+    return re.sub(r"[^\n]", _MASK if match["string"] else " ", match[0])
+
+
+def _instead(char: str) -> str | None:
+    """What to do about a character that looks like one of JSON's, or like nothing, and is none."""
+    if char.isascii():
+        return None
+    if "QUOTATION MARK" in unicodedata.name(char, ""):
+        return "type plain quotes"
+    category = unicodedata.category(char)
+    return {"Zs": "type a plain space", "Cf": "delete it"}.get(category)
+
+
+def _odd(text: str, at: int) -> str:
+    char = text[at]
+    told = f"{unicodedata.name(char).lower()} (U+{ord(char):04X})"
+    return f"line {_line(text, at)}: {told}, as in a web page; {_instead(char)}"
+
+
+def _in_words(text: str, at: int, problem: str) -> str:
+    """What is wrong at a place of a text, and where."""
+    there = text[at:].partition("\n")[0][:_SHOWN].rstrip()
+    if not text[at:].strip():
+        return f"line {_line(text, at)}: it ends here, and a bracket is still open"
+    said = _PROBLEMS.get(problem, f"{problem} {{}}").format(there)
+    return f"line {_line(text, at)}: {said}"
+
+
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _from_base64(text: str) -> str | None:
+    """What DeepSpeed's launcher makes of a config: JSON in URL-safe base64."""
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _from_file(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # as some editors begin a file
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: it is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key for key, _ in pairs]
+    repeated = sorted({key for key in names if names.count(key) > 1})
+    if repeated:
+        raise ConfigError(f"the config has the key {repeated[0]!r} more than once")
+    return dict(pairs)
