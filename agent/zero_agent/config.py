@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 
 from zero_agent.workers.hang import HangPolicy
@@ -14,29 +13,6 @@ from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
-
-
-class AgentExit(IntEnum):
-    """Exit codes of `zero-agent`; an agent ended by a signal exits with 128 + its number."""
-
-    OK = 0
-    """The job is done (also for an agent that comes late, or was a spare)."""
-    JOB_FAILED = 1
-    """The job has failed; the root cause is printed."""
-    USAGE = 2
-    """The command line, the script or the job's specification is wrong; nothing was started."""
-    NO_STORE = 3
-    """etcd could not be reached, for longer than --etcd-wait at the start or --etcd-grace later."""
-    NO_NODES = 4
-    """Too few nodes came within --join-timeout."""
-    STOPPED = 5
-    """The job was stopped by `zero-ctl stop` (also for an agent that comes late)."""
-    DRAINED = 6
-    """This node left because of `zero-ctl drain`; the job goes on without it."""
-    NO_PROGRESS = 7
-    """The job failed early: it restarted again and again and finished no new step."""
-    UNFIT = 8
-    """This node did not become fit to take part within --join-timeout; the job is not over."""
 
 
 class AgentFailed(ZeroError):

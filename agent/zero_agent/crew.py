@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.errands import Reply
 from zero_agent.network import interface_of
 from zero_agent.supervise import Workers
@@ -42,6 +42,7 @@ from zero_orchestrator.contract import (
     RamRequest,
     When,
 )
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, Snapshot
 
@@ -313,7 +314,7 @@ class Crew:
         if imports and (status > 0 or self._imports_lost):
             how = "; its own message is above" if status > 0 else f": {describe(status)}"
             raise AgentFailed(
-                AgentExit.JOB_FAILED,
+                AgentExit.UNFIT,
                 "the process that starts the workers ended while it imported "
                 f"{', '.join(self._config.preload)}{how}",
             )

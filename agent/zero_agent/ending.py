@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 
-from zero_agent.config import AgentExit
 from zero_agent.crew import Crew
 from zero_agent.supervise import Workers
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Snapshot, State
 from zero_orchestrator.membership.moves import Move

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreError, StoreRefused, StoreUnavailable, TakenForGone
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Snapshot, State
 

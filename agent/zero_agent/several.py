@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_agent.tether import tethered
+from zero_orchestrator.exit_codes import verdict
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TICK_S = 0.1
@@ -49,11 +50,6 @@ def _start(agent: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(agent, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def verdict(codes: Sequence[int]) -> int:
-    """One exit code from those of all agents: 0 if any of them saw the job done."""
-    return 0 if 0 in codes else max(128 - code if code < 0 else code for code in codes)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_orchestrator import collect, events, status, wishes
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
+from zero_orchestrator.exit_codes import CtlExit
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JobStatus, NoSuchJob
@@ -48,18 +48,6 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
 """Commands that start processes, and so are the agent's: another program takes over."""
 _FOR = "for so long, such as 30, 10m or 2h (until it is included)"
 _ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
-
-
-class CtlExit(IntEnum):
-    """Exit codes of `zero-ctl`."""
-
-    OK = 0
-    TOO_LATE = 1
-    """What was asked for had not happened within --wait; it still may."""
-    USAGE = 2
-    """Wrong usage, or no such job or node."""
-    NO_STORE = 3
-    """etcd could not be reached, or refused."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,6 +11,10 @@ class SpecError(ZeroError):
     """A job was described wrongly: a flag, a bound, or a specification that differs."""
 
 
+class SpecMismatch(SpecError):
+    """The job runs with another specification, or version of the protocol, than this agent's."""
+
+
 class StoreError(ZeroError):
     """The key-value store did not do what it was asked."""
 

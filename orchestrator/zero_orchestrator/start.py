@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import NoReturn
 
+from zero_orchestrator.exit_codes import CRASHED
+
 
 def agent() -> NoReturn:
     """`zero-agent`."""
@@ -34,7 +36,10 @@ def ctl() -> NoReturn:
 
 
 def run(module: str) -> NoReturn:
-    """Import a module, and end with what its `main` returns."""
+    """Import a module, and end with what its `main` returns.
+
+    An error that nobody expected has a code of its own: Python's 1 would say that a job has failed.
+    """
     _fill_standard_streams()
     try:
         with _killed_by_interrupt():
@@ -42,6 +47,11 @@ def run(module: str) -> NoReturn:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        with contextlib.suppress(OSError):  # a full disk behind stderr
+            sys.excepthook(type(error), error, error.__traceback__)  # imports nothing
+            print(f"internal error in {module}; no verdict on any job", file=sys.stderr)
+        sys.exit(CRASHED)
 
 
 def _fill_standard_streams() -> None:

@@ -166,7 +166,7 @@ def test_a_trainjob_runs_the_job_of_the_base_in_the_container_that_trainer_looks
     [container] = containers(inside)
     assert container["name"] == "node"
     rules = inside["spec"]["podFailurePolicy"]["rules"]
-    assert [r["onExitCodes"]["containerName"] for r in rules[1:]] == ["node", "node"]
+    assert [r["onExitCodes"]["containerName"] for r in rules[1:]] == ["node"] * 3
     assert (
         yaml.safe_load(
             yaml.safe_dump(inside["spec"])

@@ -149,6 +149,7 @@ class Allocation:
             "hostname": "#!/bin/sh\necho 127.0.0.1\n",
             "etcd": f'#!/bin/sh\nexec {find_etcd()} "$@"\n',
             "zero-agent": f'#!/bin/sh\nexec {sys.executable} -m zero_agent "$@"\n',
+            "zero-ctl": f'#!/bin/sh\nexec {sys.executable} -m zero_orchestrator "$@"\n',
         }
         for name, text in programs.items():
             path = directory / "bin" / name

@@ -28,6 +28,7 @@ from tests.support.cluster import (
 )
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +60,7 @@ dist.destroy_process_group()
         (["--nnodes=4:2", str(TRAIN)], "--nnodes=4:2: minimum 4 exceeds maximum 2; write 2:4", 2),
         (["nowhere.py"], "nowhere.py: there is no such script", 2),
         (["-m", "no.such.module"], "-m no.such.module: there is no such module", 2),
-        (["--nproc-per-node=gpu", str(TRAIN)], "torch sees no GPU here; use cpu or a number", 2),
+        (["--nproc-per-node=gpu", str(TRAIN)], "torch sees no GPU here; use cpu or a number", 8),
         (["--nproc-per-node=some", str(TRAIN)], "write a number from 1, or auto, cpu, gpu", 2),
         (["--max-restarts=-1", str(TRAIN)], "--max-restarts=-1: must not be negative", 2),
         (["--rdzv-id=a/b", str(TRAIN)], "--rdzv-id=a/b: use letters, digits", 2),
@@ -80,7 +81,7 @@ def test_a_misspelt_key_of_the_config_is_named_with_the_right_one(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"train_batch_size": 8, "gradient_cliping": 1.0}))
     done = agent("--standalone", str(TRAIN), f"--config={config}", "--samples=64")
-    assert done.returncode == 1
+    assert done.returncode == AgentExit.JOB_FAILED
     assert "gradient_cliping" in done.stderr
     assert "gradient_clipping" in done.stderr
 
@@ -168,7 +169,7 @@ def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
     script.write_text("import os\nprint('working')\nraise KeyError(os.environ['RANK'])")
     flags = ("--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path}/logs")
     done = agent(*flags, str(script), env=light_imports(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == AgentExit.JOB_FAILED
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1].startswith("KeyError: ")
     assert done.stderr.count("(exit code 1) on node ") == 1
@@ -231,3 +232,24 @@ def test_an_endpoint_where_nothing_listens_is_named():
     done = agent(*where, "--nnodes=1:2", str(TRAIN))
     assert done.returncode == 3
     assert f"127.0.0.1:{port}" in done.stderr
+
+
+FULL = """
+import threading
+def start(thread): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+from zero_orchestrator.start import agent
+agent()
+"""
+
+
+@pytest.mark.etcd
+def test_an_agent_that_can_start_no_thread_crashes_and_does_not_say_that_the_job_failed(etcd):
+    flags = (f"--rdzv-endpoint={etcd.endpoint}", "--nnodes=1", COLD, "--no-python", "true")
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, *flags],
+        capture_output=True, text=True, timeout=60, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == AgentExit.CRASHED, done.stderr
+    assert "can't start new thread" in done.stderr
+    assert "this agent ends, its job does not" in done.stderr

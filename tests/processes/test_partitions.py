@@ -22,8 +22,8 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
 from tests.support.waiting import wait_for
-from zero_agent.config import AgentExit
 from zero_agent.etcd.etcd_process import Member, is_healthy
+from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

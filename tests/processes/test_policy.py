@@ -12,6 +12,7 @@ import pytest
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
 from zero_orchestrator import status
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
@@ -199,7 +200,7 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     assert f"{etcd.endpoint} answers in " in fit.stdout
     command += ["--health-check=echo one; echo two; exit 4"]
     sick = subprocess.run(command, check=False, **options)
-    assert (sick.returncode, sick.stderr) == (1, "")
+    assert (sick.returncode, sick.stderr) == (AgentExit.UNFIT, "")
     last = sick.stdout.splitlines()[-1]
     assert last.split("  ")[0] == "health check"
     assert "NOT FIT" in last
@@ -243,5 +244,5 @@ def test_a_restart_comes_back_to_the_budget_after_so_many_committed_steps(cluste
     assert (now.state, now.restarts, now.restarts_spent) == ("ACTIVE", 2, 1)
     wait_for(lambda: len(job.events("worker")) == 3, 150, "its worker")
     os.kill(job.worker_of("a"), signal.SIGKILL)
-    assert job.agents["a"].wait() == 1
+    assert job.agents["a"].wait() == AgentExit.JOB_FAILED
     assert status.read(etcd_store, job.job).state == "FAILED"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.cluster import agent, descendants, is_alive, kill_all, light_imports
 from tests.support.waiting import wait_for
-from zero_agent.config import AgentExit
 from zero_agent.workers.workers import CLOSE_TIMEOUT_S
+from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 
@@ -94,7 +94,7 @@ def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
         "the imports, again",
     )
     os.kill(int(new), signal.SIGKILL)
-    assert agent.wait(150) == AgentExit.JOB_FAILED
+    assert agent.wait(150) == AgentExit.UNFIT
     said = agent.stderr.read()
     assert said.count("the parent of the workers is gone: killed by SIGKILL") == 1
     assert said.endswith(", endless: killed by SIGKILL\n")

@@ -17,6 +17,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.workers.numa import parse_cpus
 from zero_orchestrator import status
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 
 pytestmark = pytest.mark.processes
@@ -171,7 +172,7 @@ def test_a_program_that_cannot_be_executed_fails_as_in_a_shell(tmp_path):
     broken.write_text("#!/no/such/interpreter\n")
     broken.chmod(0o755)
     done = agent("--standalone", "--no-python", broken)
-    assert done.returncode == 1
+    assert done.returncode == AgentExit.JOB_FAILED
     assert "cannot be executed: No such file or directory" in done.stderr
     assert "exit code 127" in done.stderr
 
@@ -213,11 +214,11 @@ def test_who_started_the_agent_finds_the_root_cause_in_the_agents_own_error_file
     script, record = tmp_path / "fails.py", tmp_path / "error.json"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('why')")
     done = agent("--standalone", "--nproc=2", script, TORCHELASTIC_ERROR_FILE=str(record))
-    assert done.returncode == 1
+    assert done.returncode == AgentExit.JOB_FAILED
     message = json.loads(record.read_text())["message"]
     assert "rank 1: KeyError: 'why' (exit code 1)" in message["message"]
     assert message["extraInfo"]["py_callstack"].endswith("KeyError: 'why'\n")
-    assert message["errorCode"] == 1
+    assert message["errorCode"] == AgentExit.JOB_FAILED
 
 
 def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_for
-from zero_agent.config import AgentExit, AgentFailed
+from zero_agent.config import AgentFailed
 from zero_agent.fitness import checks, examination, fitness
 from zero_agent.fitness.checks import CHECKS, Check, Sick, Surroundings
 from zero_agent.fitness.examination import complaint, examine
+from zero_orchestrator.exit_codes import AgentExit
 
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
 

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from zero_orchestrator.cli import CtlExit, main
+from zero_orchestrator.cli import main
+from zero_orchestrator.exit_codes import CtlExit
 
 
 @pytest.fixture(autouse=True)

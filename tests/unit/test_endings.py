@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from zero_agent import ending
-from zero_agent.config import AgentExit
 from zero_agent.workers import exits
 from zero_agent.workers.exits import Exit, fresh_error_file
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.workers import Order, WorkerGroup
 from zero_orchestrator.contract import ExitCode
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec

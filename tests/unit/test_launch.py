@@ -12,8 +12,8 @@ from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import RUNNERS, Remote
-from zero_agent.launch.session import LOST, verdict
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.exit_codes import LOST, verdict
 
 HOSTS = {"w1": (0, 1, 2, 3), "w2": (0, 1), "w3": (0, 1)}
 
@@ -131,7 +131,7 @@ def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
     first, second = RUNNERS["ssh"](plan, Remote(port=2222, arguments=("-v",)))
     assert first.argv == (
         *("ssh", "-tt", *SSH.split(), "-p", "2222", "-v", "w1"),
-        "cd /work && exec env CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO "
+        "cd /work || exit 8; exec env CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO "
         + " ".join([*AGENT, "--node-id=w1", "train.py"])
         + " '--text=it'\"'\"'s one'",
     )
@@ -201,8 +201,9 @@ def test_different_slots_need_a_launcher_that_can_tell_hosts_apart():
     [
         ([0, 0], 0),
         ([0, LOST], 0),
-        ([1, 0, LOST], 0),
-        ([1, 1], 1),
+        ([91, 0, LOST], 0),
+        ([91, 70, 1], 91),
+        ([1, 70, LOST], 70),
         ([143, LOST], 143),
         ([4, 4], 4),
         ([LOST, LOST], LOST),

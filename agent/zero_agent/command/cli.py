@@ -23,7 +23,7 @@ from zero_agent.agent import Agent
 from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
-from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd import local_etcd, meeting
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
 from zero_agent.etcd.meeting import Static, Way
@@ -35,13 +35,16 @@ from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
 from zero_orchestrator.arguments import named_as_set
 from zero_orchestrator.clock import SystemClock
-from zero_orchestrator.errors import SpecError, StoreError, ZeroError
+from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError, ZeroError
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
 
+_CODES = ((StoreError, AgentExit.NO_STORE), (SpecMismatch, AgentExit.MISMATCH))
+"""Of errors that are not a wrong command line."""
 _FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
 
 
@@ -57,13 +60,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             leave_error_file(os.environ.get(ENV_ERROR_FILE), str(error), "", code)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+    except Exception as error:
+        log.exception("internal error: this agent ends, its job does not; start the agent again")
+        code = AgentExit.CRASHED
+        leave_error_file(os.environ.get(ENV_ERROR_FILE), f"internal error: {error!r}", "", code)
     sys.exit(code)
 
 
 def _code_of(error: ZeroError) -> int:
     if isinstance(error, AgentFailed):
         return error.code
-    return AgentExit.NO_STORE if isinstance(error, StoreError) else AgentExit.USAGE
+    return next((code for kind, code in _CODES if isinstance(error, kind)), AgentExit.USAGE)
 
 
 def _set_up_logging() -> None:

@@ -23,6 +23,7 @@ from zero_agent.fitness.checks import Sick, Surroundings
 from zero_agent.fitness.examination import Finding, examine
 from zero_agent.network import address_towards
 from zero_orchestrator.errors import SpecError, StoreError
+from zero_orchestrator.exit_codes import AgentExit
 
 _PIPE_COLUMNS = 250
 _QUESTION = "/zero/v1/"
@@ -40,7 +41,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     """
     findings = examine(_surroundings(args, conf))
     show(findings)
-    return 0 if all(finding.fit for finding in findings) else 1
+    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNFIT
 
 
 def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from zero_agent.config import AgentConfig
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.network import is_local
 from zero_agent.workers import numa
@@ -32,6 +32,7 @@ from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_
 from zero_agent.workers.worker_env import own_device
 from zero_agent.workers.worker_main import Program
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 
@@ -269,7 +270,9 @@ def count_slots(text: str) -> int:
     cpus = len(os.sched_getaffinity(0))
     by_name = {"auto": gpus or cpus, "cpu": cpus, "gpu": gpus}
     if text == "gpu" and not gpus:
-        raise SpecError("--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number")
+        # A fault of this machine, perhaps: other nodes of the job may well have GPUs.
+        why = "--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number"
+        raise AgentFailed(AgentExit.UNFIT, why)
     if text in by_name:
         return by_name[text]
     if not text.isdecimal() or int(text) < 1:

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_agent.config import AgentExit, AgentFailed
+from zero_agent.config import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_orchestrator.errors import SpecError, StoreError
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes
 from zero_orchestrator.store.kv import KeyValueStore

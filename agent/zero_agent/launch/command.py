@@ -30,6 +30,7 @@ from zero_agent.launch.session import Session
 from zero_agent.network import is_local, route_towards
 from zero_orchestrator import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
+from zero_orchestrator.exit_codes import CtlExit
 from zero_orchestrator.membership.runs import command_name
 from zero_orchestrator.membership.spec import check_job_name
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _run(arguments.parse(sys.argv[1:] if argv is None else argv))
     except ZeroError as error:
         print(f"zero-ctl launch: {error}", file=sys.stderr)
-        code = zero_ctl.CtlExit.NO_STORE if isinstance(error, StoreError) else 2
+        code = CtlExit.NO_STORE if isinstance(error, StoreError) else CtlExit.USAGE
     sys.exit(code)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zero_agent.launch.hosts import Hosts
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.exit_codes import AgentExit
 
 GATHER_S = 3
 """Hosts do not start at one instant: the first round waits so long after the last that came."""
@@ -66,7 +67,10 @@ class Plan:
         """The agent as one line for a shell of the host."""
         variables = [f"{name}={value}" for name, value in sorted(self.environment(host).items())]
         command = shlex.join(["env", *variables, *self.agent(host)])
-        return f"cd {shlex.quote(str(self.directory))} && exec {command}"
+        lacking = (
+            f"exit {AgentExit.UNFIT:d}"  # the shell's own code must not look like the job's end
+        )
+        return f"cd {shlex.quote(str(self.directory))} || {lacking}; exec {command}"
 
     def _slots_everywhere(self) -> int:
         return len(self._same_slots())

@@ -21,14 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zero_agent.config import AgentExit
 from zero_agent.launch.runners import Command
 from zero_agent.tether import tethered
+from zero_orchestrator.exit_codes import ENDS_THE_JOB, LOST, verdict
 
 log = logging.getLogger("zero")
 
-LOST = 255
-"""ssh's exit code when there was no connection, or it broke, or a signal ended the command."""
 RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """How long to wait before a lost host is tried again; the last value stays."""
 DRAIN_S = 2.0
@@ -37,20 +35,6 @@ may stay open for longer: a connection that ssh keeps for later (ControlPersist)
 PARTING_S = 60.0
 """Hosts that have not heard of the job's end by so long after it are left."""
 _TICK_S = 0.2
-
-_ENDS_THE_JOB = frozenset({AgentExit.OK, AgentExit.JOB_FAILED, AgentExit.STOPPED})
-"""Exit codes of an agent that has seen the job's end."""
-
-
-def verdict(codes: Sequence[int]) -> int:
-    """The session's exit code from those of all hosts: of one that saw the end, if any did.
-
-    Args:
-        codes: The last exit code of every command; at least one.
-    """
-    ends = [code for code in codes if code in _ENDS_THE_JOB]
-    others = [code for code in codes if code != LOST]
-    return min(ends) if ends else max(others, default=LOST)
 
 
 @dataclass
@@ -145,12 +129,13 @@ class Session:
     def _hand_on(self, process: subprocess.Popen[bytes], where: str) -> None:
         assert process.stdout is not None
         prefix = f"{where}: " if len(self._hosts) > 1 else ""
-        for line in process.stdout:
-            print(prefix + line.decode(errors="replace").rstrip("\r\n"), flush=True)
+        with process.stdout as lines:
+            for line in lines:
+                print(prefix + line.decode(errors="replace").rstrip("\r\n"), flush=True)
 
     def _ended(self, host: _Host, code: int) -> None:
         host.process, host.code = None, code
-        if code in _ENDS_THE_JOB and self._parting_s is None:
+        if code in ENDS_THE_JOB and self._parting_s is None:
             self._parting_s = time.monotonic() + PARTING_S
         elif code == LOST and not self._stopping and len(self._hosts) > 1:
             wait_s = RETRY_S[min(host.losses, len(RETRY_S) - 1)]

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_agent.config import AgentConfig, AgentExit, AgentFailed
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.workers.exits import fresh_error_file
 from zero_agent.workers.streams import Std
 from zero_agent.workers.worker_env import Place, own_device, places, worker_env
 from zero_agent.workers.workers import Order
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import Node, Snapshot
 
 

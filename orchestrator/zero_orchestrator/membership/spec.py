@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from zero_orchestrator.errors import SpecError
+from zero_orchestrator.errors import SpecError, SpecMismatch
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 _COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
@@ -129,7 +129,7 @@ class JobSpec:
         """Refuse to join a job that was started with another specification.
 
         Raises:
-            SpecError: Names every field that differs, with both values.
+            SpecMismatch: Names every field that differs, with both values.
         """
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(running)
         different = [
@@ -138,7 +138,7 @@ class JobSpec:
             if mine[name] != theirs[name]
         ]
         if different:
-            raise SpecError(
+            raise SpecMismatch(
                 f"job {job} runs with another specification: {'; '.join(different)}. "
                 "Start this agent with the same values, or choose another --rdzv-id"
             )

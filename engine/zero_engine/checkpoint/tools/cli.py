@@ -22,9 +22,10 @@ from zero_engine.checkpoint.tools.describe import describe
 from zero_engine.checkpoint.tools.listing import Status, list_root
 from zero_engine.checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_engine.errors import CheckpointError
+from zero_orchestrator.exit_codes import CkptExit
 
-OK, FOUND, TROUBLE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-"""Exit codes: fine; damage or differences were found; it could not be done; Ctrl-C; SIGTERM."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C, after SIGTERM."""
 _BROKEN_PIPE = 141
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         code = command(options)
         sys.stdout.flush()
-        return code or OK
+        return code or CkptExit.OK
     except CheckpointError as error:
         return _fail(options, str(error))
     except BrokenPipeError:  # `zero-ckpt show ... | head`
@@ -69,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
         return _fail(options, f"{where}{error.strerror or error}")
 
 
-def _fail(options: argparse.Namespace, message: str, code: int = TROUBLE) -> int:
+def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBLE) -> int:
     """People read the message on stderr; with --json, tools find it on stdout as well."""
     print(f"zero-ckpt: {message}", file=sys.stderr)
     try:
@@ -130,7 +131,7 @@ def _ls(options: argparse.Namespace) -> int:
         output.show_rows(rows)
     else:
         print(f"{root}: there are no checkpoints here{locate.hint(root)}")
-    return FOUND if any(row.status is Status.DAMAGED for row in rows) else OK
+    return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +144,7 @@ def _show(options: argparse.Namespace) -> int:
     with output.progress(checkpoint, quiet=options.json) as progress:
         record = describe(checkpoint, norms=options.norms, progress=progress)
     (output.print_json if options.json else output.show_description)(record)
-    return OK
+    return CkptExit.OK
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
         tell(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
     if options.json:
         output.print_json(results)
-    return FOUND if any(result["damage"] for result in results) else OK
+    return CkptExit.FOUND if any(result["damage"] for result in results) else CkptExit.OK
 
 
 def _to_verify(options: argparse.Namespace) -> tuple[Sequence[Candidate], list[Rejected]]:
@@ -211,7 +212,7 @@ def _diff(options: argparse.Namespace) -> int:
         output.print_json(record | {"tensors": found})
     else:
         output.show_differences(found)
-    return OK if all(item.relation is Relation.EQUAL for item in found) else FOUND
+    return CkptExit.OK if all(item.relation is Relation.EQUAL for item in found) else CkptExit.FOUND
 
 
 # ---- tidying ----
@@ -268,7 +269,7 @@ def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
         actions = [{"what": a.what, "path": a.path, "reason": a.reason} for a in plan.actions]
         record = {"done": not options.dry_run, "actions": actions, "notes": plan.notes}
         output.print_json(record)
-    return OK
+    return CkptExit.OK
 
 
 if __name__ == "__main__":

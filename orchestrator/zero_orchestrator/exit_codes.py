@@ -1,0 +1,245 @@
+"""Every exit code of this package, and what each means to whatever started the process.
+
+Must always hold: only codes that no shell, interpreter or broken installation produces by accident
+say that a job is over; what went wrong on one node never does. Kubernetes' podFailurePolicy, the
+systemd unit, the batch script and `zero-ctl launch` follow this table, and tests compare them.
+
+`python -m zero_orchestrator.exit_codes > docs/exit-codes.md` writes the page. Who calls it: the
+console scripts, the agent, `zero-ctl`, `zero-ckpt`. It imports nothing that could fail to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+CRASHED = 70
+"""An error inside a program of this package (EX_SOFTWARE of sysexits.h): never a verdict."""
+
+
+class AgentExit(IntEnum):
+    """Exit codes of `zero-agent`; an agent ended by a signal exits with 128 + its number."""
+
+    OK = 0
+    """The job is done (also for an agent that comes late, or was a spare)."""
+    USAGE = 2
+    """The command line or the script is wrong; nothing was started."""
+    NO_STORE = 3
+    """etcd could not be reached, for longer than --etcd-wait at the start or --etcd-grace later."""
+    NO_NODES = 4
+    """Too few nodes came within --join-timeout."""
+    STOPPED = 5
+    """The job was stopped by `zero-ctl stop` (also for an agent that comes late)."""
+    DRAINED = 6
+    """This node left because of `zero-ctl drain`; the job goes on without it."""
+    NO_PROGRESS = 7
+    """The job failed early: it restarted again and again and finished no new step."""
+    UNFIT = 8
+    """This node cannot take part (its health, its GPUs, its directory, its imports, a worker that
+    cannot be killed); the job is not over."""
+    MISMATCH = 9
+    """The job runs with another specification or protocol version than this agent's."""
+    CRASHED = CRASHED
+    """An error inside this agent, with a traceback; the job goes on without it."""
+    JOB_FAILED = 91
+    """The job has failed, on every node; the root cause is printed."""
+
+
+class CtlExit(IntEnum):
+    """Exit codes of `zero-ctl`."""
+
+    OK = 0
+    TOO_LATE = 1
+    """What was asked for had not happened within --wait; it still may."""
+    USAGE = 2
+    """Wrong usage, or no such job or node."""
+    NO_STORE = 3
+    """etcd could not be reached, or refused."""
+
+
+class CkptExit(IntEnum):
+    """Exit codes of `zero-ckpt`."""
+
+    OK = 0
+    FOUND = 1
+    """Damage or differences were found."""
+    TROUBLE = 2
+    """It could not be done."""
+
+
+class Kubernetes(StrEnum):
+    """What the Job controller makes of a pod that ends so."""
+
+    COMPLETE = "the Job is complete"
+    FAIL_JOB = "the Job fails (`FailJob`)"
+    FAIL_INDEX = "this pod is given up (`FailIndex`)"
+    IGNORE = "the pod is replaced, and nothing counted (`Ignore`)"
+    COUNT = "the pod is replaced, `backoffLimitPerIndex` times"
+
+
+class Systemd(StrEnum):
+    """What systemd does with the unit."""
+
+    STAYS_DOWN = "stays down"
+    RESTARTS = "is started again"
+
+
+class Launch(StrEnum):
+    """What `zero-ctl launch` does when the agent of one host ends so."""
+
+    ENDS = "ends with it"
+    GOES_ON = "goes on with the other hosts"
+    RETRIES = "tries the host again"
+
+
+class Meaning(NamedTuple):
+    """One exit code of an agent, and what follows from it."""
+
+    codes: tuple[int, ...]
+    kubernetes: Kubernetes
+    systemd: Systemd
+    launch: Launch
+
+
+_BROKEN = (Kubernetes.COUNT, Systemd.RESTARTS, Launch.GOES_ON)
+_OVER = (Kubernetes.FAIL_JOB, Systemd.STAYS_DOWN, Launch.ENDS)
+_LEFT = (Kubernetes.IGNORE, Systemd.STAYS_DOWN, Launch.GOES_ON)
+_WRONG = (Kubernetes.FAIL_INDEX, Systemd.STAYS_DOWN, Launch.GOES_ON)
+
+SIGTERM = 128 + 15
+LOST = 255
+"""ssh's own: no connection, or it broke, or a signal ended the command."""
+
+AGENT: Sequence[Meaning] = (
+    Meaning((AgentExit.OK,), Kubernetes.COMPLETE, Systemd.STAYS_DOWN, Launch.ENDS),
+    Meaning((1,), *_BROKEN),
+    Meaning((AgentExit.USAGE,), *_WRONG),
+    Meaning((AgentExit.NO_STORE,), *_BROKEN),
+    Meaning((AgentExit.NO_NODES,), *_BROKEN),
+    Meaning((AgentExit.STOPPED,), *_OVER),
+    Meaning((AgentExit.DRAINED,), *_LEFT),
+    Meaning((AgentExit.NO_PROGRESS,), *_OVER),
+    Meaning((AgentExit.UNFIT,), *_BROKEN),
+    Meaning((AgentExit.MISMATCH,), *_WRONG),
+    Meaning((AgentExit.CRASHED,), *_BROKEN),
+    Meaning((AgentExit.JOB_FAILED,), *_OVER),
+    Meaning((126, 127), *_BROKEN),
+    Meaning((SIGTERM,), *_LEFT),
+    Meaning((LOST,), Kubernetes.COUNT, Systemd.RESTARTS, Launch.RETRIES),
+)
+"""What each exit code of an agent means; every other one is treated as a crash."""
+
+ENDS_THE_JOB = frozenset(
+    code for meaning in AGENT if meaning.launch is Launch.ENDS for code in meaning.codes
+)
+"""Exit codes of an agent that has seen the job's end."""
+
+
+def verdict(codes: Iterable[int]) -> int:
+    """The exit code of several agents of one job: of one that saw its end, if any did.
+
+    Args:
+        codes: Of all agents; at least one. That of a signal is its negative number, or 128 + it.
+    """
+    told = [128 - code if code < 0 else code for code in codes]
+    ends = [code for code in told if code in ENDS_THE_JOB]
+    others = [code for code in told if code != LOST]
+    return min(ends) if ends else max(others, default=LOST)
+
+
+# ---- the page ----
+
+_OTHERS: dict[int, str] = {
+    1: "Python could not start the agent at all (a broken installation); never the job's end.",
+    126: "The shell could not execute the agent.",
+    127: "The shell did not find the agent.",
+    SIGTERM: "The agent was told to leave by SIGTERM: it saved and left. SIGINT: 130, SIGHUP: 129.",
+    LOST: "ssh lost its connection to the host (`zero-ctl launch` only).",
+}
+_HEAD = """# Exit codes
+
+Generated by `python -m zero_orchestrator.exit_codes`; do not edit.
+
+`torchrun` exits with 0 or 1. `zero-agent` exits with 0 if the whole job is done, and otherwise with
+a code that says whose fault it was; scripts that ask for "not 0" keep working. A failed job is 91
+and not 1, because 1 is also what Python exits with when one host has a broken installation, and
+that must never look like the end of everybody's job. After a failure of one node (1, 3, 4, 8, 70,
+126, 127, a signal) the job goes on, and the node is worth another try.
+"""
+
+
+def _text(code: int, kind: type[IntEnum], docs: dict[str, str]) -> str:
+    return docs[kind(code).name] if code in set(kind) else _OTHERS[code]
+
+
+def _docs(kind: type[IntEnum]) -> dict[str, str]:
+    """The docstrings below an enum's members, which Python itself does not keep."""
+    import ast
+    import inspect
+    import textwrap
+
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    pairs = zip(body.body, body.body[1:], strict=False)
+    return {
+        ast.unparse(name.targets[0]): " ".join(ast.literal_eval(text.value).split())
+        for name, text in pairs
+        if isinstance(name, ast.Assign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def _agent_rows() -> Iterator[str]:
+    docs = _docs(AgentExit)
+    for codes, *verdicts in AGENT:
+        text = " ".join(_text(code, AgentExit, docs) for code in codes)
+        yield f"| {', '.join(map(str, codes))} | {text} | {' | '.join(verdicts)} |"
+
+
+def _rows(kind: type[IntEnum]) -> Iterator[str]:
+    docs = _docs(kind) | {"OK": "Done, and nothing wrong was found."}
+    yield from (f"| {code.value} | {docs[code.name]} |" for code in kind)
+
+
+def page() -> str:
+    """docs/exit-codes.md."""
+    from zero_orchestrator.contract import ExitCode
+
+    lines = [
+        _HEAD,
+        "## zero-agent\n",
+        "| code | what happened | Kubernetes | systemd: the unit | `zero-ctl launch` |",
+        "| --- | --- | --- | --- | --- |",
+        *_agent_rows(),
+        "",
+        "Any other code is treated like 70. `zero-ctl launch`, `zero-ctl run --on local` and the",
+        "batch script for Slurm exit with the code of an agent that saw the job's end, 0 first; if",
+        "none did, with the highest. The batch script asks etcd whether the job is done, because",
+        "srun reports only the highest code, and requeues itself after 143 before its time limit.",
+        "",
+        "## Workers, as their agent reads them\n",
+        "| code | what happened |",
+        "| --- | --- |",
+        *_rows(ExitCode),
+        "",
+        "Any other code, and any signal, is a failure of that worker.",
+        "",
+        "## zero-ctl\n",
+        "| code | what happened |",
+        "| --- | --- |",
+        *_rows(CtlExit),
+        f"| {CRASHED} | An error inside the program, with a traceback. |",
+        "",
+        "## zero-ckpt\n",
+        "| code | what happened |",
+        "| --- | --- |",
+        *_rows(CkptExit),
+        f"| {CRASHED} | An error inside the program, with a traceback. |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,103 @@
+"""One table of exit codes: the page, the manifests and the launcher say what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero_agent.launch.plan import Plan
+from zero_agent.launch.runners import Command
+from zero_agent.launch.session import Session
+from zero_orchestrator.exit_codes import (
+    AGENT,
+    CRASHED,
+    AgentExit,
+    Kubernetes,
+    Systemd,
+    page,
+    verdict,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = next(yaml.safe_load_all((ROOT / "deploy/kubernetes/base/job.yaml").read_text()))
+UNIT = (ROOT / "deploy/systemd/zero-agent@.service").read_text()
+
+
+def codes_of(consequence: object) -> set[int]:
+    return {code for meaning in AGENT if consequence in meaning for code in meaning.codes}
+
+
+def test_the_page_is_what_the_table_says():
+    told = "python -m zero_orchestrator.exit_codes > docs/exit-codes.md"
+    assert (ROOT / "docs/exit-codes.md").read_text() == page(), told
+
+
+@pytest.mark.parametrize("action", [Kubernetes.FAIL_JOB, Kubernetes.FAIL_INDEX, Kubernetes.IGNORE])
+def test_kubernetes_does_what_the_table_says(action):
+    found = {
+        code
+        for rule in JOB["spec"]["podFailurePolicy"]["rules"]
+        if f"`{rule['action']}`" in action and "onExitCodes" in rule
+        for code in rule["onExitCodes"]["values"]
+    }
+    assert found == codes_of(action)
+
+
+def test_systemd_does_what_the_table_says():
+    [success] = re.findall(r"^SuccessExitStatus=(.*)$", UNIT, re.MULTILINE)
+    [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
+    down = {0, *map(int, success.split()), *map(int, final.split())}
+    assert down == codes_of(Systemd.STAYS_DOWN)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([AgentExit.CRASHED, 0], 0),
+        ([1, AgentExit.JOB_FAILED], AgentExit.JOB_FAILED),
+        ([AgentExit.CRASHED, AgentExit.NO_PROGRESS], AgentExit.NO_PROGRESS),
+        ([AgentExit.CRASHED, AgentExit.UNFIT], AgentExit.CRASHED),
+        ([-9, 1], 137),
+    ],
+)
+def test_several_agents_end_as_one_that_saw_the_jobs_end(codes, code):
+    assert verdict(codes) == code
+
+
+def test_a_host_without_the_shared_directory_is_unfit_and_ends_nobodys_job(tmp_path):
+    plan = Plan(
+        hosts={"w1": (0,)},
+        job="gpt",
+        endpoint="127.0.0.1:1",
+        program=("train.py",),
+        env={},
+        python=sys.executable,
+        directory=tmp_path / "not mounted",
+    )
+    there = ("sh", "-c", f"{plan.in_shell('w1')}")
+    commands = [Command(where="w1", argv=there), Command(where="w2", argv=("sleep", "0.5"))]
+    assert subprocess.run(there, capture_output=True, check=False).returncode == AgentExit.UNFIT
+    assert Session(commands, ask_to_stop=lambda: None).run() == 0
+
+
+PROGRAMS = {
+    "an error that nobody expected": "def main(): raise RuntimeError('cannot start new thread')",
+    "an installation that is broken": "import no_such_module",
+}
+
+
+@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_crash_is_told_from_every_verdict(tmp_path, text):
+    (tmp_path / "program.py").write_text(text)
+    start = "from zero_orchestrator.start import run; run('program')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {start}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == CRASHED
+    assert done.stderr.splitlines()[-1] == "internal error in program; no verdict on any job"
