@@ -186,6 +186,7 @@ class Run:
 @pytest.mark.netns
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("overlay", [BASE, OVERLAYS["tls"]], ids=["base", "tls"])
+@pytest.mark.full
 def test_a_job_survives_all_that_clusters_do_to_pods_and_ends_with_the_same_bits(
     overlay, apply, tmp_path, undisturbed_hash
 ):
@@ -216,6 +217,7 @@ def test_a_job_survives_all_that_clusters_do_to_pods_and_ends_with_the_same_bits
 @pytest.mark.processes
 @pytest.mark.etcd
 @pytest.mark.netns
+@pytest.mark.full
 def test_what_a_job_file_is_rendered_to_runs_with_names_of_its_own_and_trusts_no_stranger(
     apply, tmp_path, undisturbed_hash
 ):
@@ -238,7 +240,10 @@ def test_what_a_job_file_is_rendered_to_runs_with_names_of_its_own_and_trusts_no
     run.assert_exact(undisturbed_hash)
 
 
-JOB_POLICY = named(render(BASE), "Job", "train")["spec"]["podFailurePolicy"]
+@pytest.fixture
+def job_policy() -> Object:
+    policy: Object = named(render(BASE), "Job", "train")["spec"]["podFailurePolicy"]
+    return policy
 
 
 @pytest.mark.parametrize(
@@ -258,8 +263,8 @@ JOB_POLICY = named(render(BASE), "Job", "train")["spec"]["podFailurePolicy"]
         (137, False, Verdict.COUNT),
     ],
 )
-def test_the_job_tells_a_disruption_from_a_failure(exit_code, disrupted, expected):
-    assert verdict(JOB_POLICY, exit_code, disrupted=disrupted) is expected
+def test_the_job_tells_a_disruption_from_a_failure(job_policy, exit_code, disrupted, expected):
+    assert verdict(job_policy, exit_code, disrupted=disrupted) is expected
 
 
 def test_variables_are_expanded_as_kubernetes_does():
