@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
@@ -20,8 +22,32 @@ _namespaces = itertools.count()
 
 
 def pytest_configure() -> None:
-    """Whatever a test starts can be interrupted, also where a shell runs all in its background."""
+    # Whatever a test starts can be interrupted, also where a shell runs all in its background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A case that only one run in many draws would be red for whoever has changed something else.
+    # `HYPOTHESIS_PROFILE=searching pytest ...` draws others in each run.
+    settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+    settings.register_profile("searching", deadline=None, max_examples=1000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A case outside the corners that its test names belongs to the full suite."""
+    inside: dict[str, bool] = {}
+    for item in items:
+        if (corners := item.get_closest_marker("corners")) is None:
+            continue
+        test, parameters = item.nodeid.partition("[")[0], item.callspec.params  # type: ignore[attr-defined]
+        if unknown := corners.kwargs.keys() - parameters.keys():
+            raise pytest.UsageError(f"{test}: corners of {sorted(unknown)}, which it does not have")
+        is_corner = all(parameters[name] in values for name, values in corners.kwargs.items())
+        inside[test] = inside.get(test, False) or is_corner
+        if not is_corner:
+            item.add_marker(pytest.mark.full)
+    whole = not any("::" in argument for argument in config.args)
+    if whole and (outside := [test for test, found in inside.items() if not found]):
+        raise pytest.UsageError(f"no case lies in the corners of {', '.join(outside)}")
 
 
 @pytest.fixture(scope="session")

@@ -179,6 +179,7 @@ class Allocation:
 @pytest.mark.processes
 @pytest.mark.etcd
 @pytest.mark.netns
+@pytest.mark.full
 def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_same_bits(
     tmp_path, undisturbed_hash
 ):

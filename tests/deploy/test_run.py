@@ -62,6 +62,7 @@ def program(directory: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "code"), [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)]
 )
+@pytest.mark.full
 def test_a_job_that_is_run_here_drains_when_ended_and_when_run_again_ends_with_the_same_bits(
     tmp_path, etcd, undisturbed_hash, how, code
 ):

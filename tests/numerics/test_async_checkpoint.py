@@ -87,6 +87,7 @@ def save_after_a_load(root: str, stage: int) -> str:
 
 @pytest.mark.parametrize("save", [save_gated, save_throttled, save_after_a_load])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (3, 3)])
+@pytest.mark.corners(stage=[3], save=[save_gated])
 def test_a_background_save_writes_the_bytes_that_a_blocking_one_would_have_written(
     worlds: WorldPool, tmp_path: Path, stage: int, world: int, save: Any
 ) -> None:

@@ -180,6 +180,7 @@ wait_for(disk.reached.is_set, 30, "the first slab")
 """
 
 
+@pytest.mark.full
 def test_a_save_that_outlives_the_script_is_finished_by_the_ending_interpreter(
     tmp_path: Path,
 ) -> None:

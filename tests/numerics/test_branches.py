@@ -82,6 +82,7 @@ TWICE = [[0, 1, 0, 2, 3, 4], [0, 1, 0]]
 
 @pytest.mark.parametrize("ways", [LEFT_OUT, [[4, 2, 3, 1, 0]], TWICE], ids=str)
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.corners(stage=[3])
 def test_ranks_that_leave_modules_out_train_to_the_same_bits_as_one_process(
     worlds: WorldPool, stage: int, ways: list[list[int]]
 ) -> None:
@@ -130,6 +131,7 @@ def test_ranks_that_call_different_things_are_told_who_waits_for_what(worlds: Wo
         assert "rank 1 waits for parameters of root" in told
 
 
+@pytest.mark.full
 def test_ranks_that_run_modules_in_different_orders_are_told_the_modules(
     worlds: WorldPool,
 ) -> None:

@@ -119,6 +119,7 @@ def train_on(kind: str, ledger: str | None = None, workers: int = 0) -> str:
 
 
 @pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
+@pytest.mark.corners(kind=["shards"])
 def test_iterable_data_gives_one_result_and_is_consumed_exactly_once_at_every_world(
     worlds: WorldPool, tmp_path: Path, kind: str
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_stream_is_trained_on_as_the_same_data_with_random_access(worlds: Worl
 
 @pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
 @pytest.mark.parametrize("at", [2, 3, 5], ids=lambda step: f"after {step}")
+@pytest.mark.corners(at=[3])
 def test_iterable_data_goes_on_at_the_sample_at_another_world(
     worlds: WorldPool, tmp_path: Path, kind: str, at: int
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -60,6 +61,7 @@ def train_as_deepspeeds_scripts_do(stage: int, accumulation: int) -> tuple[Any, 
     return engine.global_steps, engine.micro_steps, *fingerprint(engine)
 
 
+@pytest.mark.full
 def test_steps_end_where_the_script_says_with_the_same_bits_at_every_stage(
     worlds: WorldPool,
 ) -> None:

@@ -249,6 +249,7 @@ def pickle_parameters(path: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.corners(stage=[3])
 def test_the_fp32_weights_of_a_checkpoint_are_the_engines(
     worlds: WorldPool, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,12 +31,14 @@ from zero_engine.errors import EngineError
 from zero_engine.zero import GatheredParameters
 
 
+@pytest.mark.full
 def test_a_script_that_reads_them_in_any_way_gets_nan_and_ends_well() -> None:
     seen = run_module("tests.numerics.divided_reads")
     parameters = 2 * len(list(make_model().parameters()))
     assert seen == [dict.fromkeys(WAYS, True)] * parameters
 
 
+@pytest.mark.full
 def test_views_that_a_hook_has_kept_show_nan_when_the_memory_is_gone() -> None:
     seen = run_module("tests.numerics.kept_views")
     assert seen == [{"views": True, "nan": True, "same": True}] * 2
@@ -99,6 +101,7 @@ def test_reading_them_at_any_moment_changes_no_bit(
 
 
 @pytest.mark.parametrize("where", ["cpu+cpu", "nvme+nvme"])
+@pytest.mark.corners(where=["nvme+nvme"])
 def test_reading_offloaded_ones_at_any_moment_changes_no_bit(
     worlds: WorldPool, tmp_path: Path, where: str
 ) -> None:
@@ -108,6 +111,7 @@ def test_reading_offloaded_ones_at_any_moment_changes_no_bit(
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
+@pytest.mark.corners(whole=[False])
 def test_compiled_modules_train_to_the_bits_of_stage_2(worlds: WorldPool, whole: bool) -> None:
     divided, shared = (worlds.run(2, train_compiled, stage, whole) for stage in (3, 2))
     assert divided == shared

@@ -79,6 +79,7 @@ def train_plainly(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3])
 def test_moving_it_where_it_is_changes_no_bit(worlds: WorldPool, stage: int) -> None:
     moved, plain = worlds.run(2, train_after_moving, stage), worlds.run(2, train_plainly, stage)
     assert moved == plain
@@ -138,6 +139,7 @@ def copy_module() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3])
 def test_weights_that_are_loaded_are_those_that_are_trained(worlds: WorldPool, stage: int) -> None:
     loaded, made = worlds.run(2, train_loaded, stage), worlds.run(2, train_made, stage)
     assert loaded == made
@@ -190,6 +192,7 @@ def load_wrong_names() -> tuple[str, bool, list[str]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.corners(stage=[3])
 def test_compiled_it_trains_to_the_same_bits(worlds: WorldPool, stage: int) -> None:
     compiled, plain = worlds.run(2, train_compiled, stage), worlds.run(2, train_plainly, stage)
     assert compiled == plain

@@ -78,6 +78,7 @@ class FullyCheckpointed(Checkpointed):
 
 
 @pytest.mark.parametrize("name", ["Checkpointed", "FullyCheckpointed"])
+@pytest.mark.corners(name=["Checkpointed"])
 def test_activation_checkpointing_changes_nothing_at_any_stage(
     worlds: WorldPool, name: str
 ) -> None:

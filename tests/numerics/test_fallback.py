@@ -35,6 +35,7 @@ def load_and_end(root: str, stage: int, bf16: bool) -> tuple[object, ...]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [PARAM, "exp_avg_sq"])
+@pytest.mark.corners(kind=[PARAM], stage=[0, 3], bf16=[True])
 def test_damage_that_one_rank_finds_makes_all_go_on_from_the_checkpoint_before(
     worlds: WorldPool, tmp_path: Path, kind: str, stage: int, bf16: bool
 ) -> None:

@@ -43,6 +43,7 @@ def reference(worlds: WorldPool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.corners(world=[3])
 def test_every_stage_and_world_size_gives_the_same_bits_and_scales(
     worlds: WorldPool, reference: tuple[Any, ...], world: int
 ) -> None:
@@ -80,6 +81,7 @@ def line_engine(**more: Any) -> Engine:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.corners(stage=[0, 3])
 def test_scale_and_a_plain_backward_do_what_engine_backward_does(
     worlds: WorldPool, stage: int
 ) -> None:

@@ -91,6 +91,7 @@ def train_prompted(stage: int, beside: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("beside", ["leaf", "computed", "unused"])
+@pytest.mark.corners(beside=["unused"])
 def test_with_several_inputs_they_train_to_the_bits_of_stage_2(
     worlds: WorldPool, beside: str
 ) -> None:

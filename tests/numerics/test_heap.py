@@ -21,10 +21,12 @@ def faults(**environment: str) -> int:
     return found
 
 
+@pytest.mark.full
 def test_a_step_uses_the_memory_of_the_step_before() -> None:
     assert faults() < _ACTIVATIONS // 10
 
 
+@pytest.mark.full
 def test_what_the_environment_says_of_malloc_holds() -> None:
     assert faults(MALLOC_TRIM_THRESHOLD_="131072") > _ACTIVATIONS
 

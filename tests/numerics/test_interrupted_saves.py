@@ -98,6 +98,7 @@ def load(root: str, stage: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("stage", "error"), [(0, KeyboardInterrupt), (2, Preempted), (3, KeyboardInterrupt)]
 )
+@pytest.mark.corners(stage=[3])
 def test_who_interrupts_a_save_and_trains_on_finds_in_it_what_was_there_when_it_began(
     worlds: WorldPool, tmp_path: Path, stage: int, error: type[BaseException]
 ) -> None:

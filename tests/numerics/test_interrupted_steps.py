@@ -66,6 +66,7 @@ def go_on(root: str | None, stage: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("where", ["optimizer", "schedule"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3], where=["optimizer"])
 def test_nothing_is_made_of_half_a_step_and_the_newest_checkpoint_goes_on(
     worlds: WorldPool, tmp_path: Path, stage: int, where: str
 ) -> None:

@@ -153,6 +153,7 @@ def drained(root: str, how: str) -> tuple[Any, ...]:
         ("unknown directory", 3, 0, []),
     ],
 )
+@pytest.mark.corners(how=["directory known"])
 def test_all_ranks_leave_at_the_same_boundary_with_a_fresh_checkpoint(
     worlds: WorldPool, tmp_path: Path, how: str, ends_at: int, saved: int, tags: list[str]
 ) -> None:

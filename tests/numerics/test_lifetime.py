@@ -29,6 +29,7 @@ def left_over(stage: int, asynchronous: bool, root: str) -> int:
 
 
 @pytest.mark.parametrize(("stage", "asynchronous"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.corners(stage=[3])
 def test_an_engine_that_is_let_go_of_leaves_no_memory_behind(
     worlds: WorldPool, tmp_path, stage: int, asynchronous: bool
 ) -> None:

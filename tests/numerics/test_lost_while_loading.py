@@ -105,6 +105,7 @@ def load_beside_a_lost_rank(
         (3, 0, signal.SIGSTOP, "0", "timed out waiting"),
     ],
 )
+@pytest.mark.corners(stage=[0])
 def test_a_rank_lost_between_its_weights_and_its_vote_is_missed_and_the_load_begins_anew(
     worlds: WorldPool,
     tmp_path: Path,

@@ -26,6 +26,7 @@ MEETS = {
 
 
 @pytest.mark.parametrize("meets", MEETS.values(), ids=MEETS)
+@pytest.mark.full
 def test_a_worker_whose_store_is_lost_says_that_it_has_lost_its_peers(meets, tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None

@@ -45,6 +45,7 @@ def train_and_move(stage: int, bf16: bool, moves: bool) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3], bf16=[True])
 def test_training_goes_on_as_if_nothing_had_been_moved(
     worlds: WorldPool, stage: int, bf16: bool
 ) -> None:
@@ -127,6 +128,7 @@ def read_the_optimizer_while_away(stage: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3])
 def test_the_optimizers_tensors_can_be_read_while_they_are_away(
     worlds: WorldPool, stage: int
 ) -> None:

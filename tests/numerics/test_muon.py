@@ -27,6 +27,7 @@ MUON: dict[str, Any] = {
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.corners(method=["gram"], bf16=[True])
 def test_the_bits_are_those_of_every_stage_and_world(
     worlds: WorldPool, method: str, bf16: bool
 ) -> None:
@@ -160,6 +161,7 @@ def train_torchs(path: str) -> tuple[list[str], list[float]]:
     return hashes, rates
 
 
+@pytest.mark.full
 def test_an_object_of_torchs_muon_gives_one_result_at_every_stage_world_and_tier(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
@@ -298,6 +300,7 @@ def train_to(steps: int, stage: int, load: str | None, save: str | None) -> str:
 @pytest.mark.parametrize(
     ("saves", "loads"), [((1, 0), (3, 3)), ((3, 3), (2, 1)), ((2, 2), (1, 0)), ((3, 1), (2, 3))]
 )
+@pytest.mark.corners(saves=[(3, 3)])
 def test_a_checkpoint_goes_on_at_another_world_and_stage_as_if_nothing_had_been(
     worlds: WorldPool, tmp_path: Path, saves: tuple[int, int], loads: tuple[int, int]
 ) -> None:

@@ -87,6 +87,7 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("kind", ["bf16 masters", "all bf16", "fp16 masters"])
+@pytest.mark.corners(kind=["bf16 masters"])
 def test_every_stage_world_size_and_tier_gives_the_same_bits(
     worlds: WorldPool, tmp_path: Path, kind: str
 ) -> None:
@@ -96,6 +97,7 @@ def test_every_stage_world_size_and_tier_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Muon", "SGD"])
+@pytest.mark.corners(name=["Muon"])
 def test_every_kind_of_optimizer_steps_it(worlds: WorldPool, tmp_path: Path, name: str) -> None:
     optimizer = {"type": name, "params": {"lr": 1e-2}}
     found = one_result(worlds, hashes_with, optimizer, str(tmp_path))
@@ -169,6 +171,7 @@ def go_on(kind: str, stage: int, root: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bf16 masters", "all bf16", "fp16 masters"])
+@pytest.mark.corners(kind=["all bf16"])
 def test_a_run_goes_on_at_another_world_size_and_stage_with_the_same_bits(
     worlds: WorldPool, tmp_path: Path, kind: str
 ) -> None:

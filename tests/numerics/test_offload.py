@@ -63,6 +63,7 @@ def train_in_every_tier(bf16: bool, path: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(world=[2], bf16=[True])
 def test_every_tier_gives_the_bits_of_no_tier(
     worlds: WorldPool, tmp_path: Path, world: int, bf16: bool
 ) -> None:
@@ -101,6 +102,7 @@ def train_optimizers(path: str) -> list[tuple[str, str]]:
     return hashes
 
 
+@pytest.mark.full
 def test_every_optimizer_steps_sub_groups_to_the_same_bits(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_p
 
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 @pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.corners(world=[2], name=["Muon"])
 def test_what_looks_at_whole_parameters_gives_one_result_in_every_tier(
     worlds: WorldPool, tmp_path: Path, world: int, name: str
 ) -> None:
@@ -219,6 +222,7 @@ def save_and_go_on(root: str, path: str, saves: str, loads: str, name: str) -> t
 @pytest.mark.parametrize(
     ("saves", "loads"), [("none", "nvme+nvme"), ("nvme", "none"), ("nvme+nvme", "cpu")]
 )
+@pytest.mark.corners(optimizer=["AdamW"], saves=["nvme"])
 def test_a_checkpoint_loads_in_another_tier_and_training_goes_on_as_if_nothing_had_been(
     worlds: WorldPool, tmp_path: Path, saves: str, loads: str, optimizer: str
 ) -> None:

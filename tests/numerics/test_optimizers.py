@@ -33,6 +33,7 @@ STEPS = 4
     ],
     ids=lambda optimizer: optimizer["type"],
 )
+@pytest.mark.full
 def test_every_optimizer_gives_one_result_at_every_stage_and_world_size(
     worlds: WorldPool, optimizer: dict[str, Any]
 ) -> None:

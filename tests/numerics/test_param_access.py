@@ -74,6 +74,7 @@ def run_to_the_last_micro_step(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(bf16=[True])
 def test_what_is_seen_of_a_parameter_is_the_same_at_every_stage_and_world(
     worlds: WorldPool, bf16: bool
 ) -> None:
@@ -169,6 +170,7 @@ def evaluate(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(bf16=[True])
 def test_a_change_reaches_the_next_forward_and_the_next_step_at_every_stage(
     worlds: WorldPool, bf16: bool
 ) -> None:
@@ -244,6 +246,7 @@ def test_what_cannot_be_done_is_named(worlds: WorldPool, kind: str, message: str
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(bf16=[True])
 def test_changes_inside_gathered_parameters_are_those_of_the_modifier_everywhere(
     worlds: WorldPool, bf16: bool
 ) -> None:

@@ -73,6 +73,7 @@ def estimated(settings: dict[str, Any]) -> Estimate:
     )
 
 
+@pytest.mark.full
 def test_the_peak_of_a_process_is_within_a_tenth_of_the_estimate(
     measured: list[tuple[dict[str, Any], int]],
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_peak_of_a_process_is_within_a_tenth_of_the_estimate(
     assert wrong == {}
 
 
+@pytest.mark.full
 def test_what_rests_on_a_disk_is_not_in_memory(
     measured: list[tuple[dict[str, Any], int]],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,8 +35,9 @@ RUNS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20)
 @given(run=RUNS)
+@pytest.mark.full
 def test_every_model_gives_one_result_at_every_stage_and_world_and_it_is_plain_torchs(
     worlds: WorldPool, run: dict[str, Any]
 ) -> None:

@@ -70,6 +70,7 @@ def refuse_and_end(case: tuple[Any, ...], path: str, root: str) -> tuple[Any, ..
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.corners(case=[CASES[0], CASES[7], CASES[-1]])
 def test_after_a_refused_load_training_goes_on_as_if_it_had_not_been_tried(
     worlds: WorldPool, tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
@@ -207,6 +208,7 @@ def go_on_after_damage(root: str, good: str, stage: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[3])
 def test_nothing_is_made_of_what_a_damaged_checkpoint_has_left_until_another_is_loaded(
     worlds: WorldPool, tmp_path: Path, stage: int
 ) -> None:

@@ -150,6 +150,7 @@ engine.backward(engine(torch.ones(1, 64)).sum())
 """
 
 
+@pytest.mark.full
 def test_a_process_that_leaves_a_silent_peer_really_ends(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     agent, port = Agent(path), free_port()

@@ -42,6 +42,7 @@ def reference(worlds: WorldPool) -> dict[bool, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(world=[1, 3])
 def test_every_stage_and_world_size_gives_the_same_bits(
     worlds: WorldPool, reference: dict[bool, tuple[Any, ...]], world: int, bf16: bool
 ) -> None:
@@ -53,6 +54,7 @@ def test_every_stage_and_world_size_gives_the_same_bits(
 @pytest.mark.parametrize("clip", [0.0, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.corners(leaves=[4], clip=[0.1], dropout=[0.3])
 def test_no_combination_of_options_depends_on_stage_or_world(
     worlds: WorldPool, leaves: int, clip: float, dropout: float, bf16: bool
 ) -> None:
@@ -124,6 +126,7 @@ def test_clipping_follows_torch_up_to_the_rounding_of_the_norm(worlds: WorldPool
 
 
 @pytest.mark.parametrize("unwilling", [(), (2,), (0, 1, 2)], ids=["memory", "both", "sockets"])
+@pytest.mark.corners(unwilling=[(2,)])
 def test_memory_and_sockets_carry_the_same_bits(
     worlds: WorldPool, reference: dict[bool, tuple[Any, ...]], unwilling: tuple[int, ...]
 ) -> None:

@@ -94,6 +94,7 @@ def states(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> list[
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.corners(name=["AdamW", "Adafactor"])
 def test_by_object_and_by_name_it_is_plain_torch_at_every_stage_and_world(
     worlds: WorldPool, name: str, options: dict[str, Any]
 ) -> None:
@@ -138,6 +139,7 @@ def train_bf16(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> l
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.corners(name=["AdamW"])
 def test_in_bf16_there_is_one_result_at_every_stage_and_world(worlds: WorldPool, name: str) -> None:
     job = (name, OPTIONS[name][-1])
     ranks = [
@@ -177,6 +179,7 @@ def load(name: str, root: str, stages: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.corners(name=["AdamW"])
 def test_from_a_checkpoint_it_goes_on_at_another_world_and_stage_and_in_every_tier(
     worlds: WorldPool, tmp_path: Path, name: str
 ) -> None:

@@ -68,6 +68,7 @@ def backward(engine: Engine, loss: torch.Tensor, scaling: str, count: int) -> No
 
 
 @pytest.mark.parametrize("scaling", ["by the script", "by the config's accumulation", "plain"])
+@pytest.mark.corners(scaling=["plain"])
 def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
     worlds: WorldPool, scaling: str
 ) -> None:
@@ -94,6 +95,7 @@ def fingerprints_scaled_by_the_script() -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.full
 def test_a_script_may_divide_over_the_micro_steps_of_the_engine(worlds: WorldPool) -> None:
     ours = one_result(worlds, fingerprints_of_managed_steps, sizes=(1,))
     assert one_result(worlds, fingerprints_scaled_by_the_script, sizes=(1, 2, 3)) == ours

@@ -29,6 +29,7 @@ STAGES = (0, 1, 2, 3)
     ],
     ids=lambda optimizer: optimizer["type"],
 )
+@pytest.mark.full
 def test_every_elementwise_optimizer_of_the_config_gives_one_result(
     worlds: WorldPool, optimizer: dict[str, Any]
 ) -> None:

@@ -39,6 +39,7 @@ def train_to(steps: int, how: str, stage: int, load: str | None, save: str | Non
 @pytest.mark.parametrize(
     ("saves", "loads"), [((1, 0), (3, 3)), ((3, 3), (2, 1)), ((2, 2), (1, 0)), ((3, 0), (2, 3))]
 )
+@pytest.mark.corners(saves=[(3, 3)])
 def test_a_checkpoint_goes_on_at_another_world_and_stage_as_if_nothing_had_been(
     worlds: WorldPool, tmp_path: Path, how: str, saves: tuple[int, int], loads: tuple[int, int]
 ) -> None:

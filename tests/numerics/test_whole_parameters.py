@@ -80,6 +80,7 @@ def weights_of_all_stages() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.full
 def test_an_optimizer_of_the_script_gives_plain_torchs_bits(worlds: WorldPool, world: int) -> None:
     plain = plain_torch(STEPS, Kronecker, {})
     for rank in worlds.run(world, weights_of_all_stages):

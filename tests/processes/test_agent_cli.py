@@ -196,6 +196,7 @@ def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
     }
 
 
+@pytest.mark.full
 def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tmp_path):
     job = Cluster(tmp_path, endpoint="", pause_s=LONG_S)
     command = [*STANDALONE, *paced(training(tmp_path), tmp_path)]

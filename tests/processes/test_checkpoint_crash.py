@@ -63,6 +63,7 @@ def test_processes_save_together(root, start):
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
+@pytest.mark.corners(part=[0.5])
 def test_a_rank_killed_while_it_writes_costs_nothing_but_the_attempt(root, start, part):
     before = names(root)
     job = start({1: SignalAt("write", "r00001", from_bytes=part * own_bytes(NEW, 1, WORLD))})
@@ -83,6 +84,7 @@ def test_a_rank_killed_while_it_writes_costs_nothing_but_the_attempt(root, start
         ("publish", "latest", 2),
     ],
 )
+@pytest.mark.corners(stage=["publish"])
 def test_a_coordinator_killed_at_any_stage_leaves_the_old_or_the_new_whole(
     root, start, stage, name, step
 ):
@@ -94,6 +96,7 @@ def test_a_coordinator_killed_at_any_stage_leaves_the_old_or_the_new_whole(
     check_loads(root, step)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_does_not_hold_up_the_others_and_its_late_vote_is_refused(root, start):
     before = names(root)
     job = start({2: SignalAt("write", "r00002", signal.SIGSTOP)})

@@ -70,6 +70,7 @@ def shared_round(store, job: str) -> int | None:
     return next((number for number in rounds if rounds.count(number) == 2), None)
 
 
+@pytest.mark.full
 def test_a_drained_node_leaves_for_free_and_the_story_says_who_asked(cluster, ctl, etcd_store):
     job = cluster(flags=("--nnodes=1:2", TOGETHER))
     job.start("a", "b")

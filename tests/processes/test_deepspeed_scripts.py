@@ -36,6 +36,7 @@ def run(launcher: str, script: str, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_the_tutorials_script_gives_one_result_under_every_launcher_at_every_stage() -> None:
     runs = [("alone", 0), ("torchrun", 1), ("zero-agent", 3)]
     outputs = [run(launcher, "classify.py", "--stage", stage) for launcher, stage in runs]
@@ -49,6 +50,7 @@ def test_the_tutorials_script_trains_in_half_precision() -> None:
     assert len(weights.removeprefix("weights ")) == 64
 
 
+@pytest.mark.full
 def test_a_script_with_its_own_loader_optimizer_and_schedule_resumes_at_another_stage(
     tmp_path: Path,
 ) -> None:

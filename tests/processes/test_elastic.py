@@ -54,6 +54,7 @@ def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed
     ]
 
 
+@pytest.mark.full
 def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
     job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"))
     job.start("a", "b", "c")
@@ -92,6 +93,7 @@ if "zero_agent.workers.nursery" in sys.orig_argv:
 """
 
 
+@pytest.mark.full
 def test_training_does_not_stand_still_while_a_late_node_imports(
     cluster, undisturbed_hash, tmp_path
 ):
@@ -140,6 +142,7 @@ with peers_may_vanish(link), transport_failures("meeting"): dist.barrier()
 """In round 1 rank 0 can leave at a boundary, and waits for rank 1, which cannot."""
 
 
+@pytest.mark.full
 def test_a_node_is_drained_for_free_also_while_some_workers_cannot_leave_yet(cluster, tmp_path):
     """Those are stopped, and the others lose their peers to that."""
     script = tmp_path / "meeting.py"
@@ -157,6 +160,7 @@ def test_a_node_is_drained_for_free_also_while_some_workers_cannot_leave_yet(clu
     assert job.events("interrupt") == job.events("fail") == []
 
 
+@pytest.mark.full
 def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhere(
     cluster, tmp_path
 ):
@@ -183,6 +187,7 @@ def test_a_node_killed_within_an_async_save_and_a_lost_epoch_boundary_show_nowhe
     assert final_hash(job.output) == expected
 
 
+@pytest.mark.full
 def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
     """Stage 3 first, stage 1 after everything was killed: the same job goes on."""
     job = cluster(flags=("--nnodes=2", "--max-restarts=2"))
@@ -198,6 +203,7 @@ def test_the_stage_may_differ_from_round_to_round(cluster, undisturbed_hash):
     assert final_hash(again.output) == undisturbed_hash
 
 
+@pytest.mark.full
 def test_the_next_round_does_not_wait_for_a_node_that_still_imports(
     cluster, undisturbed_hash, tmp_path
 ):
@@ -247,6 +253,7 @@ def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tm
             assert job.agents[node].output.count(f"; {cost}") == 1, "each failure is said once"
 
 
+@pytest.mark.full
 def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(
     cluster, undisturbed_hash
 ):

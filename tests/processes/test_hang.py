@@ -28,6 +28,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash):
     job = cluster(flags=FLAGS)
     job.start("a", "b")
@@ -38,6 +39,7 @@ def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash)
     assert "no step for 6" in job.events("hang")[0]["text"]
 
 
+@pytest.mark.full
 def test_where_every_worker_hangs_is_written_down_before_it_is_killed(
     cluster, tmp_path, undisturbed_hash
 ):

@@ -65,6 +65,7 @@ def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturb
     assert final_hash("".join(window.text for window in windows)) == undisturbed_hash
 
 
+@pytest.mark.full
 def test_the_server_belongs_to_no_agent(terminal, tmp_path):
     """The first agent starts it; killing that agent leaves it to the others."""
     job = Cluster(tmp_path, endpoint="", pause_s=LONG_S)

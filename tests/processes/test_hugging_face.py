@@ -74,6 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str
     return directory / "out", *fine_tune(directory, 2)
 
 
+@pytest.mark.full
 def test_the_trainer_resumes_at_another_stage_to_the_same_bits(
     tmp_path: Path, whole: tuple[Path, Any, dict[str, Tensor]]
 ) -> None:
@@ -97,6 +98,7 @@ def assert_same(ours: tuple[Any, dict[str, Tensor]], theirs: tuple[Any, dict[str
     assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
+@pytest.mark.full
 def test_accelerate_goes_on_from_its_saved_state_at_stage_3(tmp_path: Path) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": AUTO, "weight_decay": AUTO}}
     rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

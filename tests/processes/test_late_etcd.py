@@ -66,6 +66,7 @@ def test_an_etcd_that_does_not_come_is_named_once_more_and_ends_the_agent(late, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("silent", [False, True], ids=["absent", "silent"])
+@pytest.mark.full
 def test_a_signal_ends_the_wait_at_once(late, start, number, silent):
     if silent:
         late.start()
@@ -78,6 +79,7 @@ def test_a_signal_ends_the_wait_at_once(late, start, number, silent):
     assert "Traceback" not in job.output
 
 
+@pytest.mark.full
 def test_an_agent_outlives_the_loss_of_its_etcd_while_it_joins(late, tmp_path):
     """It has asked etcd something, and has not registered: its workers' parent is starting."""
     late.start()

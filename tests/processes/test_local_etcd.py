@@ -230,6 +230,7 @@ def test_a_crashed_server_is_started_again_by_its_keeper(state: Path) -> None:
     wait_for(lambda: len(processes_with(f"--directory={state}")) == 1, SOON_S, "one keeper")
 
 
+@pytest.mark.full
 def test_a_server_without_nodes_ends_and_one_with_a_node_stays(state: Path) -> None:
     endpoint = endpoint_of(free_port())
     shared_server(endpoint)

@@ -56,6 +56,7 @@ def check_loads(root, step):
     assert same_bits(target, full)
 
 
+@pytest.mark.full
 def test_a_rank_killed_in_mid_upload_costs_nothing_but_the_attempt(s3, root, start):
     before = names(root)
     job = start({1: SignalAtObject("write", "r00001", from_bytes=PART_BYTES)})
@@ -86,6 +87,7 @@ def test_what_a_save_leaves_that_died_as_a_whole_is_swept(s3, root, start, capsy
     ("stage", "name", "step"),
     [("publish", "MANIFEST", 1), ("published", "MANIFEST", 2), ("publish", "latest", 2)],
 )
+@pytest.mark.full
 def test_a_coordinator_killed_before_the_commit_leaves_the_old_and_after_it_the_new(
     root, start, stage, name, step
 ):

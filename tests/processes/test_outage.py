@@ -35,17 +35,18 @@ def steps_done(job: Cluster) -> int:
 @pytest.mark.parametrize(
     ("outage", "pause_s", "steps"),
     [
-        ("killed and restarted", 0.1, 30),
-        ("stopped and continued", 0.1, 30),
+        ("killed and restarted", 0.3, 20),
+        ("stopped and continued", 0.3, 20),
         pytest.param(
             "killed and restarted",
-            0.6,
-            100,
-            marks=[pytest.mark.full, pytest.mark.timeout(300)],
+            2.0,
+            30,
+            marks=pytest.mark.timeout(300),
             id="for a minute",
         ),
     ],
 )
+@pytest.mark.corners(outage=["stopped and continued"])
 def test_an_outage_of_etcd_costs_no_restart_and_no_step(
     own, outage, pause_s, steps, undisturbed_hash
 ):
@@ -65,6 +66,7 @@ def test_an_outage_of_etcd_costs_no_restart_and_no_step(
     assert len(job.events("activate")) == 1, "one round from the beginning to the end"
 
 
+@pytest.mark.full
 def test_a_node_that_is_told_to_leave_during_an_outage_does_so_for_free_when_it_is_over(
     own, undisturbed_hash
 ):
@@ -89,6 +91,7 @@ def asked_to_leave(job, node: str) -> None:
 
 
 @pytest.mark.parametrize(("node", "outage"), [("a", "suspend"), ("b", "kill")])
+@pytest.mark.full
 def test_a_last_save_that_etcd_does_not_take_is_published_when_it_answers(
     own, node, outage, undisturbed_hash
 ):
@@ -106,6 +109,7 @@ def test_a_last_save_that_etcd_does_not_take_is_published_when_it_answers(
     assert (job.report().repeated_steps, job.events("interrupt")) == (0, [])
 
 
+@pytest.mark.full
 def test_a_last_save_that_etcd_never_takes_says_which_steps_are_lost(own):
     job, etcd = own
     job.flags = (*job.flags, "--shutdown-timeout=4")
@@ -122,6 +126,7 @@ def test_a_last_save_that_etcd_never_takes_says_which_steps_are_lost(own):
     assert (first, last) == (kept + 1, job.last_steps()[1, 0][0])
 
 
+@pytest.mark.full
 def test_what_happens_on_a_node_is_acted_on_at_once_while_etcd_stands_still(own):
     job, etcd = own
     job.start("a", "b")

@@ -140,6 +140,7 @@ def nodes(machines):
         return machines.etcd.call("kv/range", key=key, range_end=end).get("kvs", [])
 
 
+@pytest.mark.full
 def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
     """Its lease lapses meanwhile: nobody else is there to take it for lost."""
     job = machines.job
@@ -156,6 +157,7 @@ def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
 
 
 @pytest.mark.parametrize("cut_off_from", [("store",), ("store", "b")], ids=["etcd", "everybody"])
+@pytest.mark.corners(cut_off_from=[("store", "b")])
 def test_the_others_go_on_without_a_node_that_is_cut_off_and_it_comes_back(machines, cut_off_from):
     """Longer than its lease: the round ends for one restart, and coming back is free."""
     job = machines.job
@@ -172,6 +174,7 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_it_comes_back(machi
     ]
 
 
+@pytest.mark.full
 def test_a_node_that_is_cut_off_and_comes_back_leaves_no_mark_on_what_is_trained(
     trained_on, undisturbed_hash
 ):
@@ -191,6 +194,7 @@ def test_a_node_that_is_cut_off_and_comes_back_leaves_no_mark_on_what_is_trained
     ]
 
 
+@pytest.mark.full
 def test_an_agent_that_stood_still_past_its_lease_comes_back_for_free(machines):
     job = machines.job
     machines.start("a", "b")

@@ -207,6 +207,7 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     assert "ended with 4 and said: one | two" in last
 
 
+@pytest.mark.full
 def test_a_round_has_whole_units_and_grows_by_one_when_it_is_whole(cluster, etcd_store, tmp_path):
     enough = tmp_path / "enough"
     script = write(
@@ -232,11 +233,12 @@ def test_a_round_has_whole_units_and_grows_by_one_when_it_is_whole(cluster, etcd
     assert status.read(etcd_store, job.job).restarts == 0
 
 
+@pytest.mark.full
 def test_a_restart_comes_back_to_the_budget_after_so_many_committed_steps(cluster, etcd_store):
     """A budget of one survives two failures with checkpoints between them, and not a third."""
-    job = cluster(flags=("--nnodes=1", "--max-restarts=1", "--refill-after-steps=40"), pause_s=0.1)
+    job = cluster(flags=("--nnodes=1", "--max-restarts=1", "--refill-after-steps=15"), pause_s=0.3)
     job.start("a")
-    for step in (25, 90):
+    for step in (22, 45):
         job.wait_for_step(step, world=1)
         os.kill(job.worker_of("a"), signal.SIGKILL)
     wait_for(lambda: len(job.events("activate")) == 3, 150, "the third round")

@@ -106,6 +106,7 @@ def saved_to_disk(job: Cluster) -> int:
     return job.output.count("saved /")
 
 
+@pytest.mark.full
 def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, undisturbed):
     job = ram_job(("--nnodes=2", "--max-restarts=3"))
     job.start("a", "b")
@@ -117,6 +118,7 @@ def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, 
     assert saved_to_disk(job) == 1, "the one at the end of the script"
 
 
+@pytest.mark.full
 def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd_store):
     # It lasts for longer than agents take to tell the store twice.
     job = ram_job(("--nnodes=2", "--max-restarts=0"), pause_s=0.5, budget_bytes=200 << 20)
@@ -149,6 +151,7 @@ def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_j
     assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
 
 
+@pytest.mark.full
 def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undisturbed):
     job = ram_job(("--nnodes=1:3", "--max-restarts=4"), save_every=10)
     job.start("a", "b", "c")
@@ -160,6 +163,7 @@ def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undist
     assert "went with the nodes that held" in job.output
 
 
+@pytest.mark.full
 def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
     ram_job, undisturbed
 ):

@@ -58,6 +58,7 @@ def start(temporary: Path, tmp_path: Path) -> Iterator[Start]:
             agent.kill_node()
 
 
+@pytest.mark.full
 def test_what_a_killed_agent_has_left_goes_with_the_next_and_the_living_keep_theirs(
     start, temporary, tmp_path
 ):

@@ -73,6 +73,7 @@ def start():
         process.communicate()
 
 
+@pytest.mark.full
 def test_nodes_with_given_ranks_meet_without_an_etcd_of_the_users(tmp_path, start):
     script = tmp_path / "meet.py"
     script.write_text(MEET)

@@ -80,6 +80,7 @@ def ranks(directory: Path) -> list[str]:
     return sorted(re.findall(r"^rank \d+ of \d+$", output(directory), re.MULTILINE))
 
 
+@pytest.mark.full
 def test_the_job_goes_on_without_a_killed_node_and_with_a_new_one_and_then_is_over(
     torchrun, tmp_path
 ):

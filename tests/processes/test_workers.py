@@ -142,6 +142,7 @@ def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_p
     assert (tmp_path / "err").read_text() == ""
 
 
+@pytest.mark.full
 def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks(forking):
     _, nursery, news = forking
     store, told = nursery.host_store(), {}

@@ -21,8 +21,8 @@ from zero_engine.samples.ledger import Report, read_ledger, verify
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_gpt.py"
 PACED = ROOT / "tests" / "support" / "paced.py"
-SAMPLES = 32 * 150 + 10
-STEPS = 151
+SAMPLES = 32 * 60 + 10
+STEPS = 61
 LONG_S = 0.5
 """A pause with which a job outlasts what takes seconds, such as the imports of one more node."""
 TOGETHER = "--rdzv-conf=last_call_timeout=60"
@@ -154,7 +154,7 @@ class Cluster:
     job: str = "job"
     flags: Sequence[str] = ("--nnodes=1:4", "--max-restarts=3")
     script: Sequence[str] = ()
-    pause_s: float = 0.06
+    pause_s: float = 0.2
     """Added to each `paced` step until the test says otherwise, or waits for the end."""
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)

@@ -64,6 +64,7 @@ def test_a_host_that_does_not_exist_is_named_in_time() -> None:
         assert time.monotonic() - started < HANGS_S
 
 
+@pytest.mark.full
 def test_waiting_for_a_server_that_is_down_costs_no_processor_time(own: EtcdServer) -> None:
     with connect(own.endpoint) as store:
         seen = Seen()

@@ -57,6 +57,7 @@ def test_the_loss_of_a_lease_is_told_once_with_the_reason(own: EtcdServer) -> No
         keeper.close()
 
 
+@pytest.mark.full
 def test_a_stopped_member_does_not_cost_the_lease(tmp_path: Path) -> None:
     """The lease must be refreshed elsewhere before its 3 s are over, patient as the store is."""
     lost: list[str] = []

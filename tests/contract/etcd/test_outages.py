@@ -59,6 +59,7 @@ def test_a_watch_sees_what_was_written_while_it_had_no_server(tmp_path: Path) ->
         assert seen.wait_value("after") == ["before", *(f"during {n}" for n in range(20)), "after"]
 
 
+@pytest.mark.full
 def test_every_call_to_a_stopped_server_ends_in_time_and_works_when_it_goes_on(
     own: EtcdServer,
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_watch_on_a_stopped_server_goes_on_when_the_server_does(own: EtcdServe
         assert seen.wait_value("after") == ["before", "after"]
 
 
+@pytest.mark.full
 def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
                 assert seen.wait_value("after") == ["before", "after"]
 
 
+@pytest.mark.full
 def test_a_watch_finds_by_itself_that_its_server_is_silent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ from zero_orchestrator import ram_wire
 from zero_orchestrator.contract import RamReply, RamRequest
 
 
+@pytest.mark.full
 def test_a_budget_that_does_not_suffice_is_said_once_and_checkpoints_go_to_disk(
     worlds: WorldPool, root: str
 ) -> None:
@@ -78,6 +79,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 def test_a_stopped_neighbour_does_not_hold_training_up(worlds: WorldPool, root: str) -> None:
     """Rank 1's memory does not answer: four steps are done while rank 0 still waits for it."""
     (busy, lines), _ = worlds.run(2, train_beside_a_stopped_memory, root)

@@ -38,6 +38,7 @@ def load_other(root: str, how: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("how", "then"), [("module", 4), ("tag", 2)])
+@pytest.mark.corners(how=["tag"])
 def test_weights_alone_or_a_tag_come_from_disk_and_a_tag_begins_a_new_line(
     worlds: WorldPool, root: str, how: str, then: int
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_run_goes_on_from_memory_at_another_world_size_and_stage(
 @pytest.mark.parametrize(
     ("stage", "where"), [(1, "cpu"), (2, "nvme"), (3, "nvme+cpu"), (3, "nvme+nvme")]
 )
+@pytest.mark.corners(stage=[3], where=["nvme+cpu"])
 def test_state_that_rests_on_a_disk_is_kept_in_memory_and_comes_back_to_it(
     worlds: WorldPool, root: str, stage: int, where: str
 ) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.jobfile.support import job
@@ -126,7 +126,6 @@ def saving(save_s: float, grace_s: float) -> Job:
     return Job(file=file, source=Source(file="f", lines={}), directory=Path(), config=None)
 
 
-@settings(deadline=None)  # as slow as the machine is busy
 @given(st.integers(10, 3600))
 def test_the_grace_period_that_is_proposed_is_long_enough(save_s):
     [complaint] = check(saving(save_s, grace_s=save_s))
