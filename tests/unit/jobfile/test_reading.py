@@ -77,7 +77,7 @@ WRONG = {
     "exclude_for: 0s": "4: exclude_for: 0s: write more than 0 seconds, such as 30",
     "node_unit: 0": "4: node_unit: 0: must be 1 or more",
     "join_timeout: soon": "4: join_timeout: soon: is no length of time; write seconds, such as 30, "
-    "or 10m, or 2h",
+    "or 10m, or 2h, or 7d",
     "hang_timeout: never": "4: hang_timeout: never: write seconds, such as 600, or 10m, or auto, "
     "or off",
     "hang-timeout: off": "4: hang-timeout: there is no such key; did you mean hang_timeout?",
