@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from zero_agent.limits import STORE_FAILS
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
-from zero_orchestrator.errors import StoreError
+from zero_orchestrator.errors import StoreError, StoreRefused
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -59,6 +59,7 @@ class Errands:
         self._commits: list[_Commit] = []
         self._master: tuple[int, str] | None = None
         self._dead: list[Node] = []
+        self._refused = False
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
         """May this checkpoint be published? Only while round n of the workers is the current one.
@@ -111,9 +112,28 @@ class Errands:
                 in_ram=request.in_ram,
             )
         except STORE_FAILS as error:
+            self._say_refused(error)
             self._postpone(commit, error)
         else:
+            self._say_accepted()
             commit.reply(granted, "" if granted else f"round {commit.round} is over")
+
+    def _say_refused(self, error: StoreError) -> None:
+        """Once, until etcd takes one again: one that is full goes on to answer everything else."""
+        if self._refused or not isinstance(error, StoreRefused):
+            return
+        self._refused = True
+        self._journal.tell(
+            "store",
+            f"etcd takes no checkpoints ({error}); the workers go on, and nothing that they save "
+            "is published until it does",
+            level=logging.WARNING,
+        )
+
+    def _say_accepted(self) -> None:
+        if self._refused:
+            self._refused = False
+            self._journal.tell("store", "etcd takes checkpoints again")
 
     def _postpone(self, commit: _Commit, error: StoreError) -> None:
         """Asking twice does no harm: the fence is compared each time, and the value is the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,15 @@ from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+from zero_agent.errands import Errands
 from zero_agent.etcd.etcd_process import Member
+from zero_orchestrator.clock import SystemClock
+from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.journal import Journal
+from zero_orchestrator.membership.job_state import Node, State
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.etcd import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -109,6 +117,39 @@ def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
         assert refused["text"].startswith("etcd refuses (")
         assert mended["text"] == "etcd answers again"
         assert len(job.events("interrupt")) == 1
+
+
+def test_a_full_etcd_is_said_once_and_costs_commits_alone(small, tmp_path):
+    events, clock = tmp_path / "events.jsonl", SystemClock()
+    journal = Journal("a", events)
+    with contextlib.closing(EtcdStore(small.endpoint)) as store:
+        spec = JobSpec(min_nodes=1, max_nodes=1)
+        node = Node(id="a", incarnation="1", address="a", slots=1)
+        rdzv = Rendezvous(store, "job", spec, node, clock=clock, journal=journal)
+        rdzv.register()
+        wait_for(lambda: rdzv.poll().state is State.ACTIVE, 60, "the round")
+        errands = Errands(journal, clock, pytest.fail)
+        replies: list[tuple[bool, str]] = []
+
+        def save(step: int) -> bool:
+            request = CommitRequest(request=step, step=step, tag="t", digest="d", samples=0)
+            fence = rdzv.poll().fence
+            errands.commit(1, fence, request, lambda *reply: replies.append(reply))
+            errands.run(rdzv, fence)
+            return replies[-1][0]
+
+        assert save(1)
+        fill(store)
+        assert [save(2), save(3)] == [False, False]
+        assert "database space exceeded" in replies[-1][1]
+        assert rdzv.poll().state is State.ACTIVE, "it is read, and the lease is kept alive"
+        make_room(small, store)
+        assert save(4)
+        rdzv.close()
+    told = [json.loads(line)["text"] for line in events.read_text().splitlines()]
+    refused, mended = [text for text in told if text.startswith("etcd takes")]
+    assert "compact and defragment etcd, then disarm its alarm" in refused
+    assert mended == "etcd takes checkpoints again"
 
 
 def test_two_agents_that_disagree_about_the_job_are_told_the_difference(etcd, tmp_path):

@@ -48,7 +48,9 @@ _REMEDIES = {
     "user name is empty": "give the user and the password of an etcd user",
     "authentication is not enabled": "leave the user and the password out",
     "permission denied": "grant the user's role readwrite on the prefix /zero/",
-    "database space exceeded": "compact and defragment etcd, then disarm its alarm",
+    "database space exceeded": (
+        "compact and defragment etcd, then disarm its alarm (deploy/README.md has the commands)"
+    ),
 }
 
 
