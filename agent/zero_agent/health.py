@@ -22,6 +22,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from zero_agent.network import PatientServer
 from zero_agent.supervise import Workers
 from zero_orchestrator.errors import SpecError
 
@@ -149,7 +150,7 @@ def served(host: str, port: int | None) -> Iterator[Health | None]:
         yield health
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(PatientServer, ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], health: Health) -> None:

@@ -1,12 +1,34 @@
-"""Which address of this machine the other nodes can reach it by."""
+"""Which address of this machine the other nodes can reach it by; servers that listen there."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import socket
+import socketserver
 import struct
+import time
+from typing import Any
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What a process that may open nothing more is told."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+class PatientServer(socketserver.ThreadingTCPServer):
+    """Accepts again after a pause when it is out of descriptors: who knocks stays to be heard."""
+
+    exhausted_pause_s = 0.2
+
+    def get_request(self) -> Any:
+        """As socketserver; whoever could not be accepted waits in the kernel's queue."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                time.sleep(self.exhausted_pause_s)
+            raise
 
 
 def address_towards(endpoint: str) -> str:

@@ -22,6 +22,7 @@ from stat import S_ISREG
 
 import xxhash
 
+from zero_agent.network import PatientServer
 from zero_orchestrator import ram_wire
 from zero_orchestrator.ram_wire import FILE, Get, Put, Reply, WireError
 
@@ -65,7 +66,7 @@ class RamServer:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(PatientServer):
     daemon_threads = True
     allow_reuse_address = False
     block_on_close = False

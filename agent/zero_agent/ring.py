@@ -26,6 +26,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Sequence
 
+from zero_agent.network import PatientServer
 from zero_orchestrator.membership.job_state import Node
 
 log = logging.getLogger("zero")
@@ -184,7 +185,7 @@ class _AnotherProcess(ConnectionError):
     """The address belongs to another process of the job now."""
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(PatientServer):
     """Answers whoever watches this agent; one thread per watcher, normally one."""
 
     daemon_threads = True

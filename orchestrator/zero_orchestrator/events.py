@@ -147,6 +147,8 @@ class Publisher:
                 write()
             except StoreError as error:
                 _log.debug("not published: %s", error)
+            except Exception:  # no thread, no descriptor: the next one may find one
+                _log.exception("an event is not published")
 
     def _write_event(self, line: str) -> None:
         self._count += 1

@@ -1,12 +1,23 @@
-"""The hub ends in any order of its thread and the agent's."""
+"""The hub: one that ends in any order of its thread and the agent's, and never goes deaf."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import logging
 import os
+import socket
+import socketserver
 import threading
+import time
 
-from zero_agent.workers.hub import Hub
+from tests.support.descriptors import no_descriptors
+from tests.support.waiting import wait_for
+from zero_agent.network import PatientServer
+from zero_agent.workers.channel import Channel
+from zero_agent.workers.hub import FIRST_PAUSE_S, Hub
+from zero_orchestrator.contract import Hello, encode
 
 
 class HubFirst:
@@ -32,3 +43,88 @@ def test_a_hub_that_has_ended_before_close_returns_is_no_error():
     hub._lock = HubFirst(hub)
     hub.close()
     assert not hub._thread.is_alive()
+
+
+def readable() -> int:
+    """A descriptor with something to read, for ever."""
+    reader, writer = os.pipe()
+    os.write(writer, b".")
+    os.close(writer)
+    return reader
+
+
+def test_a_callback_that_raises_is_called_again_after_a_pause_and_watched_for_ever():
+    fd, calls = readable(), []
+
+    def fail_at_first() -> None:
+        calls.append(time.monotonic())
+        if len(calls) < 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        hub.remove(fd, lambda: os.close(fd))
+
+    hub = Hub()
+    hub.add(fd, fail_at_first)
+    wait_for(lambda: len(calls) == 4, 60, "the callback to be called again")
+    pauses = [after - before for before, after in itertools.pairwise(calls)]
+    expected = [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert all(took >= pause for took, pause in zip(pauses, expected, strict=True)), pauses
+    hub.close()
+
+
+def test_what_fails_on_the_hubs_thread_keeps_it_from_nothing_else(caplog):
+    hub, heard = Hub(), threading.Event()
+    hub.add(1 << 20, lambda: None)  # no descriptor
+    hub.remove(-1, lambda: os.close(-1))
+    fd = readable()
+    hub.add(fd, heard.set)
+    assert heard.wait(60)
+    hub.remove(fd, lambda: os.close(fd))
+    hub.close()
+    assert caplog.text.count("internal error in the thread that reads") == 2
+
+
+def test_a_worker_that_comes_when_there_are_no_descriptors_is_heard_when_there_are(tmp_path):
+    hub, heard = Hub(), []
+    channel = Channel(hub, tmp_path / "sock", lambda rank, message: heard.append((rank, message)))
+    log = logging.getLogger("zero")
+    said = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.set()  # type: ignore[method-assign]
+    log.addHandler(handler)
+    hello = Hello(rank=3, pid=1, can=())
+    with socket.socket(socket.AF_UNIX) as worker:
+        with no_descriptors():
+            worker.connect(channel.path)
+            worker.sendall(encode(hello))
+            assert said.wait(60), "it is said why"
+        wait_for(lambda: heard, 60, "the worker")
+    assert heard == [(3, hello)]
+    log.removeHandler(handler)
+    channel.close()
+    hub.close()
+
+
+class Answer(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"here")
+
+
+class Counting(PatientServer):
+    tries = 0
+
+    def get_request(self):
+        self.tries += 1
+        return super().get_request()
+
+
+def test_a_server_without_descriptors_answers_later_and_is_not_busy_meanwhile():
+    with Counting(("127.0.0.1", 0), Answer) as server, socket.socket() as client:
+        client.settimeout(60)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        with no_descriptors():
+            client.connect(server.server_address)
+            began = time.monotonic()
+            wait_for(lambda: server.tries >= 3, 60, "the server to try again")
+            assert time.monotonic() - began >= 2 * server.exhausted_pause_s
+        assert client.recv(4) == b"here"
+        server.shutdown()

@@ -129,3 +129,14 @@ def test_a_callback_that_fails_does_not_stop_the_refreshes(
     node.clock.advance(100.0)
     assert node.here
     assert "a mistake of the agent" in caplog.text
+
+
+def test_a_keep_alive_that_finds_no_thread_or_descriptor_is_tried_again(caplog) -> None:
+    node = Node()
+    node.store.trouble = RuntimeError("can't start new thread")
+    node.clock.advance(TTL_S / 3)
+    assert node.keeper.state is LeaseState.SILENT
+    node.store.trouble = None
+    node.clock.advance(100.0)
+    assert (node.here, node.keeper.state) == (True, LeaseState.HELD)
+    assert "can't start new thread" in caplog.text

@@ -3,6 +3,9 @@
 The pipes of the workers' output, the nursery's socket and the workers' message sockets are
 registered with a callback that reads them. Callbacks run on the hub's thread and must not
 block; what the agent has to decide about goes to its inbox as an event.
+
+Must always hold: a descriptor is watched until it is removed. A callback that raises, for want of
+descriptors say, is called again after a pause, and so is whatever is asked of the hub.
 """
 
 from __future__ import annotations
@@ -12,9 +15,29 @@ import logging
 import os
 import selectors
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_agent.network import EXHAUSTED
 
 log = logging.getLogger("zero")
+
+FIRST_PAUSE_S = 0.1
+"""After a callback has raised; twice as long each time in a row..."""
+LONGEST_PAUSE_S = 2.0
+"""...up to this."""
+
+
+@dataclass
+class _Listener:
+    """One descriptor that is watched, or will be again."""
+
+    on_readable: Callable[[], None]
+    pause_s: float = 0.0
+    """The last one; 0: its callback works."""
+    due_s: float | None = None
+    """When it is watched again; None: it is."""
 
 
 class Hub:
@@ -24,26 +47,24 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._todo: list[Callable[[], None]] = []
+        self._listeners: dict[int, _Listener] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        self._watch(self._wake_read, _Listener(self._woken))
         self._open = True
         self._thread = threading.Thread(target=self._run, name="zero-hub", daemon=True)
         self._thread.start()
 
     def add(self, fd: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` whenever `fd` can be read or has reached its end."""
-
-        def watch() -> None:
-            self._selector.register(fd, selectors.EVENT_READ, on_readable)
-
-        self._later(watch)
+        self._later(lambda: self._watch(fd, _Listener(on_readable)))
 
     def remove(self, fd: int, then: Callable[[], None] = lambda: None) -> None:
         """Stop watching `fd`; `then`, normally its close, runs when that is certain."""
 
         def forget() -> None:
+            self._listeners.pop(fd, None)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fd)
             then()
@@ -70,21 +91,65 @@ class Hub:
         with self._lock:
             jobs, self._todo = self._todo, []
         for job in jobs:
-            job()
+            try:
+                job()
+            except Exception:
+                log.exception("zero-agent: internal error in the thread that reads")
 
     def _stop(self) -> None:
         self._open = False
 
+    # ---- the thread ----
+
     def _run(self) -> None:
         while self._open:
-            for key, _ in self._selector.select():
-                if self._selector.get_map().get(key.fd) is not key:
-                    continue  # removed by a callback of this very batch
-                try:
-                    key.data()
-                except Exception:
-                    log.exception("zero-agent: internal error while reading fd %s", key.fd)
-                    self._selector.unregister(key.fd)
+            for key, _ in self._selector.select(self._until_due_s()):
+                listener = self._listeners.get(key.fd)
+                if listener is key.data and listener.due_s is None:  # not removed, in this batch
+                    self._call(key.fd, listener)
+            self._resume()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _watch(self, fd: int, listener: _Listener) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, listener)
+        self._listeners[fd] = listener
+
+    def _call(self, fd: int, listener: _Listener) -> None:
+        try:
+            listener.on_readable()
+        except Exception as error:
+            if self._listeners.get(fd) is listener:
+                self._pause(fd, listener, error)
+        else:
+            listener.pause_s = 0.0
+
+    def _pause(self, fd: int, listener: _Listener, error: Exception) -> None:
+        """What can be read stays so: without a pause the thread would do nothing else."""
+        if not listener.pause_s:
+            log.error("zero-agent: fd %d: %s; trying again", fd, _described(error), exc_info=error)
+        self._selector.unregister(fd)
+        listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
+        listener.due_s = time.monotonic() + listener.pause_s
+
+    def _until_due_s(self) -> float | None:
+        due = [one.due_s for one in self._listeners.values() if one.due_s is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _resume(self) -> None:
+        now_s = time.monotonic()
+        for fd, listener in list(self._listeners.items()):
+            if listener.due_s is not None and listener.due_s <= now_s:
+                listener.due_s = None
+                try:
+                    self._selector.register(fd, selectors.EVENT_READ, listener)
+                except (OSError, ValueError) as error:  # closed without `remove`
+                    del self._listeners[fd]
+                    log.error("zero-agent: fd %d is read no more: %s", fd, error)
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        return f"{error.strerror}: raise the limit (ulimit -n, LimitNOFILE=)"
+    return f"internal error: {error!r}"

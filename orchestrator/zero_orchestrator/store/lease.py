@@ -120,6 +120,9 @@ class LeaseKeeper:
             self._enter(LeaseState.LOST, str(error))
         except StoreError as error:
             self._enter(LeaseState.SILENT, str(error))
+        except Exception as error:  # no thread, no descriptor: the next try may find one
+            _log.exception("a keep-alive could not be sent")
+            self._enter(LeaseState.SILENT, f"a keep-alive could not be sent: {error!r}")
         else:
             self._heard(sent)
         return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
