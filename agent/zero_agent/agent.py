@@ -290,6 +290,7 @@ class Agent:
         job = self._rdzv.snapshot
         self.took_part |= job.state not in ENDED
         self._journal.round = job.n
+        self._publisher.alive(nodes=len(job.members.nodes))
         if (last := self._crew.steps.last) is not None:
             nodes = len(job.members.nodes)
             lease, use = self._rdzv.lease, self._ram.use

@@ -31,7 +31,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JobStatus, NoSuchJob
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import KeyValueStore
-from zero_orchestrator.views import JsonView, TableView, View
+from zero_orchestrator.views import JsonView, TableView, View, age
 
 if TYPE_CHECKING:
     from zero_orchestrator.store.etcd import EtcdStore
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--watch", action="store_true", help="go on until the job ends")
     look.add_argument("--all", action="store_true", help="list all jobs")
     tell = command("events", "tell what has happened in a job, and why")
-    tell.add_argument("job", nargs="?", help="which (the one that runs)")
+    tell.add_argument("job", nargs="?", help="which (the newest, of those that run if any does)")
     tell.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
     drain = command("drain", "let a node leave at the next step boundary; the job goes on")
     drain.add_argument("node", help="its name, as in `zero-ctl status`")
@@ -211,40 +211,45 @@ def _first_line(path: Path) -> str:
 
 
 def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    jobs = status.read_all(store)
-    try:
-        job = status.choose_job(jobs, args.job)
-    except NoSuchJob:
-        if args.job is not None or not jobs:
-            raise
-        args.all = True
-    if args.all:
-        view.jobs(jobs)
-    elif args.watch:
-        view.watch(_changes(store, job.job))
+    name = None if args.all else args.job
+    if name is None:
+        jobs = status.read_all(store)
+        if args.all or status.is_open(jobs):
+            view.jobs(jobs)
+            return CtlExit.OK
+        name = status.choose_job(jobs, None).job
+    if args.watch:
+        view.watch(_looks(store, name))
     else:
-        view.status(status.read(store, job.job))
+        view.status(status.find(store, name))
     return CtlExit.OK
 
 
-def _changes(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
-    """The job's status whenever it has changed, until the job has ended."""
-    last: JobStatus | None = None
-    while last is None or not last.ended:
-        if last is not None:
-            time.sleep(WATCH_S)
-        now = retry.within(OUTAGE_S)(status.read, store, job)
-        if now != last:
-            yield now
-        last = now
+def _looks(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
+    """The job's status again and again, until the job has ended."""
+    yield (last := status.find(store, job))
+    while not last.ended:
+        time.sleep(WATCH_S)
+        yield (last := retry.within(OUTAGE_S)(status.read, store, job))
 
 
 def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    job = status.choose_job(status.read_all(store), args.job).job
-    if not args.follow:
-        for event in events.read(store, job):
-            view.event(event)
-        return CtlExit.OK
+    job = args.job or status.newest_job(status.read_all(store)).job
+    if args.job is None:
+        print(f"zero-ctl: events of job {job}", file=sys.stderr)
+    if args.follow:
+        return _follow(store, job, view)
+    told = events.read(store, job)
+    if not told:
+        status.find(store, job)  # or there is no such job
+    for event in told:
+        view.event(event)
+    newest_s = told[-1].record.get("time") if told else None
+    view.say(f"the newest event was {age(newest_s)}" if told else "no event of it is kept")
+    return CtlExit.OK
+
+
+def _follow(store: KeyValueStore, job: str, view: View) -> int:
     for news in events.follow(store, job):
         if news is not None:
             view.event(news)
@@ -259,11 +264,14 @@ def _has_ended(store: KeyValueStore, job: str) -> bool:
         now = status.read(store, job)
     except StoreUnavailable:
         return False
+    except NoSuchJob:  # it was, and its keys have been collected
+        return True
     return now.ended and not now.live_nodes
 
 
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    job = status.choose_node(status.read_all(store), args.node, args.job).job
+    jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
+    job = status.choose_node(jobs, args.node, args.job).job
     wishes.ask_to_drain(store, job, args.node, _who())
     view.say(f"node {args.node} will leave job {job} at its next step boundary")
     left = _wait(args.wait, lambda: store.get(Keys(job).node(args.node)) is None)
@@ -271,7 +279,7 @@ def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    job = status.choose_job(status.read_all(store), args.job)
+    job = status.find(store, args.job)
     if job.ended:
         view.say(f"job {job.job} has ended already: {job.now}")
         return CtlExit.OK
@@ -319,7 +327,7 @@ def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 def _running(store: KeyValueStore, name: str | None) -> str:
     """The job that a wish is about; it must go on."""
-    job = status.choose_job(status.read_all(store), name)
+    job = status.find(store, name)
     if job.ended:
         raise NoSuchJob(f"job {job.job} has ended: {job.now}")
     return job.job

@@ -114,13 +114,16 @@ def _remains(store: KeyValueStore, job: str, items: Sequence[KeyValue]) -> Remai
     except (ValueError, TypeError, AttributeError):
         return None
     if state not in ENDED or not last_s:  # a round may have begun long before its agents left
-        last_s = max(last_s, _last_event_s(store, job))
+        last_s = max(last_s, _last_sign_s(store, job))
     revision = head.mod_revision if head is not None else 0
     return Remains(job=job, state=state, revision=revision, last_s=last_s)
 
 
-def _last_event_s(store: KeyValueStore, job: str) -> float:
-    return max((float(e.record.get("time", 0.0)) for e in events.read(store, job)), default=0.0)
+def _last_sign_s(store: KeyValueStore, job: str) -> float:
+    """When an agent of it was last alive, or had something to tell."""
+    seen = store.get(events.seen_key(job))
+    times = [float(event.record.get("time", 0.0)) for event in events.read(store, job)]
+    return max([*times, events.seen_s(seen) or 0.0])
 
 
 def delete(store: KeyValueStore, remains: Remains) -> bool:
@@ -142,8 +145,7 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
             return False  # one has just come: it is told that the job was stopped, and ends
     prefixes = (keys.prefix, events.events_prefix(remains.job), events.progress_prefix(remains.job))
     writes = [Delete(prefix, prefix=True) for prefix in prefixes]
-    same = unchanged(keys.round, revision)
-    return store.txn([same], [*writes, Delete(keys.in_ram)]).succeeded
+    return store.txn([unchanged(keys.round, revision)], writes).succeeded
 
 
 def _has_agents(store: KeyValueStore, keys: Keys) -> bool:

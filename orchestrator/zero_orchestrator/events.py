@@ -2,6 +2,7 @@
 
     /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
+    /zero/progress/<job>/job/seen                when an agent of the job was last alive
 
 They are not among the job's own keys, which every agent watches and reads. The order of events
 is that of the store's revisions: clocks of two nodes are never compared.
@@ -20,6 +21,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,10 @@ PROGRESS_S = 2.0
 """Between two progresses of a node..."""
 PROGRESS_PER_NODE_S = 1.0
 """...or this, times the nodes of the job, if that is longer."""
+SEEN_S = 30.0
+"""Between two signs of life of an agent, which stay when it goes..."""
+SEEN_PER_NODE_S = 10.0
+"""...or this, times the nodes of the job, if that is longer."""
 IDLE_S = 1.0
 """`follow` gives a sign after so long without an event."""
 
@@ -59,6 +65,19 @@ def events_prefix(job: str) -> str:
 def progress_prefix(job: str) -> str:
     """What the keys of its nodes' progress start with."""
     return f"/zero/progress/{job}/"
+
+
+def seen_key(job: str) -> str:
+    """When an agent of a job was last alive; no node's, whose names have no slash."""
+    return progress_prefix(job) + "job/seen"
+
+
+def seen_s(seen: KeyValue | None) -> float | None:
+    """What `seen_key` says, in seconds since the epoch; None if it says nothing."""
+    try:
+        return float(json.loads(seen.value)["time"]) if seen is not None else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 # ---- writing ----
@@ -92,10 +111,11 @@ class Publisher:
         self._prefix = events_prefix(job)
         self._writer = f"{node}.{incarnation}"
         self._progress = progress_prefix(job) + node
+        self._seen = seen_key(job)
         self._clock = clock
         self._count = 0
         self._shown: Progress | None = None
-        self._due_s = clock.now()
+        self._due_s = self._seen_due_s = clock.now()
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -127,8 +147,21 @@ class Publisher:
         self._shown = progress
         use = ram()
         shown = {"ram": dataclasses.asdict(use)} if use is not None else {}
-        value = json.dumps({**dataclasses.asdict(progress), **shown})
+        value = json.dumps({**dataclasses.asdict(progress), "time": time.time(), **shown})
         self._enqueue(lambda: self._put(self._progress, value, lease))
+
+    def alive(self, *, nodes: int) -> None:
+        """Leave a sign of life, unless it is too soon; call it often.
+
+        Args:
+            nodes: Of the job: the more there are, the rarer each writes.
+        """
+        now_s = self._clock.now()
+        if now_s < self._seen_due_s:
+            return
+        self._seen_due_s = now_s + max(SEEN_S, nodes * SEEN_PER_NODE_S)
+        value = json.dumps({"time": time.time()})
+        self._enqueue(lambda: self._put(self._seen, value))
 
     def close(self) -> None:
         """Give what is queued a moment to be written."""

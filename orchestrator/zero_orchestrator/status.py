@@ -17,8 +17,8 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from zero_orchestrator.errors import ZeroError
-from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.errors import StoreRefused, ZeroError
+from zero_orchestrator.events import progress_prefix, seen_key, seen_s
 from zero_orchestrator.membership.budget import fruitless
 from zero_orchestrator.membership.exclusion import Exclusion
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
@@ -29,9 +29,10 @@ from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
 JOBS_PREFIX = "/zero/v1/"
-
+LOST = "LOST"
+"""What is shown as the state of a job that is not over and has no agent."""
 UNREADABLE = "UNREADABLE"
-"""Shown in place of the state of a job whose keys are of another version."""
+"""...and of one whose keys are not understood."""
 
 _JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
 
@@ -77,6 +78,8 @@ class NodeRow:
     """Workers."""
     address: str
     step: int | None = None
+    step_time_s: float | None = None
+    """When that step was told, by the node's wall clock, in seconds since the epoch."""
     loss: float | None = None
     ram_used_bytes: int | None = None
     """What checkpoints in memory take of it..."""
@@ -86,39 +89,45 @@ class NodeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """One job at one revision."""
+    """One job at one revision. Times are in seconds since the epoch, by wall clocks of agents."""
 
     job: str
     state: str
-    """Of the current round; empty before the first."""
-    round: int
-    cause: str
+    """Of the current round, or LOST, or UNREADABLE; empty before the first round."""
+    round: int = 0
+    cause: str = ""
     """Why it is in this state."""
     now: str
     """What it does or waits for."""
-    stop: str | None
+    stop: str | None = None
     """Who wants it to end, and why."""
-    min_nodes: int
-    max_nodes: int
-    world_size: int
-    members: tuple[NodeRow, ...]
+    min_nodes: int = 0
+    max_nodes: int = 0
+    world_size: int = 0
+    members: tuple[NodeRow, ...] = ()
     """Nodes of the round, in rank order."""
-    spares: tuple[NodeRow, ...]
+    spares: tuple[NodeRow, ...] = ()
     """Live nodes outside of it: spares, and those about to join or to go."""
-    restarts: int
+    restarts: int = 0
     """Charged so far."""
-    restarts_spent: int
+    restarts_spent: int = 0
     """Those of them that still count."""
-    restarts_without_progress: int
+    restarts_without_progress: int = 0
     """The last ones, since workers finished a step that was new."""
-    max_restarts: int
-    exclusions: tuple[Exclusion, ...]
+    max_restarts: int = 0
+    exclusions: tuple[Exclusion, ...] = ()
     """Hosts that no round begins with."""
-    checkpoint: dict[str, Any] | None
-    """The newest published one: step, tag, digest, samples."""
-    command: tuple[str, ...]
+    checkpoint: dict[str, Any] | None = None
+    """The newest published one: step, tag, digest, samples, time."""
+    command: tuple[str, ...] = ()
     in_ram: dict[str, Any] | None = None
     """The newest in the memory of the nodes, in the same words."""
+    state_time_s: float | None = None
+    """Since when the round is in this state."""
+    seen_time_s: float | None = None
+    """When an agent was last known to be alive."""
+    began: int = 0
+    """Revision of the store at which the job began: a newer job has a higher one."""
     excluded_left_s: dict[str, int] = dataclasses.field(default_factory=dict)
     """Host -> seconds until its exclusion ends by itself; not those that somebody must end."""
 
@@ -147,14 +156,13 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         NoSuchJob: It has no keys.
         UnreadableJob: They are of another version.
     """
-    found = store.range(Keys(job).prefix)
-    status = _understood(job, found, _progress(store, job))
+    found, progress = store.range(Keys(job).prefix), _progress(store, job)
+    status = _understood(job, found, progress)
     if status is None:
-        raise NoSuchJob(f"job {job} is not there any more")
-    in_ram = store.get(Keys(job).in_ram)
+        raise NoSuchJob(f"there is no job {job}")
     return dataclasses.replace(
         status,
-        in_ram=json.loads(in_ram.value) if in_ram else None,
+        in_ram=progress.get(_below_progress(Keys(job).in_ram)),
         excluded_left_s=_left_s(store, found, Keys(job).excluded("")),
     )
 
@@ -164,52 +172,73 @@ def _left_s(store: KeyValueStore, found: Range, prefix: str) -> dict[str, int]:
     return {i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased}
 
 
-def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
-    """All jobs of the store by name, without their progress.
+def find(store: KeyValueStore, name: str | None) -> JobStatus:
+    """The job that a command is about, as `choose_job`; of a named one no other key is read.
 
-    One whose keys are of another version is among them, with what to do in `now`: it must not keep
-    anybody from looking at the others.
+    Raises:
+        NoSuchJob: There is none, or more than one; names those there are.
+        StoreRefused: None is named, and this user may not list all jobs.
+    """
+    if name is None:
+        return choose_job(read_all(store), None)
+    try:
+        return read(store, name)
+    except NoSuchJob:
+        try:
+            jobs = read_all(store)
+        except StoreRefused:  # a user of one job's keys
+            jobs = ()
+        if not jobs:
+            raise
+        return choose_job(jobs, name)
+
+
+def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
+    """All jobs of the store by name, without the steps of their nodes.
+
+    One that cannot be understood is among them, as UNREADABLE.
+
+    Raises:
+        StoreRefused: This user may not list all jobs.
     """
 
     def job_of(item: KeyValue) -> str:
         return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
 
-    found = store.range(JOBS_PREFIX)
+    try:
+        found = store.range(JOBS_PREFIX)
+    except StoreRefused as error:
+        raise StoreRefused(f"{error}; name a job whose keys this user may read") from error
     by_job = groupby(sorted(found.items, key=job_of), job_of)
-    statuses = [_or_unreadable(job, Range(found.revision, tuple(of))) for job, of in by_job]
+    statuses = [_shown(store, job, Range(found.revision, tuple(of))) for job, of in by_job]
     return tuple(status for status in statuses if status is not None)
 
 
-def _or_unreadable(job: str, found: Range) -> JobStatus | None:
+def _shown(store: KeyValueStore, job: str, found: Range) -> JobStatus | None:
+    """One of all jobs: that it cannot be understood is its own trouble."""
     try:
-        return _understood(job, found, {})
+        status = _understood(job, found, {})
     except UnreadableJob as error:
-        return JobStatus(
-            job=job,
-            state=UNREADABLE,
-            round=0,
-            cause=str(error),
-            now=str(error),
-            stop=None,
-            min_nodes=0,
-            max_nodes=0,
-            world_size=0,
-            members=(),
-            spares=(),
-            restarts=0,
-            restarts_spent=0,
-            restarts_without_progress=0,
-            exclusions=(),
-            max_restarts=0,
-            checkpoint=None,
-            command=(),
-        )
+        return JobStatus(job=job, state=UNREADABLE, now=str(error))
+    if status is None or status.state != LOST:
+        return status
+    seen = seen_s(store.get(seen_key(job)))
+    return dataclasses.replace(status, seen_time_s=_latest(status.seen_time_s, seen))
+
+
+def _latest(*times_s: float | None) -> float | None:
+    return max((time_s for time_s in times_s if time_s is not None), default=None)
 
 
 def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:
     prefix = progress_prefix(job)
     found = store.range(prefix).items
     return {item.key.removeprefix(prefix): json.loads(item.value) for item in found}
+
+
+def _below_progress(key: str) -> str:
+    """`/zero/progress/gpt/job/seen` -> `job/seen`."""
+    return key.split("/", 4)[4]
 
 
 def _understood(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
@@ -230,9 +259,16 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         return None
     spec = JobSpec.from_json(items[keys.spec])
     view, latest = parse(keys, found, spec), items.get(keys.latest)
+    checkpoint = json.loads(latest) if latest else None
+    moved_s = json.loads(items[keys.round]).get("at") if keys.round in items else None
+    seen = progress.get(_below_progress(seen_key(job)), {})
+    saved_s = checkpoint.get("time") if checkpoint else None
     return JobStatus(
         job=job,
-        state=view.state or "",
+        state=_state(view),
+        state_time_s=moved_s,
+        seen_time_s=_latest(moved_s, saved_s, seen.get("time")),
+        began=next(item.create_revision for item in found.items if item.key == keys.spec),
         round=view.n,
         cause=view.cause,
         now=_now(view),
@@ -247,13 +283,19 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         restarts_without_progress=fruitless(view.charged, view.reached),
         exclusions=view.exclusions,
         max_restarts=spec.max_restarts,
-        checkpoint=json.loads(latest) if latest else None,
+        checkpoint=checkpoint,
         command=spec.command,
     )
 
 
-def _now(view: Snapshot) -> str:
+def _state(view: Snapshot) -> str:
     if not view.nodes and view.state not in ENDED:
+        return LOST
+    return view.state or ""
+
+
+def _now(view: Snapshot) -> str:
+    if _state(view) == LOST:
         return "no agent is alive; the job goes on when one is started"
     return decide(view, _JUST_NOW, Timing()).reason
 
@@ -276,6 +318,7 @@ def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, An
         slots=node.slots,
         address=node.address,
         step=last.get("step"),
+        step_time_s=last.get("time"),
         loss=last.get("loss"),
         ram_used_bytes=ram.get("used_bytes"),
         ram_budget_bytes=ram.get("budget_bytes"),
@@ -331,7 +374,26 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
         raise NoSuchJob("no job has been started with this etcd; --rdzv-endpoint names another")
     if name is not None:
         raise NoSuchJob(f"there is no job {name}; there are: {names}")
-    raise NoSuchJob(f"which job? Name one of: {', '.join(job.job for job in found)}")
+    which = "several jobs run" if found[0].live_nodes else "no job runs"
+    raise NoSuchJob(f"{which}; name one of: {', '.join(job.job for job in found)}")
+
+
+def is_open(jobs: Sequence[JobStatus]) -> bool:
+    """Whether no job is meant when none is named, because there is more than one to choose."""
+    running = [job for job in jobs if not job.ended and job.live_nodes]
+    return len(running or jobs) > 1
+
+
+def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
+    """Of those that run the one that began last; if none does, of all.
+
+    Raises:
+        NoSuchJob: There is none.
+    """
+    running = [job for job in jobs if not job.ended and job.live_nodes]
+    if not jobs:
+        return choose_job(jobs, None)
+    return max(running or jobs, key=lambda job: job.began)
 
 
 def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobStatus:

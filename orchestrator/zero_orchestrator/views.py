@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,16 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_orchestrator.events import Event
-from zero_orchestrator.status import UNREADABLE, Condition, JobStatus, NodeRow
+from zero_orchestrator.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
 
 _PIPE_COLUMNS = 250
 _STYLES = {
     "ACTIVE": "green",
     "FORMING": "yellow",
+    LOST: "bold red",
+    UNREADABLE: "red",
     "DONE": "bold green",
     "FAILED": "bold red",
     "STOPPED": "bold",
-    UNREADABLE: "red",
     Condition.RUNNING: "green",
     Condition.DRAINING: "yellow",
     Condition.LEFT: "yellow",
@@ -37,6 +39,7 @@ _STYLES = {
     Condition.EXCLUDED: "red",
     Condition.UNFIT: "red",
 }
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _EVENT_STYLES = {
     "interrupt": "red",
     "fail": "red",
@@ -56,7 +59,7 @@ class View(Protocol):
         """One job."""
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
-        """One job, again whenever it has changed."""
+        """One job, looked at again and again."""
 
     def event(self, event: Event) -> None:
         """One event."""
@@ -78,7 +81,7 @@ class JsonView:
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
         """As `View.watch`."""
-        for status in statuses:
+        for status in _changes(statuses):
             self.status(status)
 
     def event(self, event: Event) -> None:
@@ -107,9 +110,9 @@ class TableView:
         self._console.print(_status_page(status))
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
-        """As `View.watch`; a terminal shows the last state only."""
+        """As `View.watch`; a terminal shows the last state only, with ages that grow."""
         with self._screen() as live:
-            for status in statuses:
+            for status in statuses if live is not None else _changes(statuses):
                 if live is None:
                     self.status(status)
                 else:
@@ -132,6 +135,26 @@ class TableView:
             yield live
 
 
+def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
+    """Those that differ from the one before."""
+    last: JobStatus | None = None
+    for status in statuses:
+        if status != last:
+            yield status
+        last = status
+
+
+def age(time_s: float | None) -> str:
+    """How long ago something was, by this machine's clock: `31 min ago`."""
+    if time_s is None:
+        return "some time ago"
+    seconds = max(0.0, time.time() - time_s)
+    for unit_s, unit in _UNITS:
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
 def _styled(word: str) -> Text:
     return Text(word, style=_STYLES.get(word, ""))
 
@@ -148,8 +171,15 @@ def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
     for job in jobs:
         nodes = f"{len(job.live_nodes)} of {_bounds(job)}"
         state = _styled(job.state or "not begun")
-        table.add_row(job.job, state, str(job.round), nodes, job.now)
+        table.add_row(job.job, state, str(job.round), nodes, _now(job))
     return table
+
+
+def _now(status: JobStatus) -> str:
+    """What it does, and how long ago the last agent of a job without any was alive."""
+    if status.state != LOST or status.seen_time_s is None:
+        return status.now
+    return f"{status.now}; one was alive {age(status.seen_time_s)}"
 
 
 def _status_page(status: JobStatus) -> RenderableType:
@@ -163,12 +193,13 @@ def _status_page(status: JobStatus) -> RenderableType:
 
 def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
     yield "round", f"{status.round}, world size {status.world_size}"
-    yield "now", status.now
-    if status.cause and not status.ended:
-        yield "since", status.cause
+    yield "now", _now(status)
+    if status.cause:
+        yield "changed", f"{age(status.state_time_s)}: {status.cause}"
     if status.stop is not None and not status.ended:
         yield "stop", status.stop
-    yield "nodes", f"{len(status.members)} of {_bounds(status)}, {len(status.spares)} beside them"
+    members, others = len(status.members), len(status.spares)
+    yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
     yield "restarts", _restarts(status)
     for exclusion in status.exclusions:
         left_s = status.excluded_left_s.get(exclusion.host)
@@ -196,12 +227,13 @@ def _bounds(status: JobStatus) -> str:
 def _checkpoint(latest: Mapping[str, Any] | None) -> str:
     if latest is None:
         return "none yet"
-    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']})"
+    saved = f", {age(latest['time'])}" if "time" in latest else ""
+    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']}){saved}"
 
 
 def _nodes_table(rows: Sequence[NodeRow]) -> Table:
     in_memory = any(row.ram_used_bytes is not None for row in rows)
-    columns = ("rank", "node", "state", "workers", "address", "step", "loss")
+    columns = ("rank", "node", "state", "workers", "address", "step", "told", "loss")
     table = _table(*columns, *(["memory"] if in_memory else []))
     for row in rows:
         table.add_row(
@@ -211,6 +243,7 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             str(row.slots),
             row.address,
             "-" if row.step is None else str(row.step),
+            "-" if row.step_time_s is None else age(row.step_time_s),
             "-" if row.loss is None else f"{row.loss:.4f}",
             *([_memory(row)] if in_memory else []),
         )

@@ -62,17 +62,25 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
         for_s: For so long, by the store's clock; 0: until it is included again.
 
     Raises:
-        NoSuchNode: The job knows no such node or host.
+        NoSuchNode: The job knows no such node or host, or it is a node of a host with several.
         TooFewNodes: Without it the job could not go on.
     """
     view = _look(store, job)
     found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
+    there = [node.id for node in view.nodes if node.machine == found.host]
+    if name != found.host and len(there) > 1:
+        raise NoSuchNode(
+            f"{name} is a node of host {found.host}, which runs {', '.join(there)}, and an "
+            f"exclusion is of a whole host: `zero-ctl exclude {found.host}`; to let this node "
+            f"alone leave, `zero-ctl drain {name}`"
+        )
     left = [node for node in view.eligible if node.machine != found.host]
     if view.spec.usable(len(left)) < view.spec.min_nodes:
         raise TooFewNodes(
-            f"without host {found.host}, job {job} has {len(left)} nodes "
-            f"and needs {view.spec.fewest}; "
-            "start another agent first, or end the job with `zero-ctl stop`"
+            f"job {job} needs {view.spec.fewest} nodes, and without those of host {found.host} "
+            f"({', '.join(there) or 'none'}) it has {len(left)}: start an agent on another host "
+            "first; or let a node leave with `zero-ctl drain NODE`, and the job waits for another; "
+            f"or end the job with `zero-ctl stop {job}`"
         )
     lease = store.grant(for_s) if for_s else NO_LEASE
     store.put(Keys(job).excluded(found.host), found.to_json(), lease=lease)
@@ -98,7 +106,7 @@ def _look(store: KeyValueStore, job: str) -> Snapshot:
     found = store.range(keys.prefix)
     spec = next((item.value for item in found.items if item.key == keys.spec), None)
     if spec is None:
-        raise NoSuchJob(f"job {job} is not there any more")
+        raise NoSuchJob(f"there is no job {job}")
     return parse(keys, found, JobSpec.from_json(spec))
 
 

@@ -10,7 +10,7 @@ from zero_orchestrator import events
 from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix
+from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix, seen_key
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.store.kv_memory import MemoryStore
 
@@ -179,3 +179,16 @@ def test_progress_is_written_every_two_seconds_and_rarer_the_more_nodes_there_ar
     clock.advance(0.1)
     assert shown(3) == 3
     pen.close()
+
+
+def test_a_sign_of_life_stays_when_its_agent_goes_and_is_rare(job):
+    store, clock = MemoryStore(), ManualClock()
+    pen = publisher(store, job, clock=clock)
+    for _ in range(3):
+        pen.alive(nodes=2)
+    wait_for(lambda: store.get(seen_key(job)), 60, "a sign of life")
+    clock.advance(30)
+    pen.alive(nodes=2)
+    wait_for(lambda: store.get(seen_key(job)).mod_revision == 2, 60, "the second")
+    pen.close()
+    assert store.get(seen_key(job)).lease == 0

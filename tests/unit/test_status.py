@@ -1,13 +1,15 @@
 """What `zero-ctl status` makes of a job's keys, and which job it takes a command to be about."""
 
+import json
+import time
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from zero_orchestrator import status, views
+from zero_orchestrator import cli, status, views
 from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.events import progress_prefix
+from zero_orchestrator.events import events_prefix, progress_prefix, seen_key
 from zero_orchestrator.membership.budget import Charge
 from zero_orchestrator.membership.exclusion import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node
@@ -20,6 +22,7 @@ from zero_orchestrator.status import (
     UnreadableJob,
     choose_job,
     choose_node,
+    newest_job,
 )
 from zero_orchestrator.store.kv_memory import MemoryStore
 from zero_orchestrator.wishes import TooFewNodes, ask_to_drain, ask_to_stop, exclude, include
@@ -63,6 +66,13 @@ def shown(now: status.JobStatus) -> str:
     console = Console(width=200)
     with console.capture() as text:
         console.print(views._status_page(now))
+    return text.get()
+
+
+def listed(jobs) -> str:
+    console = Console(width=200)
+    with console.capture() as text:
+        console.print(views._jobs_table(jobs))
     return text.get()
 
 
@@ -118,7 +128,7 @@ def test_what_checkpoints_in_memory_take_of_each_node_is_shown_with_its_cap(memo
         (114294784, 536870912),
     ]
     assert [line.split()[-4:] for line in shown(now).splitlines()[-2:]] == [
-        ["host-a", "-", "-", "-"],
+        ["-", "-", "-", "-"],
         ["109.0", "of", "512", "MiB"],
     ]
 
@@ -156,11 +166,33 @@ def test_what_a_job_waits_for_is_what_its_agents_say(memory):
     assert read(job).now == "waiting for the workers of a, b to stop"
 
 
-def test_a_job_that_all_agents_have_left_says_what_would_bring_it_back(memory):
+def test_a_job_that_all_agents_have_left_is_lost_and_says_since_when_and_what_brings_it_back(
+    memory,
+):
     job = Job(memory)
     job.round(1, "ACTIVE", "ab")
-    assert read(job).now == "no agent is alive; the job goes on when one is started"
+    memory.put(seen_key("gpt"), json.dumps({"time": time.time() - 31 * 60}))
+    assert (read(job).state, read(job).live_nodes) == ("LOST", ())
     assert conditions(job) == {"a": Condition.LOST, "b": Condition.LOST}
+    sentence = "no agent is alive; the job goes on when one is started; one was alive 31 min ago"
+    assert sentence in shown(read(job))
+    assert sentence in listed(status.read_all(memory))
+
+
+def test_steps_checkpoints_and_states_have_an_age(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    head = json.loads(memory.get(job.keys.round).value)
+    memory.put(job.keys.round, json.dumps({**head, "at": time.time() - 3 * 3600}))
+    saved = {"step": 40, "tag": "t", "digest": "d", "samples": 320, "time": time.time() - 600}
+    memory.put(job.keys.latest, json.dumps(saved))
+    told = {"step": 44, "loss": 1.5, "time": time.time() - 40}
+    memory.put(progress_prefix("gpt") + "a", json.dumps(told))
+    page = shown(read(job))
+    assert "3 h ago: because" in page
+    assert "step 40, 320 samples (t), 10 min ago" in page
+    assert page.splitlines()[-1].split()[-5:] == ["44", "40", "s", "ago", "1.5000"]
 
 
 def test_the_condition_of_every_member_is_its_own(memory):
@@ -222,11 +254,23 @@ def test_a_host_is_excluded_by_its_name_or_a_nodes_until_it_is_included_again(me
     assert read(job).exclusions == ()
 
 
+def test_an_exclusion_of_one_of_several_nodes_of_a_host_names_both_commands(memory):
+    job = Job(memory)
+    job.live("a")
+    for name in "bc":
+        on_one = replace(node(name), host="h1")
+        memory.put(job.keys.node(name), on_one.to_json(), lease=memory.grant(3))
+    job.round(1, "ACTIVE", "a")
+    with pytest.raises(NoSuchNode, match=r"b is a node of host h1, .* b, c, .*`zero-ctl drain b`"):
+        exclude(memory, "gpt", "b", "me", 600)
+    assert exclude(memory, "gpt", "h1", "me", 600).host == "h1"
+
+
 def test_an_exclusion_that_a_user_asks_for_leaves_enough_nodes_or_is_refused(memory):
     job = Job(memory)
     job.live("a")
     job.round(1, "ACTIVE", "a")
-    with pytest.raises(TooFewNodes, match="without host a, job gpt has 0 nodes and needs 1"):
+    with pytest.raises(TooFewNodes, match=r"gpt needs 1 .* host a \(a\) it has 0: .*drain"):
         exclude(memory, "gpt", "a", "me", 60)
     with pytest.raises(NoSuchNode, match="there is no node or host z; there are: a"):
         exclude(memory, "gpt", "z", "me", 60)
@@ -242,17 +286,24 @@ def test_the_first_wish_to_stop_is_kept_and_shown(memory):
     assert read(job).stop == "stop asked by me (maintenance)"
 
 
-def test_a_job_of_another_version_is_named_with_what_to_do_and_hides_no_other(memory):
+def test_a_job_that_cannot_be_understood_is_named_with_what_to_do_and_hides_no_other(memory):
+    Job(memory).live("a")
     memory.put(Keys("future").spec, '{"moon": "full"}')
-    running = Job(memory, "gpt")
-    running.live("a")
-    running.round(1, "ACTIVE", "a")
     with pytest.raises(UnreadableJob, match=r"job future cannot be understood .*same version"):
         status.read(memory, "future")
     future, gpt = status.read_all(memory)
-    assert (future.job, future.state) == ("future", "UNREADABLE")
+    assert (future.job, future.state, gpt.job) == ("future", "UNREADABLE", "gpt")
     assert "use the zero-ctl of the same version" in future.now
     assert choose_job((future, gpt), None).job == "gpt"
+
+
+def test_the_newest_job_is_the_one_that_runs_or_else_the_one_that_began_last(memory):
+    for name in ("z", "a", "m"):
+        Job(memory, name).round(1, "DONE", "x")
+    assert newest_job(status.read_all(memory)).job == "m"
+    Job(memory, "a").live("x")
+    memory.put(Keys("a").round, '{"n": 1, "state": "ACTIVE", "cause": "because"}')
+    assert newest_job(status.read_all(memory)).job == "a"
 
 
 def test_a_command_without_a_job_is_about_the_only_one_that_runs(memory):
@@ -274,7 +325,7 @@ def test_a_job_that_is_not_there_is_answered_with_those_that_are(memory):
     jobs = status.read_all(memory)
     with pytest.raises(NoSuchJob, match="there is no job c; there are: a, b"):
         choose_job(jobs, "c")
-    with pytest.raises(NoSuchJob, match="which job\\? Name one of: a, b"):
+    with pytest.raises(NoSuchJob, match="several jobs run; name one of: a, b"):
         choose_job(jobs, None)
 
 
@@ -288,3 +339,22 @@ def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(
         choose_node(jobs, "x", None)
     with pytest.raises(NoSuchNode, match="no live node q; there are: a: x, y; b: x, z"):
         choose_node(jobs, "q", None)
+
+
+def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_old_they_are(
+    memory, capsys
+):
+    for name in ("old", "new"):
+        Job(memory, name).round(1, "DONE", "a")
+        told = {"event": "done", "text": f"{name} is done", "time": time.time() - 300}
+        memory.put(f"{events_prefix(name)}a.1.000001", json.dumps(told))
+    ask = cli._parser().parse_args
+    assert cli._events(ask(["events"]), memory, views.TableView()) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == "the newest event was 5 min ago"
+    assert ("new is done" in told.out, told.err) == (True, "zero-ctl: events of job new\n")
+    memory.delete(Keys("old").spec)
+    assert cli._events(ask(["events", "old"]), memory, views.TableView()) == 0
+    assert "old is done" in capsys.readouterr().out
+    with pytest.raises(NoSuchJob, match="there is no job older; there are: new"):
+        cli._events(ask(["events", "older"]), memory, views.TableView())

@@ -24,9 +24,9 @@ from zero_agent.fitness.examination import Finding, examine
 from zero_agent.network import address_towards
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.exit_codes import AgentExit
+from zero_orchestrator.membership.keys import Keys
 
 _PIPE_COLUMNS = 250
-_QUESTION = "/zero/v1/"
 
 
 def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
@@ -54,7 +54,7 @@ def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:
         log_dir=args.log_dir,
         command=args.health_check,
         command_timeout_s=args.health_check_timeout,
-        ask_etcd=_asking(access) if named else _own_etcd,
+        ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,
         environ=os.environ,
     )
 
@@ -64,13 +64,15 @@ def _slots(text: str) -> int:
     return 1 if text == "gpu" else count_slots(text)
 
 
-def _asking(access: Access) -> Callable[[], str]:
+def _asking(access: Access, job: str) -> Callable[[], str]:
+    question = Keys(job).round  # a key of the job's, or the login may not allow it
+
     def ask() -> str:
         try:
             with access.store() as store:
-                store.get(_QUESTION)  # connects and logs in
+                store.get(question)  # connects and logs in
                 began_s = time.monotonic()
-                store.get(_QUESTION)
+                store.get(question)
         except StoreError as error:
             raise Sick(str(error)) from error
         return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"

@@ -170,7 +170,8 @@ _REMEDIES = {
     "invalid user ID or password": "check --etcd-user and --etcd-password-file",
     "user name is empty": "give --etcd-user and --etcd-password-file",
     "authentication is not enabled": "leave out --etcd-user",
-    "permission denied": "grant the role of --etcd-user readwrite on the prefix /zero/",
+    "permission denied": "grant the role of --etcd-user readwrite on the prefix /zero/, or with "
+    "--rdzv-id=JOB on /zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/",
 }
 """What etcd or its TLS says, and what to do about it; the first that fits."""
 

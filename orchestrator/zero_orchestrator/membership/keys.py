@@ -20,8 +20,8 @@ Under `/zero/v1/<job>/` (all values JSON):
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
 
-Outside of them, because it may change with every step: `/zero/ram/<job>`, the newest checkpoint in
-the memory of the nodes.
+Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_ram`, the
+newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
 
 What starts with `round` is the job's *course*: a handful of changes in each round, which every
 agent watches (`sight.py`). What every node writes is elsewhere, and only the first few agents
@@ -69,7 +69,7 @@ class Keys:
     @property
     def in_ram(self) -> str:
         """The newest checkpoint in memory; written at every step, so not where agents watch."""
-        return f"/zero/ram/{self.job}"
+        return f"/zero/progress/{self.job}/job/in_ram"
 
     @property
     def stop(self) -> str:

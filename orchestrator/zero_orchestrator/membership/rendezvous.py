@@ -245,6 +245,7 @@ class Rendezvous:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
         record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
+        record["time"] = time.time()  # for people: how old it is
         put = Put(self.keys.in_ram if in_ram else self.keys.latest, json.dumps(record))
         return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
 

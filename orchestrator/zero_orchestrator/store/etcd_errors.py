@@ -47,7 +47,10 @@ _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old")
 _REMEDIES = {
     "user name is empty": "give the user and the password of an etcd user",
     "authentication is not enabled": "leave the user and the password out",
-    "permission denied": "grant the user's role readwrite on the prefix /zero/",
+    "permission denied": (
+        "grant the user's role readwrite on the prefix /zero/, or for the job JOB alone on "
+        "/zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/"
+    ),
     "database space exceeded": (
         "compact and defragment etcd, then disarm its alarm (deploy/README.md has the commands)"
     ),
