@@ -19,6 +19,7 @@ from zero_engine.config.explain import check_batch, explain
 from zero_engine.config.parse import AUTO, load_config
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
+from zero_engine.optim.sections import check_sections
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,9 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _check(config: Config, written: Mapping[str, Any]) -> None:
     """Raises ConfigError where `initialize` would, though each key as such is good."""
-    # Here, because torch takes seconds to import, and a misspelt key can be told without.
-    from zero_engine.optim.sections import check_sections
-
     check_sections(config)
     if AUTO not in (written.get(key) for key in _BATCH):
         check_batch(config)

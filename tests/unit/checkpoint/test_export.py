@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import json
+import os
 import resource
+import signal
 import warnings
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,10 +23,15 @@ from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_engine.checkpoint.tools import export, locate
 from zero_engine.checkpoint.tools.adopt import Dtypes, adopt
 from zero_engine.checkpoint.tools.foreign import read_hf, read_torch
+from zero_engine.checkpoint.tools.workplace import workplace
 from zero_engine.errors import CheckpointError, DamagedCheckpoint
 
 WEIGHT, BIAS = TensorId(PARAM, "net.embed.weight"), TensorId(PARAM, "net.bias")
 COUNT = TensorId(BUFFER, "net.count")
+WRITERS = {
+    "torch": export.export_torch,
+    "hf": functools.partial(export.export_hf, shard_bytes=1 << 20),
+}
 
 
 @pytest.fixture
@@ -47,11 +57,7 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(
-    "write",
-    [export.export_torch, functools.partial(export.export_hf, shard_bytes=1 << 20)],
-    ids=["torch", "hf"],
-)
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_what_does_not_fit_on_the_disk_is_an_error_and_leaves_nothing(checkpoint, tmp_path, write):
     source, _ = checkpoint
     directory = tmp_path / "out"
@@ -137,20 +143,85 @@ def test_nothing_is_ever_overwritten_and_damage_leaves_nothing(checkpoint, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_of_two_exports_to_one_place_the_first_is_not_disturbed(checkpoint, tmp_path):
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_of_two_exports_to_one_place_the_first_is_not_disturbed(checkpoint, tmp_path, write):
     source, _ = checkpoint
     selection, out = export.select(source), tmp_path / "model"
-    theirs = tmp_path / "model.partial"
+    refused = []
 
     def begin_another(_: int) -> None:
-        theirs.write_text("theirs")
+        with pytest.raises(CheckpointError, match="another export is writing here; wait for it"):
+            write(source, selection, out)
+        refused.append(True)
 
-    with pytest.raises(FileExistsError):
-        export.export_torch(source, selection, out, begin_another)
-    assert theirs.read_text() == "theirs"
-    with pytest.raises(CheckpointError, match=r"model\.partial is there already; remove it"):
-        export.export_torch(source, selection, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "model.partial"]
+    write(source, selection, out, progress=begin_another)
+    assert refused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "model"]
+
+
+def died_while_it_wrote(out, content=b"half"):
+    """What a killed export leaves, by a process that is killed."""
+    child = os.fork()
+    if child == 0:
+        with workplace(out) as directory:
+            (directory / "model").mkdir()
+            (directory / "model" / "shard").write_bytes(content)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_a_killed_export_left_does_not_block_the_next(checkpoint, tmp_path, write):
+    source, _ = checkpoint
+    out = tmp_path / "model"
+    died_while_it_wrote(out)
+    assert (tmp_path / "model.partial" / "model" / "shard").exists()
+
+    files = write(source, export.select(source), out)
+
+    assert [path.name for path in files] == ["model" if out.is_file() else "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "model"]
+
+
+def test_what_may_be_somebody_elses_is_left_alone(checkpoint, tmp_path):
+    source, _ = checkpoint
+    selection, out = export.select(source), tmp_path / "model"
+    partial = tmp_path / "model.partial"
+
+    def refusal():
+        with pytest.raises(CheckpointError) as caught:
+            export.export_torch(source, selection, out)
+        return str(caught.value)
+
+    partial.write_text("theirs")
+    assert (
+        refusal()
+        == f"{partial} is there already, and not left by an export; remove it, or write elsewhere"
+    )
+    partial.unlink()
+    partial.mkdir()
+    (partial / "notes").write_text("theirs")
+    for _ in range(2):
+        assert "is there already, and not left by an export" in refusal()
+    assert [path.name for path in partial.iterdir()] == ["notes"]
+    (partial / "notes").unlink()
+    died_while_it_wrote(out)
+    (partial / ".owner").write_text("another kernel")
+    assert "left by an export on another machine" in refusal()
+    assert (partial / "model" / "shard").exists()
+
+
+def test_without_locks_an_export_works_and_takes_nothing_over(checkpoint, tmp_path, monkeypatch):
+    source, _ = checkpoint
+    selection = export.select(source)
+    died_while_it_wrote(tmp_path / "model")
+    unlocked = OSError(errno.ENOSYS, "Function not implemented")  # as on Lustre without "flock"
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unlocked))
+    with pytest.raises(CheckpointError, match="this file system has no locks; if no export is"):
+        export.export_torch(source, selection, tmp_path / "model")
+    assert (tmp_path / "model.partial" / "model" / "shard").exists()
+    assert export.export_torch(source, selection, tmp_path / "m") == [tmp_path / "m"]
+    assert not (tmp_path / "m.partial").exists()
 
 
 def test_a_prefix_that_not_all_names_have_is_an_error(tmp_path):

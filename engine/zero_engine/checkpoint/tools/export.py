@@ -32,6 +32,7 @@ from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId, Tensor
 from zero_engine.checkpoint.format.table import numel
 from zero_engine.checkpoint.tools.tensors import read_tensors
 from zero_engine.checkpoint.tools.verify import Progress
+from zero_engine.checkpoint.tools.workplace import workplace
 from zero_engine.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -50,7 +51,6 @@ _COMPANIONS = (
 )
 """What a Hugging Face directory holds beside the weights."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,30 +108,23 @@ def export_torch(
     The whole model is in memory once.
 
     Raises:
-        CheckpointError: `out` exists.
+        CheckpointError: `out` exists, or another export writes it.
         DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
         OSError: Reading or writing failed.
     """
-    partial = out.with_name(out.name + _PARTIAL)
     _must_be_new(out)
-    _must_be_new(partial)
-    whole = {}
-    for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
-        whole[tensor] = selection.convert(data)
-        progress(data.numel() * data.element_size())
-    # Tied names get one object: torch.save writes it once, torch.load ties it again.
-    state = {name: whole[tensor] for name, tensor in selection.names.items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    file = partial.open("xb")  # two exports at once: one of them
-    try:
-        with file:
+    with workplace(out) as directory:
+        whole = {}
+        for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
+            whole[tensor] = selection.convert(data)
+            progress(data.numel() * data.element_size())
+        # Tied names get one object: torch.save writes it once, torch.load ties it again.
+        state = {name: whole[tensor] for name, tensor in selection.names.items()}
+        with (directory / out.name).open("xb") as file:
             with _errors_of_libraries(out):
                 torch.save(state, file)
             DISK.sync(file)
-        DISK.publish(partial, out)
-        DISK.sync_directory(out.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+        _publish(directory / out.name, out)
     return [out]
 
 
@@ -158,26 +151,22 @@ def export_hf(
         progress: Told the bytes of each tensor read.
 
     Raises:
-        CheckpointError: `out` exists, or there is no `config.json`.
+        CheckpointError: `out` exists, another export writes it, or there is no `config.json`.
         DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
         OSError: Reading or writing failed.
     """
     _must_be_new(out)
     companions = _companions(config)
-    partial = out.with_name(out.name + _PARTIAL)
-    _must_be_new(partial)
-    partial.mkdir(parents=True)
-    try:
+    with workplace(out) as directory:
+        partial = directory / out.name
+        partial.mkdir()
         _write_shards(checkpoint, selection, partial, shard_bytes, progress)
         for path in companions:
             shutil.copyfile(path, partial / path.name)
         if config is not None:
             _set_dtype(partial / _CONFIG, checkpoint, selection)
         _sync_files(partial)
-        DISK.publish(partial, out)
-        DISK.sync_directory(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _publish(partial, out)
     return sorted(out.iterdir())
 
 
@@ -251,6 +240,12 @@ def _errors_of_libraries(path: Path) -> Iterator[None]:
 def _must_be_new(out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} is there already; remove it, or write somewhere else")
+
+
+def _publish(partial: Path, out: Path) -> None:
+    _must_be_new(out)  # somebody else may have made one meanwhile
+    DISK.publish(partial, out)
+    DISK.sync_directory(out.parent)
 
 
 def _companions(config: Path | None) -> list[Path]:
