@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, TensorId
-from zero_engine.checkpoint.tools import export, locate
+from zero_engine.checkpoint.tools import cli, export, locate
 from zero_engine.checkpoint.tools.adopt import Dtypes, adopt
 from zero_engine.checkpoint.tools.foreign import read_hf, read_torch
 from zero_engine.checkpoint.tools.workplace import workplace
@@ -228,6 +228,13 @@ def test_a_prefix_that_not_all_names_have_is_an_error(tmp_path):
     saved(tmp_path, adam_state())
     with pytest.raises(CheckpointError, match=r"'norm\.bias' does not begin with it"):
         export.select(locate.one(str(tmp_path)), strip_prefix="wte.")
+
+
+def test_a_config_beside_the_checkpoint_goes_with_the_weights(checkpoint, tmp_path):
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "gpt2"}')  # as the Trainer does
+    arguments = ["export", str(tmp_path / "in"), str(tmp_path / "out"), "--to=hf"]
+    assert cli.main(arguments) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
 
 
 # ---- transformers itself ----

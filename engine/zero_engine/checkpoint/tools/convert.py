@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from zero_engine.checkpoint.candidates import Candidate
 from zero_engine.checkpoint.place import place
 from zero_engine.checkpoint.tools import adopt, arguments, export, locate, output
 from zero_engine.checkpoint.tools.deepspeed import read_deepspeed
@@ -45,7 +47,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         type=arguments.local_path,
         metavar="DIR",
-        help="copy config.json and tokenizer from there",
+        help="hf: copy config.json and tokenizer from there; default: from beside the checkpoint, "
+        "where the Trainer puts them",
     )
     parser.add_argument(
         "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="(5GB)"
@@ -57,6 +60,7 @@ def run_export(options: argparse.Namespace) -> None:
     if options.hf_config is not None and options.to != "hf":
         raise CheckpointError("--hf-config is for --to hf only; leave it out")
     checkpoint = locate.one(options.checkpoint)
+    config = options.hf_config or (_config_beside(checkpoint) if options.to == "hf" else None)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     selection = export.select(checkpoint, dtype=dtype, strip_prefix=options.strip_prefix)
     with output.progress(checkpoint, quiet=options.json) as progress:
@@ -68,12 +72,29 @@ def run_export(options: argparse.Namespace) -> None:
                 selection,
                 options.out,
                 shard_bytes=options.max_shard_size,
-                config=options.hf_config,
+                config=config,
                 progress=progress,
             )
     record = {"checkpoint": checkpoint.path, "tensors": len(selection.names), "files": files}
     output.say(
         options.json, record, f"{checkpoint.path}: {len(selection.names)} tensors to {options.out}"
+    )
+
+
+def _config_beside(checkpoint: Candidate) -> Path:
+    """Where the Trainer has saved the model's config with this checkpoint.
+
+    Raises:
+        CheckpointError: There is none; from_pretrained would take the weights for another model's.
+    """
+    directory = checkpoint.path.parent
+    if isinstance(directory, Path) and (directory / export.CONFIG).is_file():
+        return directory
+    raise CheckpointError(
+        f"{checkpoint.path}: which model these weights are of is said by a {export.CONFIG}, and "
+        f"there is none in {directory}; name the directory of one with --hf-config, such as that "
+        "of the model that the training began with. For weights alone use --to torch, or python "
+        "-m zero_engine.utils.zero_to_fp32 --safe_serialization"
     )
 
 

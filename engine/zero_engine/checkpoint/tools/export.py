@@ -36,9 +36,9 @@ from zero_engine.checkpoint.tools.workplace import workplace
 from zero_engine.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _COMPANIONS = (
-    _CONFIG,
+    CONFIG,
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -164,7 +164,7 @@ def export_hf(
         for path in companions:
             shutil.copyfile(path, partial / path.name)
         if config is not None:
-            _set_dtype(partial / _CONFIG, checkpoint, selection)
+            _set_dtype(partial / CONFIG, checkpoint, selection)
         _sync_files(partial)
         _publish(partial, out)
     return sorted(out.iterdir())
@@ -251,8 +251,8 @@ def _publish(partial: Path, out: Path) -> None:
 def _companions(config: Path | None) -> list[Path]:
     if config is None:
         return []
-    if not (config / _CONFIG).is_file():
-        raise CheckpointError(f"--hf-config {config}: there is no {_CONFIG} in it")
+    if not (config / CONFIG).is_file():
+        raise CheckpointError(f"--hf-config {config}: there is no {CONFIG} in it")
     found = {path for pattern in _COMPANIONS for path in config.glob(pattern) if path.is_file()}
     return sorted(path for path in found if not path.name.endswith(".index.json"))
 
@@ -262,7 +262,7 @@ def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
     try:
         record: Any = json.loads(path.read_text())
     except ValueError as error:
-        raise CheckpointError(f"--hf-config: {_CONFIG} is no JSON: {error}") from error
+        raise CheckpointError(f"--hf-config: {CONFIG} is no JSON: {error}") from error
     stored = {i.dtype for t, i in checkpoint.manifest.tensors.items() if t.kind == PARAM}
     dtype = selection.dtype or (stored.pop() if len(stored) == 1 else None)
     present = [key for key in _DTYPE_KEYS if key in record]
