@@ -81,6 +81,24 @@ def sizes_of_clones() -> list[bool]:
     ]
 
 
+def test_tied_weights_are_one_tensor_at_every_stage(worlds: WorldPool) -> None:
+    """Transformers writes both of two tensors, which a tied model does not need."""
+    assert worlds.run(1, tied_weights) == [[True, True, True, True]]
+
+
+def tied_weights() -> list[bool]:
+    """What accelerate hands on to be saved, as it gets it at each stage."""
+    tied = []
+    for stage in range(4):
+        engine = make_engine(config(stage))
+        if stage == 3:
+            whole = engine._consolidated_16bit_state_dict()
+        else:
+            whole = clone_tensors_for_torch_save(engine.module.state_dict())
+        tied.append(whole["head.weight"].data_ptr() == whole["embed.weight"].data_ptr())
+    return tied
+
+
 class Counted(torch.optim.lr_scheduler.LambdaLR):
     """A schedule by what the steps have consumed."""
 

@@ -14,12 +14,26 @@ _CPU = torch.device("cpu")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """A copy of a nest of tensors, each with memory of its own.
+    """A copy of a nest of tensors, each with memory of its own; tied ones are one tensor again.
 
-    A parameter is a view of its unit's flat buffer: torch.save would write all of that.
+    A parameter is a view of its unit's flat buffer: torch.save would write all of that. Of tied
+    parameters a library that sees two tensors would write both.
     """
+    clones: dict[tuple[Any, ...], Tensor] = {}
 
     def clone(value: Any) -> Any:
-        return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        place = _place(value)
+        if place not in clones:
+            clones[place] = value.detach().to(device, copy=True)
+        return clones[place]
 
     return tree_map(clone, item)
+
+
+def _place(data: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same elements in the same order; none shares nothing."""
+    if data.numel() == 0:
+        return (id(data),)
+    return (data.data_ptr(), data.dtype, data.shape, data.stride(), data.device)
