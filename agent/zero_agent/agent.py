@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from zero_agent.attended import AttendedStore
-from zero_agent.config import AgentConfig
+from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.crew import Crew
 from zero_agent.ending import failure_of, root_cause, tell_end, tell_traceback
 from zero_agent.errands import Errands
@@ -36,6 +36,7 @@ from zero_agent.supervise import BUSY, Action, Situation, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import ENDED, Failure, State
 from zero_orchestrator.membership.moves import Move
@@ -258,6 +259,7 @@ class Agent:
             asked_to_leave=crew.asked_to_leave,
             can_leave=crew.can_leave,
             overdue=crew.overdue,
+            unkillable=crew.unkillable,
             checking=self._fitness.checking,
             hosting=crew.hosts_store_of(job.n),
         )
@@ -276,6 +278,17 @@ class Agent:
     def _kill(self, reason: str) -> None:
         hang = any(failure.hang for failure in self._rdzv.snapshot.failures)
         self._crew.kill(reason, show_stacks=hang)
+
+    def _abandon(self, reason: str) -> None:
+        """Leave first: others go on at once, and what is left here can publish nothing any more."""
+        self._journal.tell("unkillable", f"{reason}; this node leaves", level=logging.ERROR)
+        self._rdzv.close()
+        raise AgentFailed(
+            AgentExit.UNFIT,
+            f"this node has left the job, which goes on without it: {reason}. What holds such a "
+            "process (a device, a file server, a frozen cgroup, a tracer) must end, or the machine "
+            "be restarted, before an agent starts here again",
+        )
 
     def _report_failure(self, reason: str) -> None:
         failure = failure_of(self._crew, self._rdzv.node.id)
@@ -335,4 +348,5 @@ _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.REPORT_DONE: lambda agent, reason: agent._rdzv.report_done(agent._rdzv.snapshot.n),
     Action.REPORT_QUIET: lambda agent, reason: agent._rdzv.report_quiet(agent._rdzv.snapshot.n),
     Action.REPORT_FAILURE: Agent._report_failure,
+    Action.ABANDON: Agent._abandon,
 }

@@ -158,6 +158,11 @@ class Crew:
         return self._group is not None and self._group.hung
 
     @property
+    def unkillable(self) -> str:
+        """Why workers are still there long after SIGKILL; empty if none is."""
+        return self._group.unkillable if self._group is not None else ""
+
+    @property
     def first_failure(self) -> Exit:
         """The exit that ended the group."""
         assert self._group is not None
@@ -176,7 +181,9 @@ class Crew:
     def start(self, job: Snapshot, node: Node) -> None:
         """Start the workers of the job's round on this node."""
         self._forget_last_round(job.n)
-        self._group = WorkerGroup(self._nursery, self._hub, job.n, fence=job.fence)
+        self._group = WorkerGroup(
+            self._nursery, self._hub, job.n, fence=job.fence, clock=self._clock
+        )
         self._host_timers()
         self.steps.begin(self._orders.pulses(job, node))
         orders = self._orders.of(job, node)
@@ -293,7 +300,7 @@ class Crew:
 
     def _worker_runs(self, worker: int, pid: int) -> None:
         assert self._group is not None
-        rank = self._group.rank_of(worker)
+        rank = self._group.runs_as(worker, pid)
         if rank is not None:
             text = f"rank {rank} runs as process {pid}"
             self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_orchestrator.membership.job_state import Node, Snapshot, State
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot, State
 
 
 class Workers(StrEnum):
@@ -42,6 +42,8 @@ class Action(StrEnum):
     REPORT_DONE = "report done"
     REPORT_QUIET = "report quiet"
     REPORT_FAILURE = "report failure"
+    ABANDON = "abandon"
+    """Leave the job although workers are left that cannot be killed; the fence makes that safe."""
     EXIT = "exit"
 
 
@@ -59,6 +61,8 @@ class Situation:
     """Every worker has said that it can stop at a step boundary."""
     overdue: bool = False
     """The workers were asked to leave and have not for too long."""
+    unkillable: str = ""
+    """Why workers are still there long after SIGKILL; empty if none is."""
     checking: bool = False
     """This node is being examined: whether it is fit for the next round is not known yet."""
     hosting: bool = False
@@ -81,6 +85,8 @@ Step = tuple[Action, str]
 
 def next_action(now: Situation) -> Step:
     """The next thing to do and its reason; WAIT until something changes."""
+    if now.unkillable and now.job.state not in ENDED:
+        return Action.ABANDON, now.unkillable
     return _BY_STATE[now.job.state](now)
 
 
@@ -164,7 +170,7 @@ def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
 
 
 def _ended(now: Situation) -> Step:
-    if now.busy:
+    if now.busy and not now.unkillable:
         return _kill(now, f"the job is {now.job.state}")
     return Action.EXIT, f"the job is {now.job.state}: {now.job.cause}"
 

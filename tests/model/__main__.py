@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--commits", type=int, default=0, help="checkpoints that are published")
     parser.add_argument("--drains", type=int, default=0, help="nodes that are told to leave")
+    parser.add_argument("--sticks", type=int, default=0, help="workers that cannot be killed")
     parser.add_argument("--walk", type=int, help="so many random events instead of all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="store_true", help="a user may ask for a stop")
@@ -34,7 +35,12 @@ def main() -> None:
         print(f"{walk(args.nodes, args.walk, args.seed)} rounds, no invariant broken")
         return
     spec = JobSpec(min_nodes=args.at_least, max_nodes=args.nodes, max_restarts=args.restarts)
-    wishes = {"may_stop": args.stop, "commits": args.commits, "drains": args.drains}
+    wishes = {
+        "may_stop": args.stop,
+        "commits": args.commits,
+        "drains": args.drains,
+        "sticks": args.sticks,
+    }
     world = begin(spec, args.nodes, args.faults, **wishes)
     began = time.process_time()
     count = explore(world, args.rounds)

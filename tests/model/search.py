@@ -19,6 +19,7 @@ from tests.model.world import (
     Plan,
     World,
     act,
+    come_back,
     commit,
     drain,
     faults,
@@ -26,6 +27,7 @@ from tests.model.world import (
     look,
     next_of,
     register,
+    stick,
     still_registered,
     stop,
     workers_end,
@@ -53,16 +55,14 @@ def explore(world: World, max_round: int) -> int:
         check_commits(world)
         if world.job.n > max_round:
             continue
-        changed = False
-        for after in successors(world):
-            if after is world:
-                continue
-            changed = True
+        after_all = [forget(after) for after in come_back(world)]
+        others = [after for after in successors(world) if after is not world]
+        for after in (*others, *after_all):
             mark = hash(fingerprint(after))
             if mark not in seen:
                 seen.add(mark)
                 stack.append(after)
-        if not changed:
+        if not others:
             check_end(world)
     return len(seen)
 
@@ -103,6 +103,7 @@ def events(world: World, index: int) -> Iterator[World]:
     yield from workers_end(world, index)
     yield from commit(world, index)
     yield from drain(world, index)
+    yield from stick(world, index)
     if world.faults:
         yield from faults(world, index)
 
@@ -124,9 +125,9 @@ def still_holds(world: World, plan: Plan) -> bool:
 
 
 def may_be_done(agent: Agent) -> set[Action]:
-    """What may come of a plan, beside its transition: only running workers change by themselves."""
+    """What may come of a plan, beside its transition: some workers change by themselves."""
     assert agent.plan is not None
-    if agent.workers is Workers.RUNNING:
+    if agent.workers is Workers.RUNNING or agent.stuck:
         return set(agent.plan.actions)
     return {next_of(agent.plan, agent)}
 
@@ -232,7 +233,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     leases = {agent.lease: number for number, agent in enumerate(alike)}
     values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
-        (world.faults, world.may_stop, world.commits, world.drains),
+        (world.faults, world.may_stop, world.commits, world.drains, world.sticks),
         frozenset(values),
         _written(items, order, "/nodes/"),
         _written(items, order, "/fail/", "/symptom/", "/yield"),
@@ -245,7 +246,14 @@ def _place(world: World, agent: Agent) -> tuple[Any, ...]:
     registered = world.database.items.get(KEYS.node(agent.id))
     member = next((i for i, m in enumerate(world.job.members.nodes) if m.id == agent.id), -1)
     arrived = registered.create_revision if registered is not None else 0
-    state = (agent.incarnation, agent.workers, agent.round, agent.alive, agent.draining)
+    state = (
+        agent.incarnation,
+        agent.workers,
+        agent.round,
+        agent.alive,
+        agent.draining,
+        agent.stuck,
+    )
     return (member, arrived, *state)
 
 
@@ -280,7 +288,7 @@ def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tupl
 
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
-    state += (agent.draining,)
+    state += (agent.draining, agent.stuck)
     plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 

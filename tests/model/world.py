@@ -57,6 +57,8 @@ class Agent:
     alive: bool = True
     gone: bool = False
     """The process ended by its own decision."""
+    stuck: bool = False
+    """A worker of it cannot be killed: a kill is waited for, perhaps for ever."""
 
     @property
     def node(self) -> Node:
@@ -81,6 +83,8 @@ class World:
     """So many checkpoints may still be published."""
     drains: int = 0
     """So many nodes may still be told to leave."""
+    sticks: int = 0
+    """So many nodes may still get a worker that cannot be killed."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -100,11 +104,14 @@ def begin(
     may_stop: bool = False,
     commits: int = 0,
     drains: int = 0,
+    sticks: int = 0,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
     agents = tuple(Agent(name, 0, 0, alive=False) for name in names)
-    return World(spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits, drains)
+    return World(
+        spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits, drains, sticks
+    )
 
 
 # ---- the store ----
@@ -177,6 +184,7 @@ def what_next(view: Snapshot, agent: Agent) -> Action:
             round=agent.round,
             asked_to_leave=agent.asked,
             can_leave=True,
+            unkillable="for ever" if agent.stuck and agent.workers is Workers.STOPPING else "",
         )
     )[0]
 
@@ -222,8 +230,13 @@ def start(world: World, index: int) -> World:
     )
 
 
+def end_workers(world: World, index: int) -> World:
+    stuck = world.agents[index].stuck
+    return become(workers=Workers.STOPPING if stuck else Workers.STOPPED)(world, index)
+
+
 def leave(world: World, index: int) -> World:
-    """The process exits: it revokes its lease."""
+    """The process exits: it revokes its lease. A worker that is stuck still knows its fence."""
     left = replace(world.agents[index], alive=False, gone=True, workers=Workers.NONE)
     return end_lease(world, index).with_agent(index, left)
 
@@ -233,12 +246,13 @@ ACT: dict[Action, Callable[[World, int], World]] = {
     Action.HOST_STORE: note(KEYS.of_round, "master", value="host:1"),
     Action.START: start,
     Action.ASK_TO_LEAVE: become(asked=True),
-    Action.STOP: become(workers=Workers.STOPPED),
-    Action.KILL: become(workers=Workers.STOPPED),
+    Action.STOP: end_workers,
+    Action.KILL: end_workers,
     Action.REPORT_DONE: note(KEYS.report, "done", "{id}"),
     Action.REPORT_QUIET: note(KEYS.report, "quiet", "{id}"),
     Action.REPORT_FAILURE: fail,
     Action.EXIT: leave,
+    Action.ABANDON: leave,
 }
 
 
@@ -250,9 +264,27 @@ def workers_end(world: World, index: int) -> Iterator[World]:
     agent = world.agents[index]
     if agent.workers is not Workers.RUNNING:
         return
+    if agent.stuck:  # taken for hung, and killed
+        yield world.with_agent(index, replace(agent, workers=Workers.STOPPING))
+        return
     yield world.with_agent(index, replace(agent, workers=Workers.SUCCEEDED))
     if any(other.asked and other.round == agent.round for other in world.agents):
         yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
+
+
+def stick(world: World, index: int) -> Iterator[World]:
+    """A running worker gets where no signal reaches it."""
+    agent = world.agents[index]
+    if world.sticks and agent.workers is Workers.RUNNING and not agent.stuck:
+        yield world.with_agent(index, replace(agent, stuck=True), sticks=world.sticks - 1)
+
+
+def come_back(world: World) -> Iterator[World]:
+    """A killed worker that was stuck ends after all: it may, and nobody must wait for that."""
+    for index, agent in enumerate(world.agents):
+        if agent.stuck and agent.workers is Workers.STOPPING:
+            for end in (Workers.STOPPED, Workers.FAILED):
+                yield world.with_agent(index, replace(agent, workers=end, stuck=False))
 
 
 def commit(world: World, index: int) -> Iterator[World]:

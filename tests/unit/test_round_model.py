@@ -67,6 +67,22 @@ def test_whoever_is_told_to_leave_at_any_time_keeps_nobody_waiting():
     assert explore(begin(spec, 2, faults=0, drains=1), max_round=2) > 500
 
 
+STUCK_JOBS = {
+    "two nodes": pytest.param(1, 0),
+    "two nodes and a fault": pytest.param(1, 1, marks=pytest.mark.full),
+    "two nodes, no restarts": pytest.param(0, 0),
+}
+"""Restarts allowed, faults that happen."""
+
+
+@pytest.mark.parametrize(("restarts", "faults"), STUCK_JOBS.values(), ids=STUCK_JOBS)
+def test_a_worker_that_cannot_be_killed_keeps_no_other_node_waiting_and_commits_nothing(
+    restarts, faults
+):
+    spec = JobSpec(min_nodes=1, max_nodes=2, max_restarts=restarts)
+    assert explore(running(begin(spec, 2, faults, sticks=1)), max_round=2) > 200
+
+
 def test_a_stop_ends_a_running_job_although_a_node_fails_meanwhile():
     spec = JobSpec(min_nodes=2, max_nodes=2)
     assert explore(stop(running(begin(spec, 2, faults=1))), max_round=1) > 500

@@ -47,6 +47,19 @@ def test_an_agent_without_workers(snapshot, workers, expected):
     assert action(snapshot, workers, round=0) is expected
 
 
+@pytest.mark.parametrize(
+    ("snapshot", "expected"),
+    [
+        (FORMS, Action.ABANDON),
+        (RUNS, Action.ABANDON),
+        (job(State.FAILED), Action.EXIT),
+        (job(State.DONE), Action.EXIT),
+    ],
+)
+def test_workers_that_cannot_be_killed_are_not_waited_for(snapshot, expected):
+    assert action(snapshot, Workers.STOPPING, unkillable="it hangs in the kernel") is expected
+
+
 def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
     assert action(FORMS, Workers.FAILED, checking=True) is Action.WAIT
     assert action(FORMS, Workers.FAILED) is Action.REPORT_QUIET

@@ -32,6 +32,7 @@ from zero_agent.workers.nursery import PACKET_BYTES
 from zero_agent.workers.outbox import Outbox
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.streams import Route
+from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
 from zero_orchestrator.clock import Clock, SystemClock
 from zero_orchestrator.contract import ExitCode
@@ -39,6 +40,7 @@ from zero_orchestrator.contract import ExitCode
 log = logging.getLogger("zero")
 
 CLOSE_TIMEOUT_S = 8.0
+KILL_TIMEOUT_S = 5.0
 ANSWER_S = 10.0
 """A nursery that has not obeyed an order for so long is stuck: it takes milliseconds."""
 
@@ -132,7 +134,15 @@ class Nursery:
             return self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            return self._process.wait()
+        try:
+            return self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it cannot be killed
+            return -signal.SIGKILL
+
+    @property
+    def pid(self) -> int:
+        """Of its process, the parent of the workers."""
+        return self._process.pid
 
     def kill(self) -> None:
         """With what its imports have started; the kernel kills the workers with it."""
@@ -178,7 +188,9 @@ class Order:
 class WorkerGroup:
     """This node's workers of one round."""
 
-    def __init__(self, nursery: Nursery, hub: Hub, n: int, *, fence: int) -> None:
+    def __init__(
+        self, nursery: Nursery, hub: Hub, n: int, *, fence: int, clock: Clock | None = None
+    ) -> None:
         self.round = n
         self.fence = fence
         self.exits: list[Exit] = []
@@ -186,7 +198,9 @@ class WorkerGroup:
         self._nursery = nursery
         self._hub = hub
         self._running: dict[int, Order] = {}
+        self._pids: dict[int, int] = {}
         self._stopping = False
+        self._killed = Stopwatch(clock or SystemClock())
         self._condemned: Exit | None = None
         self.hung = False
         """Its workers took no step for too long."""
@@ -204,6 +218,8 @@ class WorkerGroup:
     def stop(self, number: int) -> None:
         """Ask (SIGTERM) or make (SIGKILL) all workers end."""
         self._stopping = True
+        if number == signal.SIGKILL:
+            self._killed.start()
         for worker in self._running:
             self._nursery.signal(worker, number)
 
@@ -224,10 +240,23 @@ class WorkerGroup:
         self._condemned = _verdict(rank, status, "the process with the round's TCPStore ended")
         self.stop(signal.SIGKILL)
 
-    def rank_of(self, worker: int) -> int | None:
-        """The rank of a running worker of this group."""
+    def runs_as(self, worker: int, pid: int) -> int | None:
+        """Take note of a worker's process; its rank, or None if it is not one of this group."""
         order = self._running.get(worker)
+        if order is not None:
+            self._pids[worker] = pid
         return order.rank if order else None
+
+    @property
+    def unkillable(self) -> str:
+        """Which workers are left long after SIGKILL, and where they are; empty if none is."""
+        if not (self._running and self._killed.past(GIVE_UP_S)):
+            return ""
+        left = [
+            f"rank {order.rank}: {describe(self._pids.get(worker, self._nursery.pid))}"
+            for worker, order in self._running.items()
+        ]
+        return f"not ended {GIVE_UP_S:g} s after SIGKILL: {'; '.join(left)}"
 
     def ended(self, worker: int, status: int) -> Exit | None:
         """Take note of a worker's end; None if it is not one of this group."""
