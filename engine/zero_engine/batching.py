@@ -31,6 +31,14 @@ class Batching:
     _run: Run
     _micro_steps: MicroSteps
 
+    @property
+    def loaded_samples(self) -> int | None:
+        """How many samples a step had in the run of the loaded checkpoint.
+
+        0 if nobody knows, None if none was loaded with its position.
+        """
+        return self._run.loaded_samples
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-steps without `step()`, for scripts that accumulate by themselves.

@@ -52,6 +52,16 @@ def current_round() -> int:
     return int(os.environ.get(contract.ENV_ROUND, "0"))
 
 
+def current_job() -> str | None:
+    """The job that this worker belongs to; None without an agent."""
+    return os.environ.get(contract.ENV_JOB)
+
+
+def committed_step() -> int:
+    """Of the newest checkpoint that the job had published when this worker started; 0: none."""
+    return int(os.environ.get(contract.ENV_COMMITTED, "0"))
+
+
 class AgentLink:
     """The connection to the agent of this node, or its absence."""
 

@@ -71,6 +71,9 @@ class Run:
     """The script does, by saying so beforehand. It is a library's loop then, which has state of
     its own, and writes that after it has called for a checkpoint."""
 
+    loaded_samples: int | None = None
+    """In a step of the run that the loaded checkpoint is from; None if none was loaded."""
+
     def plan(self) -> StepPlan:
         """The step under way, or about to begin; as far as it can go, if the script ends it."""
         epoch_size = self.loader.epoch_size if self.loader is not None else None

@@ -187,6 +187,26 @@ class Checkpointing(Wrapper):
         """
         return self._persistence.due(every_steps, every_s)
 
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether this worker is to leave; all ranks know it since the same `step()`."""
+        return self._persistence.leaving
+
+    def leave_group(self) -> None:
+        """End the process with the checkpoint just saved, as the agent has asked.
+
+        For a loop that has to write more beside a checkpoint; `step()` does it otherwise. Every
+        rank calls it.
+
+        Raises:
+            SystemExit: Always.
+            EngineError: Nobody has asked this worker to leave.
+        """
+        if not self._persistence.leaving:
+            raise EngineError("leave_group() without asked_to_leave; go on training")
+        with peers_may_vanish(self._link):
+            self._persistence.leave()
+
     # ---- the weights ----
 
     def weight_hash(self) -> str:

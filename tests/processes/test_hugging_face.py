@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.cluster import environment
+from tests.support.cluster import TOGETHER, Cluster, environment
+from tests.support.waiting import wait_for
+from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 
@@ -45,10 +48,10 @@ def config(directory: Path, stage: int, **more: Any) -> Path:
     return path
 
 
-def run(script: str, *arguments: object) -> Any:
-    """What rank 0 printed last, a line of JSON."""
+def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A script under an agent of two workers, to its end."""
     command = [*AGENT, "-m", "zero_engine.as_deepspeed", str(SCRIPTS / script)]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         env=environment() | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -56,8 +59,18 @@ def run(script: str, *arguments: object) -> Any:
         timeout=120,
         check=False,
     )
+
+
+def run(script: str, *arguments: object) -> Any:
+    """What rank 0 printed last, a line of JSON."""
+    done = start(script, *arguments)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_told(done.stdout)
+
+
+def last_told(output: str) -> Any:
+    """The last line of JSON in it."""
+    return json.loads([line for line in output.splitlines() if line.startswith('{"')][-1])
 
 
 def fine_tune(directory: Path, stage: int, *arguments: object) -> tuple[Any, dict[str, Tensor]]:
@@ -86,10 +99,59 @@ def test_the_trainer_resumes_at_another_stage_to_the_same_bits(
     assert_same(fine_tune(tmp_path, 3, *flags), (told, weights))
 
 
+def test_a_trainer_that_never_resumes_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
+    flags = ("--deepspeed", config(tmp_path, 1), "--output_dir", tmp_path / "out")
+    done = start("trainer.py", *flags, "--never_resume", "--kill_at_step=5")
+    assert done.returncode == 0, done.stderr
+    assert f"training goes on from {tmp_path}/out/checkpoint-3\n" in done.stderr
+    assert list(last_told(done.stdout)["steps"]) == [str(step) for step in range(1, 7)]
+
+
+@pytest.mark.full
 def test_a_killed_rank_costs_the_trainer_steps_and_no_bit(
     tmp_path: Path, whole: tuple[Path, Any, dict[str, Tensor]]
 ) -> None:
-    assert_same(fine_tune(tmp_path, 1, "--kill_at_step=5"), whole[1:])
+    assert_same(fine_tune(tmp_path, 1, "--never_resume", "--kill_at_step=5"), whole[1:])
+
+
+@pytest.mark.full
+def test_a_trainer_whose_checkpoints_are_weights_alone_ends_with_a_sentence(tmp_path: Path) -> None:
+    flags = ("--deepspeed", config(tmp_path, 2), "--output_dir", tmp_path / "out")
+    done = start("trainer.py", *flags, "--save_only_model", "--never_resume", "--kill_at_step=5")
+    assert done.returncode == AgentExit.JOB_FAILED
+    why = f"training cannot go on from {tmp_path}/out/checkpoint-3: the checkpoints there hold"
+    assert f"{why} weights alone (save_only_model)" in done.stderr
+    assert "Set save_only_model to False" in done.stderr
+    assert "'epoch': '1.429'}" in done.stdout
+    assert done.stdout.count("'epoch': '0.4286'}") == 1  # it did not begin again
+
+
+@pytest.mark.full
+def test_a_join_costs_the_trainer_no_step_and_the_batch_stays(
+    tmp_path: Path, cluster: Callable[..., Cluster], whole: tuple[Path, Any, dict[str, Tensor]]
+) -> None:
+    output = tmp_path / "out"
+    flags = ("--deepspeed", config(tmp_path, 2), "--output_dir", output, "--never_resume")
+    of_one_rank = ("--accumulation=6", "--wait_in_step=2", "--kill_at_step=5")
+    script = ["-m", "zero_engine.as_deepspeed", SCRIPTS / "trainer.py", *flags, *of_one_rank]
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=1"), script=list(map(str, script)))
+    job.start("a", HF_HUB_OFFLINE="1")
+    wait_for(lambda: job.events("worker"), 60, "the first worker")
+    job.start("b", HF_HUB_OFFLINE="1")
+    wait_for(lambda: job.events("leave"), 90, "the workers are asked to leave")
+    (output / "go").touch()
+    job.wait_for_end()
+    said = job.output
+    assert f"training goes on from {output}/checkpoint-2\n" in said  # saved for the join alone
+    assert "a step keeps its 12 samples on 2 ranks, as on 1 at first" in said
+    assert f"training goes on from {output}/checkpoint-3\n" in said  # after the kill
+    assert said.count("'epoch': '0.8571'}") == 1  # no step was done twice for the join
+    told, (_, expected, weights) = last_told(said), whole
+    # What the Trainer logs as the loss it adds up itself, on each rank; norm and rate are exact.
+    for step, (loss, *exact) in told["steps"].items():
+        assert loss == pytest.approx(expected["steps"][step][0])
+        assert exact == expected["steps"][step][1:]
+    assert_same((None, load_file(output / "final" / "model.safetensors")), (None, weights))
 
 
 def assert_same(ours: tuple[Any, dict[str, Tensor]], theirs: tuple[Any, dict[str, Tensor]]) -> None:
@@ -111,3 +173,24 @@ def test_accelerate_goes_on_from_its_saved_state_at_stage_3(tmp_path: Path) -> N
     told = run("accelerated.py", "--config", settings, "--output_dir", tmp_path)
     assert told["first"] == told["again"]
     assert told["same"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ((), "round 2 of the job begins to train without its checkpoint: one of step 2 is"),
+        (("--load",), "a step took 8 samples when the checkpoint was made, and takes 4 now"),
+    ],
+)
+def test_a_loop_of_accelerate_does_not_begin_again_or_change_its_batch_in_silence(
+    tmp_path: Path, cluster: Callable[..., Cluster], flags: tuple[str, ...], why: str
+) -> None:
+    loop = (SCRIPTS / "accelerated_loop.py", "--output_dir", tmp_path, *flags)
+    script = ["-m", "zero_engine.as_deepspeed", *map(str, loop)]
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER), script=script)
+    job.start("a", "b")
+    wait_for((tmp_path / "saved").is_dir, 90, "a saved state")
+    job.agents["b"].kill_node()
+    assert job.agents["a"].wait() == AgentExit.JOB_FAILED
+    assert why in job.agents["a"].output

@@ -33,6 +33,7 @@ PACKAGES = {
     "engine/zero_engine/runtime",
     "engine/zero_engine/moe",
     "engine/zero_engine/compression",
+    "engine/zero_engine/as_deepspeed",
     "engine/zero_engine/utils",
     "engine/zero_engine/config",
     "engine/zero_engine/tiers",

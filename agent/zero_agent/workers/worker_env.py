@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_orchestrator.contract import (
+    ENV_COMMITTED,
     ENV_FENCE,
     ENV_HEARTBEAT,
     ENV_JOB,
@@ -88,6 +89,7 @@ def worker_env(
         ENV_NODE: node.id,
         ENV_ROUND: job.n,
         ENV_FENCE: job.fence,
+        ENV_COMMITTED: job.committed,
         ENV_SOCKET: socket_path,
         ENV_HEARTBEAT: heartbeat_file,
     }

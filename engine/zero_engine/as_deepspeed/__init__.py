@@ -17,7 +17,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,11 @@ _NAME = "deepspeed"
 _OURS = zero_engine.__name__
 _TOO_LATE = (_NAME, "accelerate", "transformers.integrations.deepspeed")
 """Modules that are DeepSpeed, or have looked for it once and for all when they were imported."""
+_AMENDED = {
+    "accelerate.accelerator": "zero_engine.as_deepspeed.accelerator",
+    "transformers.trainer": "zero_engine.as_deepspeed.trainer",
+}
+"""Modules of the libraries, each with what is put into it once it is there."""
 _FILES = {
     "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {zero_engine.__version__}\n"
     "Summary: zero_engine, under the name that libraries look for\n",
@@ -63,11 +68,13 @@ class _Metadata(Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """Answers for DeepSpeed's modules and for its metadata."""
+    """Answers for DeepSpeed's modules and for its metadata; amends some of the libraries'."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in _AMENDED:
+            return _amended(PathFinder.find_spec(fullname, path, target))
         if fullname.partition(".")[0] != _NAME:
             return None
         ours = find_spec(_OURS + fullname.removeprefix(_NAME))
@@ -78,6 +85,20 @@ class _Finder(MetaPathFinder):
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
         return [_Metadata()] if context.name in (None, _NAME) else []
+
+
+def _amended(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """A module of a library as it is, and what is put into it afterwards."""
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def execute_and_install(module: ModuleType) -> None:
+        execute(module)
+        importlib.import_module(_AMENDED[spec.name]).install()
+
+    vars(spec.loader)["exec_module"] = execute_and_install
+    return spec
 
 
 def _install() -> None:

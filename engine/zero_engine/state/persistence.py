@@ -431,6 +431,10 @@ class Persistence:
         elif departure is Departure.LEAVE:
             self._leave()
 
+    def leave(self) -> None:
+        """Leave now, with the checkpoint that the script has just made: ends the process."""
+        self._leave()
+
     def _save_and_leave(self) -> None:
         assert self._directory is not None
         try:

@@ -61,6 +61,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
 
 def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> None:
     """Go on from what `describe` said when the checkpoint was made."""
+    run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"]))
     if run.summed_over is not None and saved.get("summed_over") is not None:

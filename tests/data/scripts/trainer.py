@@ -1,13 +1,14 @@
 """A language model fine-tuned by transformers' Trainer; DeepSpeed is only in its arguments.
 
 Two epochs of made-up text, whose last step is a short one; a checkpoint every three steps, and on
-from the newest there is.
+from the newest there is, unless it is told to take no care of that.
 """
 
 import argparse
 import json
 import os
 import signal
+import time
 
 import torch
 from accelerate import PartialState
@@ -34,6 +35,19 @@ class Counting(Dataset):
         return {"input_ids": row, "labels": row}
 
 
+class WaitsForPeers(TrainerCallback):
+    """Stops short in a step until a file is there."""
+
+    def __init__(self, step, path):
+        self.step = step
+        self.path = path
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            while not os.path.exists(self.path):
+                time.sleep(0.02)
+
+
 class PowerCut(TrainerCallback):
     """Kills rank 1 in its first life, after a step."""
 
@@ -51,7 +65,11 @@ def main():
     parser.add_argument("--deepspeed")
     parser.add_argument("--output_dir")
     parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--never_resume", action="store_true")
+    parser.add_argument("--accumulation", type=int, default=3)
+    parser.add_argument("--save_only_model", action="store_true")
     parser.add_argument("--kill_at_step", type=int)
+    parser.add_argument("--wait_in_step", type=int)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # on CPUs, accelerate has to be told how ranks meet
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -61,13 +79,14 @@ def main():
         deepspeed=args.deepspeed,
         accelerator_config={"use_configured_state": not torch.cuda.is_available()},
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
+        gradient_accumulation_steps=args.accumulation,
         num_train_epochs=2,
         learning_rate=3e-3,
         warmup_steps=2,
         weight_decay=0.1,
         logging_steps=1,
         save_steps=3,
+        save_only_model=args.save_only_model,
         report_to=[],
         disable_tqdm=True,
     )
@@ -85,10 +104,13 @@ def main():
         args=training_args,
         train_dataset=Counting(28),
         eval_dataset=Counting(8),
-        callbacks=[PowerCut(args.kill_at_step)],
+        callbacks=[
+            PowerCut(args.kill_at_step),
+            WaitsForPeers(args.wait_in_step, os.path.join(args.output_dir, "go")),
+        ],
     )
     checkpoint = args.resume_from_checkpoint
-    if checkpoint is None and os.path.isdir(args.output_dir):
+    if checkpoint is None and not args.never_resume and os.path.isdir(args.output_dir):
         checkpoint = get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     eval_loss = trainer.evaluate()["eval_loss"]

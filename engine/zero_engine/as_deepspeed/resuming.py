@@ -1,0 +1,294 @@
+"""What a Trainer goes on from when its job is started again, and with which batch.
+
+A library's loop begins at step 0 unless its script asks for more, and takes a global batch that
+grows and shrinks with the ranks. Under `zero-agent` a script is started once per round, so what the
+first start of a run has settled is kept in its output directory, in `zero_run.json`: the samples
+per step, the number of steps, and which checkpoints there were already, of other runs.
+
+Must always hold: a run never goes on from another run's checkpoint unless the script says so; a run
+that cannot go on says so and ends, it does not begin again over its checkpoints.
+
+Called by `trainer` and `accelerator`; knows nothing of transformers but the names of its files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from zipfile import is_zipfile
+
+from zero_engine.errors import EngineError
+
+RECORD = "zero_run.json"
+STATE = "trainer_state.json"
+"""The Trainer writes it last into a checkpoint."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_RUN_OF_A_COMMAND = re.compile(r"(.+-[0-9a-f]{8})\.\d+")
+"""The name of a job that was not given one: its command, and how often that was typed."""
+
+
+class CannotGoOn(EngineError):
+    """This run cannot go on as it began: the message says why, and what to do."""
+
+
+# ---- the run, from its first start on ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of the script by its agent."""
+
+    job: str
+    round: int
+    world: int
+
+    @property
+    def run(self) -> str:
+        """The same for the next run of a command that was cut off, and is typed again."""
+        unnamed = _RUN_OF_A_COMMAND.fullmatch(self.job)
+        return unnamed[1] if unnamed else self.job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What the first start of a run has settled."""
+
+    run: str
+    samples: int
+    """In one optimizer step, on all ranks together."""
+    micro_batch: int
+    world: int
+    steps: int
+    """Of the whole run."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """Checkpoints of other runs beside it: name -> time of the last write, in ns."""
+    finished: bool = False
+
+    def is_begun_by(self, start: Start) -> bool:
+        """Whether this start goes on with the run."""
+        return self.run == start.run and (start.round > 1 or not self.finished)
+
+    def write(self, directory: Path) -> None:
+        """Put it into the output directory, whole or not at all."""
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = directory / f"{RECORD}.{os.getpid()}"
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(directory / RECORD)
+
+
+def record_of(directory: Path, start: Start) -> Record | None:
+    """The record of the run that this start goes on with; None if it begins one."""
+    try:
+        record = Record(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError) as error:
+        raise CannotGoOn(
+            f"{directory / RECORD} cannot be read ({error}): it says which checkpoints here are "
+            "this run's. Put it back, or give another output_dir"
+        ) from error
+    return record if record.is_begun_by(start) else None
+
+
+# ---- the batch ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a step's samples are shared by the ranks, and why so."""
+
+    micro_batch: int
+    accumulation: int
+    reason: str
+
+
+def share(record: Record, start: Start) -> Batch:
+    """The run's own samples per step, on the ranks of this start.
+
+    Raises:
+        CannotGoOn: They cannot be shared equally.
+    """
+    per_rank, rest = divmod(record.samples, start.world)
+    if rest or not per_rank:
+        raise CannotGoOn(
+            f"a step of this run takes {record.samples} samples, which {start.world} ranks cannot "
+            f"share equally. Let their number divide {record.samples}: set --nnodes, --node-unit "
+            "or --nproc-per-node; or begin a new run with another batch in another output_dir"
+        )
+    micro_batch = max(m for m in range(1, record.micro_batch + 1) if per_rank % m == 0)
+    accumulation = per_rank // micro_batch
+    reason = (
+        f"a step keeps its {record.samples} samples on {start.world} ranks, as on {record.world} "
+        f"at first: gradient_accumulation_steps is {accumulation}"
+    )
+    if micro_batch != record.micro_batch:
+        reason += (
+            f", per_device_train_batch_size {micro_batch} instead of {record.micro_batch}, so "
+            "that results may differ by rounding"
+        )
+    return Batch(micro_batch=micro_batch, accumulation=accumulation, reason=reason)
+
+
+def check_steps(record: Record, start: Start, steps: int) -> None:
+    """The schedule is that of the first start.
+
+    Raises:
+        CannotGoOn: It is not.
+    """
+    if steps != record.steps:
+        raise CannotGoOn(
+            f"this run has {record.steps} steps on {record.world} ranks and would have {steps} on "
+            f"{start.world}: its schedule, and the samples of each step, would change on the way. "
+            "Give max_steps, leave dataloader_drop_last out, keep the data as it was, or keep the "
+            "number of ranks (--nnodes)"
+        )
+
+
+# ---- the checkpoints ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One checkpoint of a Trainer in its output directory."""
+
+    path: Path
+    step: int
+    written_ns: int
+    """When its last file was written; 0: it was not."""
+    flaw: str
+    """Why nothing can go on from it; empty: it is whole."""
+    weights_only: bool = False
+
+
+def look(directory: Path) -> list[Seen]:
+    """The checkpoints of an output directory, newest first."""
+    entries = list(directory.iterdir()) if directory.is_dir() else []
+    named = [(path, _CHECKPOINT.fullmatch(path.name)) for path in entries if path.is_dir()]
+    seen = [_examine(path, int(name[1])) for path, name in named if name]
+    return sorted(seen, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def _examine(path: Path, step: int) -> Seen:
+    state = path / STATE
+    try:
+        written_ns = state.stat().st_mtime_ns
+        json.loads(state.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Seen(path=path, step=step, written_ns=0, flaw=f"{STATE} is not whole")
+    if not any(path.glob("step-*/MANIFEST.json")):
+        flaw = "it holds weights alone"
+        return Seen(path=path, step=step, written_ns=written_ns, flaw=flaw, weights_only=True)
+    torn = [file.name for file in sorted(path.glob("*.pt*")) if not is_zipfile(file)]
+    flaw = f"{', '.join(torn)}: not whole" if torn else ""
+    return Seen(path=path, step=step, written_ns=written_ns, flaw=flaw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What training goes on from, and why."""
+
+    path: str | None
+    """None: it begins at step 0."""
+    reason: str = ""
+    """Empty: as the script has said."""
+
+
+def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]) -> Choice:
+    """What to go on from.
+
+    Args:
+        asked: The script's `resume_from_checkpoint`.
+        record: Of the run that this start goes on with; None if it begins one.
+        seen: What lies in the output directory, newest first.
+
+    Raises:
+        CannotGoOn: The run has checkpoints, and none that training could go on from.
+    """
+    if record is not None:
+        own = [one for one in seen if record.others.get(one.path.name) != one.written_ns]
+        return _newest(own) or _anew(asked, "this run has no whole checkpoint yet")
+    if asked is True:
+        return _newest(seen) or _anew(asked, "there is no checkpoint yet")
+    if not asked and (whole := [one for one in seen if not one.flaw]):
+        return Choice(
+            path=None,
+            reason=f"training begins at step 0, beside {whole[0].path} of another run: to go on "
+            "from that, call train(resume_from_checkpoint=True), which does no harm where there "
+            "is none yet",
+        )
+    return Choice(path=asked or None)
+
+
+def others(seen: Sequence[Seen], goes_on_from: int) -> dict[str, int]:
+    """Of what lies there at a first start, what the run does not come from."""
+    return {one.path.name: one.written_ns for one in seen if one.step > goes_on_from}
+
+
+def _newest(own: Sequence[Seen]) -> Choice | None:
+    whole = [one for one in own if not one.flaw]
+    if whole:
+        newer = "".join(
+            f"; {one.path.name} is passed over: {one.flaw}"
+            for one in own
+            if one.step > whole[0].step
+        )
+        return Choice(
+            path=str(whole[0].path), reason=f"training goes on from {whole[0].path}{newer}"
+        )
+    if any(one.weights_only for one in own):
+        raise CannotGoOn(
+            f"training cannot go on from {own[0].path}: the checkpoints there hold weights alone "
+            "(save_only_model), and it would begin again at step 0. Set save_only_model to False; "
+            "to begin again all the same, give another output_dir"
+        )
+    return None
+
+
+def _anew(asked: str | bool | None, why: str) -> Choice:
+    if isinstance(asked, str):
+        return Choice(
+            path=asked, reason=f"{why}: training goes on from {asked}, as the script says"
+        )
+    return Choice(path=None, reason=f"{why}: training begins at step 0")
+
+
+# ---- other loops of accelerate ----
+
+
+def check_loop(round: int, committed: int, loaded: int | None, samples: int) -> None:
+    """Before the first backward of a loop that saves and loads itself.
+
+    Args:
+        round: Of the job.
+        committed: The step of the newest checkpoint that the job had published before it.
+        loaded: Samples per step in the run of the loaded checkpoint; None: none was loaded.
+        samples: What a step takes now.
+
+    Raises:
+        CannotGoOn: It should go on from a checkpoint, and does not; or not as it began.
+    """
+    if round <= 1 or not committed:
+        return
+    if loaded is None:
+        raise CannotGoOn(
+            f"round {round} of the job begins to train without its checkpoint: one of step "
+            f"{committed} is published, and its steps would be done again and written over. Call "
+            "accelerator.load_state(DIR) after prepare() where DIR is there; to begin again, start "
+            "a new job (--rdzv-id)"
+        )
+    if loaded not in (0, samples):
+        raise CannotGoOn(
+            f"a step took {loaded} samples when the checkpoint was made, and takes {samples} now "
+            "that the number of ranks has changed: schedule and position in the data would change. "
+            "Let the script set Accelerator(gradient_accumulation_steps=...) to the samples per "
+            "step, divided by the micro-batch and by WORLD_SIZE; or keep the number of ranks "
+            "(--nnodes)"
+        )
