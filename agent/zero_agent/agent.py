@@ -26,7 +26,7 @@ from zero_agent.crew import Crew
 from zero_agent.ending import failure_of, root_cause, tell_end, tell_traceback
 from zero_agent.errands import Errands
 from zero_agent.fitness.fitness import Fitness
-from zero_agent.health import Status
+from zero_agent.health import STALLED_S, Status
 from zero_agent.leaving import Leaving
 from zero_agent.limits import STORE_FAILS, Limits
 from zero_agent.ram import Ram
@@ -66,6 +66,7 @@ class Agent:
         self._job = job
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._turned_s = clock.now()
         self._scratch = Scratch("zero-agent-")
         events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         incarnation = secrets.token_hex(4)
@@ -100,6 +101,7 @@ class Agent:
             timing=config.timing,
             lease_ttl_s=config.lease_ttl_s,
             on_change=self._post(lambda: None),
+            works=lambda: clock.now() - self._turned_s < STALLED_S,
         )
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._fitness = Fitness(
@@ -107,7 +109,6 @@ class Agent:
         )
         self._said = ""
         self._over = 0
-        self._turned_s = clock.now()
         self.took_part = False
         """It saw the job before its end."""
 
@@ -161,8 +162,8 @@ class Agent:
         What goes wrong in that neither keeps the rest from being stopped nor hides why it ends.
         """
         self._store.leave_alone()
-        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher, self._scratch)
-        for part in parts:
+        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher)
+        for part in (*parts, self._journal, self._scratch):
             try:
                 part.close()
             except Exception:

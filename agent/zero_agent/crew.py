@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from zero_agent.workers.channel import Channel
 from zero_agent.workers.exits import Exit, describe
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.orders import Orders
+from zero_agent.workers.output import FILES, PAUSE_S
 from zero_agent.workers.steps import Steps
 from zero_agent.workers.worker_env import ENV_TIMER_FILE, nursery_env, timer_file
 from zero_agent.workers.workers import Nursery, WorkerGroup
@@ -45,6 +47,7 @@ from zero_orchestrator.contract import (
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, Snapshot
+from zero_orchestrator.writer import LONGEST_FLUSH_S
 
 log = logging.getLogger("zero")
 
@@ -259,8 +262,12 @@ class Crew:
     def close(self) -> None:
         """End every process of this node."""
         self._nursery.close()
+        deadline_s = time.monotonic() + LONGEST_FLUSH_S
+        while self._hub.pauses and time.monotonic() < deadline_s:
+            time.sleep(PAUSE_S)  # what they printed last waits for whoever reads it
         self._channel.close()
         self._hub.close()
+        FILES.flush()
 
     def _end(self, number: signal.Signals, reason: str) -> None:
         assert self._group is not None

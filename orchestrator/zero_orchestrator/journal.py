@@ -5,7 +5,8 @@ given, and in the store (`events.Publisher`), so that a recovery can be told and
 afterwards. Events of several nodes are told apart by `node` and put in order by `round`, or by
 their revision in the store; `time` is this node's wall clock, for people only.
 
-A journal must never stop a job: a full disk or a closed terminal costs the line, not the run.
+A journal must never stop a job: a full disk or a closed terminal costs the line, not the run, and
+one that stands still holds up nobody who tells, since a thread of the journal's own writes it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+from zero_orchestrator.writer import Writer
 
 log = logging.getLogger("zero")
 
@@ -47,6 +50,7 @@ class Journal:
         self._publish = publish
         self._unsaid = unsaid
         self._broken = False
+        self._writer = Writer("zero-journal")
         self.round = 0
         """Where an event belongs that does not say so itself; the agent keeps it current."""
         self.last = ""
@@ -61,15 +65,22 @@ class Journal:
             self.last = sentence
         record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
         line = json.dumps({**record, "text": sentence, **facts})
-        self._append(line + "\n")
+        if self._path is not None:
+            self._writer.put(self._append, f"{line}\n".encode())
         self._publish(line)
 
-    def _append(self, line: str) -> None:
-        if self._path is None or self._broken:
-            return
+    def close(self) -> None:
+        """Have written what was told, as long as the file takes it."""
+        self._writer.flush()
+
+    def _append(self, line: bytes) -> None:
+        assert self._path is not None
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open("ab") as file:
                 file.write(line)
         except OSError as error:
+            if not self._broken:
+                log.warning("the journal %s cannot be written: %s", self._path, error)
             self._broken = True
-            log.warning("the journal %s cannot be written (%s); it ends here", self._path, error)
+        else:
+            self._broken = False

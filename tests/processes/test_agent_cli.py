@@ -254,3 +254,21 @@ def test_an_agent_that_can_start_no_thread_crashes_and_does_not_say_that_the_job
     assert done.returncode == AgentExit.CRASHED, done.stderr
     assert "can't start new thread" in done.stderr
     assert "this agent ends, its job does not" in done.stderr
+
+
+@pytest.mark.full
+def test_a_job_whose_output_nobody_reads_is_done_all_the_same(tmp_path):
+    prints = "head -c 9000000 /dev/zero | tr '\\0' x; touch done"
+    command = [sys.executable, "-m", "zero_agent", "--standalone", COLD, "--no-python"]
+    with (tmp_path / "err").open("wb") as err:
+        job = subprocess.Popen(
+            [*command, "sh", "-c", prints], stdout=subprocess.PIPE, stderr=err, cwd=tmp_path,
+            env=environment(),
+        )  # fmt: skip
+    with job:
+        try:
+            assert job.wait(150) == 0, (tmp_path / "err").read_text()
+        finally:
+            job.kill()
+    assert (tmp_path / "done").exists()
+    assert "has not answered" not in (tmp_path / "err").read_text()

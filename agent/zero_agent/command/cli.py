@@ -31,6 +31,7 @@ from zero_agent.etcd.rdzv_conf import check_backend, parse_rdzv_conf
 from zero_agent.fitness.fitness import await_fit, surroundings
 from zero_agent.health import Health, served
 from zero_agent.network import address_towards
+from zero_agent.workers import output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
 from zero_orchestrator.arguments import named_as_set
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.exception("internal error: this agent ends, its job does not; start the agent again")
         code = AgentExit.CRASHED
         leave_error_file(os.environ.get(ENV_ERROR_FILE), f"internal error: {error!r}", "", code)
+    finally:
+        output.flush()
     sys.exit(code)
 
 
@@ -75,7 +78,7 @@ def _code_of(error: ZeroError) -> int:
 
 def _set_up_logging() -> None:
     logging.raiseExceptions = False  # a closed terminal must not end a job
-    log.addHandler(logging.StreamHandler())
+    log.addHandler(output.Log())
     log.setLevel(logging.INFO)
     _sign_lines("")
 

@@ -74,6 +74,18 @@ class Hub:
         else:
             self._later(forget)
 
+    def pause(self, fd: int, seconds: float) -> None:
+        """Do not watch `fd` for a moment; called by its own callback."""
+        listener = self._listeners[fd]
+        self._selector.unregister(fd)
+        listener.due_s = time.monotonic() + seconds
+
+    @property
+    def pauses(self) -> bool:
+        """Whether something that could be read was left for later by `pause`."""
+        found = list(self._listeners.values())
+        return any(one.due_s is not None and not one.pause_s for one in found)
+
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread after what has been asked of it so far."""
         self._later(self._stop)
@@ -121,17 +133,16 @@ class Hub:
             listener.on_readable()
         except Exception as error:
             if self._listeners.get(fd) is listener:
-                self._pause(fd, listener, error)
+                self._failed(fd, listener, error)
         else:
             listener.pause_s = 0.0
 
-    def _pause(self, fd: int, listener: _Listener, error: Exception) -> None:
+    def _failed(self, fd: int, listener: _Listener, error: Exception) -> None:
         """What can be read stays so: without a pause the thread would do nothing else."""
         if not listener.pause_s:
             log.error("zero-agent: fd %d: %s; trying again", fd, _described(error), exc_info=error)
-        self._selector.unregister(fd)
         listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
-        listener.due_s = time.monotonic() + listener.pause_s
+        self.pause(fd, listener.pause_s)
 
     def _until_due_s(self) -> float | None:
         due = [one.due_s for one in self._listeners.values() if one.due_s is not None]

@@ -3,19 +3,31 @@
 Workers write into pipes that the agent reads, never to the terminal itself: when the terminal
 is closed, the agent drops what it can no longer show, while the workers go on to save and
 leave instead of dying of a failed print. `streams.py` says where a stream goes.
+
+Must always hold: the hub's thread never waits for a terminal or a file. Both have a `Writer`; when
+that is full, its taps are not read for a moment, so that who prints faster than a pipe is read
+waits, as it would without us. A terminal or a file system that stands still for longer holds
+nobody up: what does not fit is dropped, and the number of those bytes is said in its place.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.streams import Route
+from zero_orchestrator.writer import Writer
+
+log = logging.getLogger("zero")
 
 CHUNK_BYTES = 1 << 16
+PAUSE_S = 0.02
+"""Until a worker is read again whose output had no room."""
 
 
 class Sink(Protocol):
@@ -28,46 +40,102 @@ class Sink(Protocol):
         """No more will come."""
 
 
-class Terminal:
+class _Behind:
+    """What is written later, by a writer's thread."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._dropped_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Have all of `data` written, or drop it if there is no room."""
+        dropped_bytes = self._dropped_bytes
+        note = f"\n[zero: {dropped_bytes} bytes are missing here]\n" if dropped_bytes else ""
+        if self.writer.put(self._write_now, note.encode() + data):
+            self._dropped_bytes -= dropped_bytes
+        else:
+            self._dropped_bytes += len(data)
+
+    def _write_now(self, data: bytes) -> None:
+        raise NotImplementedError
+
+
+class Terminal(_Behind):
     """Standard output or standard error of the agent; once it fails, it stays silent."""
 
     def __init__(self, fd: int) -> None:
+        super().__init__(Writer(f"zero-fd-{fd}"))
         self._fd = fd
         self._broken = False
-
-    def write(self, data: bytes) -> None:
-        """Write all of `data`, or give up on this terminal for good."""
-        while data and not self._broken:
-            try:
-                data = data[os.write(self._fd, data) :]
-            except OSError:
-                self._broken = True
 
     def close(self) -> None:
         """Nothing: it is every worker's."""
 
+    def _write_now(self, data: bytes) -> None:
+        """All of `data`, or give up on this terminal for good."""
+        while data and not self._broken:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # whoever shares it has made it so
+                select.select([], [self._fd], [])
+            except OSError:
+                self._broken = True
 
-class File:
+
+class File(_Behind):
     """A file that is appended to; a full disk costs the log, not the run."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO | None = path.open("ab", buffering=0)
-
-    def write(self, data: bytes) -> None:
-        """Append, or give up on this file for good."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(data)
-        except OSError:
-            self.close()
+        super().__init__(FILES)
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._broken = False
+        self.writer.put(self._write_now, b"")  # it exists, however little is printed
 
     def close(self) -> None:
-        """Close it; safe to call twice."""
+        """Close it when all is written; safe to call twice."""
+        self.writer.put(self._close_now, b"")
+
+    def _write_now(self, data: bytes) -> None:
+        """Append, or give up on this file for good."""
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(data)
+        except OSError as error:
+            self._broken = True
+            self._close_now(b"")
+            log.warning("the output in %s ends here: %s", self._path, error)
+
+    def _close_now(self, _: bytes) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+FILES = Writer("zero-files")
+"""Of all workers: one log directory stands still as a whole."""
+STDOUT, STDERR = Terminal(1), Terminal(2)
+
+
+class Log(logging.Handler):
+    """The agent's own lines, in order with what its workers print to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler`."""
+        try:
+            STDERR.write(f"{self.format(record)}\n".encode(errors="replace"))
+        except Exception:
+            self.handleError(record)
+
+
+def flush() -> None:
+    """Before the end: have written what was printed, as long as somebody takes it."""
+    for writer in (FILES, STDOUT.writer, STDERR.writer):
+        writer.flush()
 
 
 class Prefixed:
@@ -118,6 +186,7 @@ class Tap:
         self._hub = hub
         self._raw: list[Sink] = [File(path)] if path is not None else []
         self._by_line: list[Sink] = [terminal]
+        self._writers = (FILES, terminal.writer)
         self._rest = b""
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
@@ -141,6 +210,9 @@ class Tap:
         os.close(self.write_fd)
 
     def _on_readable(self) -> None:
+        if any(writer.should_wait for writer in self._writers):
+            self._hub.pause(self._read_fd, PAUSE_S)
+            return
         try:
             data = os.read(self._read_fd, CHUNK_BYTES)
         except BlockingIOError:

@@ -30,7 +30,7 @@ from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.nursery import PACKET_BYTES
 from zero_agent.workers.outbox import Outbox
-from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.output import STDERR, STDOUT, Tap
 from zero_agent.workers.streams import Route
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
@@ -209,8 +209,8 @@ class WorkerGroup:
     def start(self, program: Program, orders: Sequence[Order]) -> None:
         """Start all workers."""
         for order in orders:
-            out = Tap.along(self._hub, _STDOUT, order.out)
-            err = Tap.along(self._hub, _STDERR, order.err)
+            out = Tap.along(self._hub, STDOUT, order.out)
+            err = Tap.along(self._hub, STDERR, order.err)
             own = _with_local_rank(program, order.local_rank)
             worker = self._nursery.start(own, order.env, out, err, order.cpus)
             self._running[worker] = order
@@ -311,6 +311,3 @@ def _with_local_rank(program: Program, local_rank: int) -> Program:
         return [text.replace("${local_rank}", str(local_rank)) for text in texts]
 
     return replace(program, arguments=fill(program.arguments), command=fill(program.command))
-
-
-_STDOUT, _STDERR = Terminal(1), Terminal(2)

@@ -37,6 +37,7 @@ class Registration:
         ages: Ages,
         journal: Journal,
         on_lost: Callable[[], None],
+        works: Callable[[], bool],
     ) -> None:
         """Nothing is written before `write`.
 
@@ -49,6 +50,7 @@ class Registration:
             ages: Told when the store is silent, and when it is heard again.
             journal: Told when the lease is lost.
             on_lost: Called then, on the thread of the lease's keeper.
+            works: Whether this agent does; the lease is not refreshed while it does not.
         """
         self._store = store
         self._key = key
@@ -57,6 +59,7 @@ class Registration:
         self._ages = ages
         self._journal = journal
         self._on_lost = on_lost
+        self._works = works
         self._keeper: LeaseKeeper | None = None
         self._lost = threading.Event()
         self.node = node
@@ -111,6 +114,7 @@ class Registration:
             on_lost=self._lease_lost,
             on_silent=self._ages.silent,
             on_heard=self._ages.heard,
+            works=self._works,
         )
         if before is not None:
             # Whatever the keeper before it last said: the store answers, after a gap.

@@ -65,6 +65,7 @@ class Rendezvous:
         timing: Timing | None = None,
         lease_ttl_s: int = 3,
         on_change: Callable[[], None] = lambda: None,
+        works: Callable[[], bool] = lambda: True,
     ) -> None:
         """Nothing is written before `register`.
 
@@ -78,6 +79,8 @@ class Rendezvous:
             timing: The job's patience.
             lease_ttl_s: Others take this agent for lost so long after its last sign of life.
             on_change: Called on a thread of the store when a poll is worth while.
+            works: Whether this agent's loop turns; asked on another thread. While it does not,
+                its lease is not refreshed, and the others go on without it.
         """
         self.keys = Keys(job)
         self._store = store
@@ -101,6 +104,7 @@ class Rendezvous:
             ages=self._ages,
             journal=journal,
             on_lost=on_change,
+            works=works,
         )
         self._snapshot = Snapshot(spec=spec)
         self._reason = ""

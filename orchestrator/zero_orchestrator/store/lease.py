@@ -52,6 +52,7 @@ class LeaseKeeper:
         on_lost: Callable[[str], None],
         on_silent: Callable[[str], None] = _ignore,
         on_heard: Callable[[str], None] = _ignore,
+        works: Callable[[], bool] = lambda: True,
         clock: Clock | None = None,
     ) -> None:
         """The lease is granted, and being kept alive, when this returns.
@@ -62,6 +63,9 @@ class LeaseKeeper:
             on_lost: Told why, once, when the store says that the lease has ended.
             on_silent: Told why, when the store stops answering.
             on_heard: Told for how long it was silent, when the store answers again.
+            works: Asked before each refresh whether the holder of the lease does what it is for.
+                While it does not, nothing is refreshed: the others shall not wait for a process
+                whose threads alone are alive.
             clock: Paces the refreshes.
 
         Raises:
@@ -71,6 +75,7 @@ class LeaseKeeper:
         self._ttl_s = ttl_s
         self._told = {LeaseState.LOST: on_lost, LeaseState.SILENT: on_silent}
         self._on_heard = on_heard
+        self._works = works
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._state = LeaseState.HELD
@@ -113,6 +118,8 @@ class LeaseKeeper:
 
     def _beat(self) -> float | None:
         """Refresh once; returns the seconds until the next refresh, None when it is over."""
+        if not self._works():
+            return self._ttl_s / 3
         sent = self._clock.now()
         try:
             self._store.keep_alive(self._lease)
