@@ -360,5 +360,6 @@ class Crew:
             case _:
                 pass
 
-    def _answer(self, rank: int, request: int, granted: bool, reason: str) -> None:
-        self._channel.send(rank, CommitReply(request=request, granted=granted, reason=reason))
+    def _answer(self, rank: int, request: int, granted: bool, reason: str, passing: bool) -> None:
+        answer = CommitReply(request=request, granted=granted, reason=reason, passing=passing)
+        self._channel.send(rank, answer)

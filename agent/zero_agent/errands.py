@@ -23,8 +23,8 @@ from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
-Reply = Callable[[bool, str], None]
-"""Takes the answer to a worker: granted, and why not."""
+Reply = Callable[[bool, str, bool], None]
+"""Takes the answer to a worker: granted; why not; whether only for want of etcd."""
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,7 @@ class Errands:
             self._postpone(commit, error)
         else:
             self._say_accepted()
-            commit.reply(granted, "" if granted else f"round {commit.round} is over")
+            commit.reply(granted, "" if granted else f"round {commit.round} is over", False)
 
     def _say_refused(self, error: StoreError) -> None:
         """Once, until etcd takes one again: one that is full goes on to answer everything else."""
@@ -139,7 +139,7 @@ class Errands:
         """Asking twice does no harm: the fence is compared each time, and the value is the same."""
         left_s = commit.until_s - self._clock.now()
         if left_s <= 0:
-            commit.reply(False, f"etcd did not take it: {error}")
+            commit.reply(False, f"etcd did not take it: {error}", True)
             return
         self._commits.append(commit)
         if not commit.told:

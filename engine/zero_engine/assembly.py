@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
-from zero_engine.elastic import AgentLink, peers_may_vanish
+from zero_engine.elastic import AgentLink, agent_link, peers_may_vanish
 from zero_engine.engine import Engine
 from zero_engine.errors import ConfigError
 from zero_engine.exchange.collectives import Collectives
@@ -121,7 +121,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     settings = load_config(keys)
     with peers_may_vanish():
         init_distributed()
-    link = AgentLink(dist.get_rank())
+    link = agent_link(dist.get_rank())
     with peers_may_vanish(link):
         take_over(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)

@@ -1,7 +1,16 @@
 """The worker's side of the contract with its agent. The only module that knows the contract.
 
-Owns the socket, the reader thread, and the choice of what to do when asked to leave. Must
-always hold: without an agent (plain torchrun, or alone) everything here does nothing; a lost
+Owns the socket, the reader thread, and the choice of what to do when asked to leave. A process
+has one link, however many engines it has (a GAN, actor and critic): to the agent a worker is one.
+
+- Requests have numbers, so each engine gets the answers to its own.
+- Progress: each engine's step is a heartbeat; the step that is shown is that of the engine that
+  is furthest.
+- Leaving: once the consensus of any engine's step says so, it holds for all of them; the process
+  leaves at the script's next save of all, because the script alone knows where they belong
+  together.
+
+Must always hold: without an agent (plain torchrun, or alone) everything here does nothing; a lost
 socket never stops training by itself, because the agent has its own means to stop a worker; and
 a commit is granted by an answer only, never by silence.
 
@@ -20,6 +29,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
 
@@ -63,7 +74,7 @@ def committed_step() -> int:
 
 
 class AgentLink:
-    """The connection to the agent of this node, or its absence."""
+    """The connection to the agent of this node, or its absence; `agent_link` makes it."""
 
     def __init__(self, rank: int, path: str | None = None) -> None:
         """Connect to the agent's socket; without one every call does nothing.
@@ -87,6 +98,19 @@ class AgentLink:
         """A peer is gone: what waits for peers on another thread may stop waiting."""
         self.interrupt = Interrupt()
         """Ends every wait for peers: the agent wants this worker out of its group at once."""
+        self.leaving = False
+        """Some rank was asked to leave; known to all ranks since the same step of one engine."""
+        self.departure: Departure | None = None
+        """How, as far as it is said."""
+        self.may_leave = False
+        """All is saved that needs to be: the next step is the last."""
+        self.clients: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """What the engines of this process persist, numbered as the script has made them."""
+        self.ram_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        """What each of them takes of the node's memory."""
+        self._joined = 0
+        self._shown: tuple[int, contract.Progress] | None = None
+        self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
             self._send(contract.Hello(rank=rank, pid=os.getpid(), can=(Ability.BOUNDARY,)))
@@ -101,9 +125,26 @@ class AgentLink:
         if self.interrupt.reason:
             raise LeavingNow(f"{what}: asked to leave: {self.interrupt.reason}")
 
-    def progress(self, step: int, samples: int, loss: float) -> None:
-        """Tell the agent that a step has ended."""
-        self._send(contract.Progress(step=step, samples=samples, loss=loss))
+    def join(self, client: object) -> int:
+        """Count an engine among those of this process; its number."""
+        number, self._joined = self._joined, self._joined + 1
+        self.clients[number] = client
+        return number
+
+    def part(self, number: int) -> None:
+        """An engine is destroyed; with the last one the connection ends."""
+        self.clients.pop(number, None)
+        if self._shown is not None and self._shown[0] == number:
+            self._shown = None
+        if not self.clients:
+            self.close()
+
+    def progress(self, number: int, step: int, samples: int, loss: float) -> None:
+        """Tell the agent that an engine has ended a step; it shows the one that is furthest."""
+        mine = contract.Progress(step=step, samples=samples, loss=loss)
+        if self._shown is None or self._shown[0] == number or step > self._shown[1].step:
+            self._shown = number, mine
+        self._send(self._shown[1])
 
     def left(self, step: int) -> None:
         """Tell the agent that the group is not used any more and `step` is saved."""
@@ -185,7 +226,9 @@ class AgentLink:
                 step, tag, digest, samples, in_ram=in_ram, patience_s=patience_s
             )
             if not reply.granted:
-                raise CommitRefused(f"checkpoint {tag} may not be published: {reply.reason}")
+                raise CommitRefused(
+                    f"checkpoint {tag} may not be published: {reply.reason}", passing=reply.passing
+                )
 
         return check
 
@@ -243,6 +286,17 @@ class AgentLink:
                 _log.warning("%s; training goes on", reason)
 
 
+_link: AgentLink | None = None
+
+
+def agent_link(rank: int) -> AgentLink:
+    """The link of this process: one for all engines of its group, while one of them is there."""
+    global _link  # noqa: PLW0603 - it is the process that has one
+    if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
+        _link = AgentLink(rank)
+    return _link
+
+
 def _connect(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # A limit for sending alone: the reader thread waits for as long as the agent is silent.
@@ -268,7 +322,12 @@ class Departure(StrEnum):
 
 
 def choose_departure(
-    *, directory_known: bool, script_has_state: bool, script_has_saved: bool, script_asks: bool
+    *,
+    directory_known: bool,
+    script_has_state: bool,
+    script_has_saved: bool,
+    script_asks: bool,
+    engines: int = 1,
 ) -> tuple[Departure, str]:
     """How to leave, and why.
 
@@ -279,11 +338,17 @@ def choose_departure(
         script_has_saved: It has saved or loaded a checkpoint: before that nobody can know whether
             it has state of its own.
         script_asks: It calls `checkpoint_due()` and will save when told to.
+        engines: How many train in this process; the rest is what is so of any of them.
     """
     if script_has_state:
         return Departure.AWAIT_SAVE, "what it keeps of its own is known to the script alone"
     if script_asks and not script_has_saved:
         return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
+    if directory_known and engines > 1:
+        return Departure.AWAIT_SAVE, (
+            f"{engines} engines train in this process, and only the script can save them at the "
+            "same point of its loop"
+        )
     if directory_known:
         return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
     return Departure.LEAVE, "no checkpoint directory is known: save_checkpoint was never called"

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(Batching, Checkpointing, Accessors, Wrapper):
-    """Trains a module; one per process and module.
+    """Trains a module; one per process and module. A process may have several, see `elastic`.
 
     Raises (`forward`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
         PeerLost: A peer is gone. Under an agent the process ends instead, as it asks.
@@ -194,7 +194,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
         self._persistence.hear(outcome.notes[:, :NOTES])
-        self._link.progress(cursor.step, cursor.samples, self.mean_loss)
+        self._link.progress(self._persistence.number, cursor.step, cursor.samples, self.mean_loss)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
 
     def _change(self, zero: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> StepOutcome:
@@ -258,7 +258,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._core.moved.restore(non_blocking=non_blocking)
 
     def destroy(self) -> None:
-        """Finish a save in flight; close curves, ledger and the connection to the agent.
+        """Finish a save in flight; close curves and ledger, with the last engine the link.
 
         If the disk was too full for the save of this very step, that is tried again for 4 minutes.
 
@@ -269,4 +269,4 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._reporter.monitors.close()
         if self._run.ledger is not None:
             self._run.ledger.close()
-        self._link.close()
+        self._link.part(self._persistence.number)

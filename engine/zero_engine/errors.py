@@ -42,6 +42,11 @@ class ModelMismatch(CheckpointError):
 class CommitRefused(CheckpointError):
     """The round of this worker is over, or its agent is cut off: nothing was published."""
 
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+        """Etcd does not take it: the agent, which is there, says so and sees to it."""
+
 
 class TierError(EngineError):
     """State could not be moved to or from the place where it rests between uses."""

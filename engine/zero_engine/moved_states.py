@@ -76,7 +76,8 @@ class MovedStates:
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
-        self._given_away = False
+        self.given_away = False
+        """Another engine has taken the module."""
         self.torn: Torn | None = None
         self._read_until: Callable[[], object] | None = None
 
@@ -154,7 +155,7 @@ class MovedStates:
 
     def give_away(self) -> None:
         """All of it belongs to another engine from now on."""
-        self._given_away = True
+        self.given_away = True
 
     def lend(self, until: Callable[[], object]) -> None:
         """Another thread reads the states where they are; whoever needs them next waits for it.
@@ -186,7 +187,7 @@ class MovedStates:
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "
                 f"{self.torn.reason}; load a whole checkpoint, or start again"
             )
-        if self._given_away:
+        if self.given_away:
             raise EngineError(
                 f"{what}: the module has been given to initialize() once more; use the engine that "
                 "came from there"

@@ -73,12 +73,14 @@ class Checkpointing(Wrapper):
 
         Returns:
             Whether it was published, or in the background: begun. False if this worker's round
-            is over, if the disk is full (`checkpoint_due` is then true again after a minute), or
-            if the save before is in flight and checkpoint.when_busy is "skip".
+            is over or its agent does not answer, if the disk is full (`checkpoint_due` is then true
+            again after a minute), or if the save before is in flight and checkpoint.when_busy is
+            "skip": nothing was written, and the log says so.
 
         Raises:
             CheckpointError: A rank failed, the client state has something else in it, or the ranks
-                name it differently and checkpoint.tag_validation is "Fail"; nothing was saved.
+                name it differently and checkpoint.tag_validation is "Fail"; nothing was saved. Or
+                this is the second save in a row that was not published, though etcd is there.
         """
         del save_latest
         self._core.moved.need("save_checkpoint()")

@@ -90,6 +90,8 @@ class CommitReply:
     request: int
     granted: bool
     reason: str
+    passing: bool = False
+    """Not granted for now: etcd does not take it, and the agent sees to that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,10 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """An optimizer step has ended: the heartbeat, and what a status page shows."""
+    """An optimizer step has ended: the heartbeat, and what a status page shows.
+
+    Of a process with several engines it is the step of the one that is furthest.
+    """
 
     step: int
     samples: int = 0

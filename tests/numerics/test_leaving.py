@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -16,13 +17,14 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.models import Tokens
+from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
 from zero_engine.checkpoint import find
 from zero_engine.elastic import Departure, choose_departure
 from zero_engine.engine import Engine
-from zero_engine.errors import PeerLost
+from zero_engine.errors import CheckpointError, PeerLost
 from zero_orchestrator import contract
 from zero_orchestrator.contract import (
     CommitReply,
@@ -48,11 +50,13 @@ class Agent:
         path: Path,
         *,
         grants: bool = True,
+        passing: bool = False,
         leave_after: int | None = None,
         memory: Callable[[RamRequest], RamReply] | None = None,
     ) -> None:
         self.heard: list[contract.Message] = []
         self._grants = grants
+        self._passing = passing
         self._memory = memory
         self._leave_after = leave_after
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -74,7 +78,12 @@ class Agent:
         match message:
             case CommitRequest():
                 reason = "" if self._grants else "round 4 is forming"
-                yield CommitReply(request=message.request, granted=self._grants, reason=reason)
+                yield CommitReply(
+                    request=message.request,
+                    granted=self._grants,
+                    reason=reason,
+                    passing=self._passing,
+                )
             case RamRequest() if self._memory is not None:
                 yield self._memory(message)
             case Progress() if message.step == self._leave_after:
@@ -210,22 +219,28 @@ def finish(root: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("known", "state", "saved", "asks", "expected"),
+    ("known", "state", "saved", "asks", "engines", "expected"),
     [
-        (True, False, False, False, Departure.SAVE_AND_LEAVE),
-        (True, False, True, True, Departure.SAVE_AND_LEAVE),
-        (True, False, False, True, Departure.AWAIT_SAVE),
-        (True, True, True, False, Departure.AWAIT_SAVE),
-        (False, True, False, True, Departure.AWAIT_SAVE),
-        (False, False, False, True, Departure.AWAIT_SAVE),
-        (False, False, False, False, Departure.LEAVE),
+        (True, False, False, False, 1, Departure.SAVE_AND_LEAVE),
+        (True, False, True, True, 1, Departure.SAVE_AND_LEAVE),
+        (True, False, False, True, 1, Departure.AWAIT_SAVE),
+        (True, True, True, False, 1, Departure.AWAIT_SAVE),
+        (False, True, False, True, 1, Departure.AWAIT_SAVE),
+        (False, False, False, True, 1, Departure.AWAIT_SAVE),
+        (False, False, False, False, 1, Departure.LEAVE),
+        (True, False, True, False, 2, Departure.AWAIT_SAVE),
+        (False, False, False, False, 2, Departure.LEAVE),
     ],
 )
 def test_how_to_leave_follows_from_what_the_script_has_done(
-    known: bool, state: bool, saved: bool, asks: bool, expected: Departure
+    known: bool, state: bool, saved: bool, asks: bool, engines: int, expected: Departure
 ) -> None:
     departure, _ = choose_departure(
-        directory_known=known, script_has_state=state, script_has_saved=saved, script_asks=asks
+        directory_known=known,
+        script_has_state=state,
+        script_has_saved=saved,
+        script_asks=asks,
+        engines=engines,
     )
     assert departure is expected
 
@@ -271,20 +286,50 @@ def save_refused(root: str) -> tuple[bool, int]:
     return saved, engine.global_steps
 
 
-def test_an_agent_that_is_gone_stops_saves_but_not_training(
+NOTHING = "nothing was written for step"
+IN_A_ROW = "two saves in a row could not be published, and nothing was written"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_agent_that_is_gone_stops_training_at_the_second_save_in_a_row_that_it_costs(
+    worlds: WorldPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    """In the background nobody knows of the second before the third."""
+    last = 3 if asynchronous else 2
+    ((ended_at, error, lines),) = worlds.run(
+        1, save_without_agent, str(tmp_path), asynchronous, False
+    )
+    assert (ended_at, error.startswith(IN_A_ROW)) == (last, True)
+    assert [line.split(",")[0] for line in lines] == [f"{NOTHING} {step}" for step in (1, 2)]
+
+
+def test_saves_that_fail_only_while_etcd_is_away_never_end_the_run(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
-    assert worlds.run(1, train_without_agent, str(tmp_path)) == [(False, 2)]
+    ((ended_at, error, lines),) = worlds.run(1, save_without_agent, str(tmp_path), False, True)
+    assert (ended_at, error) == (4, "")
+    assert [line.split(",")[0] for line in lines] == [f"{NOTHING} {step}" for step in range(1, 5)]
 
 
-def train_without_agent(root: str) -> tuple[bool, int]:
-    os.environ[contract.ENV_SOCKET] = f"{root}/nobody.sock"
-    try:
-        engine = make_engine(config(1))
-    finally:
+def save_without_agent(root: str, asynchronous: bool, away: bool) -> tuple[int, str, list[str]]:
+    settings = config(1, checkpoint={"async": asynchronous})
+    if away:
+        with under_agent(root, grants=False, passing=True):
+            engine = make_engine(settings)
+    else:
+        os.environ[contract.ENV_SOCKET] = f"{root}/nobody.sock"
+        engine = make_engine(settings)
         del os.environ[contract.ENV_SOCKET]
-    train(engine, 2)
-    return engine.save_checkpoint(f"{root}/checkpoints"), engine.global_steps
+    error = ""
+    with heard(logging.WARNING) as lines:
+        try:
+            for step in range(1, 5):
+                train(engine, step)
+                engine.save_checkpoint(f"{root}/checkpoints")
+        except CheckpointError as problem:
+            error = str(problem)
+        engine.destroy()
+    return engine.global_steps, error, [line for line in lines if line.startswith(NOTHING)]
 
 
 # ---- peers that vanish ----

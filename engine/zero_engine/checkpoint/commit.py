@@ -184,7 +184,7 @@ def _judge(
         publish(directory, assemble(state, header, votes), fence, disk)
         return {}
     except CommitRefused as error:
-        verdict: Record = {"problem": str(error), "refused": True}
+        verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
     except CheckpointError as error:
         verdict = {"problem": f"{directory} was not saved: {error}", "full": _lack_room(votes)}
     except Exception as error:
@@ -207,8 +207,7 @@ def _problem(where: str, error: Exception) -> Record:
 
 
 def _raise_problem(verdict: Record) -> None:
-    if "problem" not in verdict:
-        return
-    kinds = (("refused", CommitRefused), ("full", DiskFull))
-    kind = next((kind for name, kind in kinds if verdict.get(name)), CheckpointError)
-    raise kind(verdict["problem"])
+    if verdict.get("refused"):
+        raise CommitRefused(verdict["problem"], passing=verdict["passing"])
+    if "problem" in verdict:
+        raise (DiskFull if verdict.get("full") else CheckpointError)(verdict["problem"])

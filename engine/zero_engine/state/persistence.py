@@ -12,6 +12,7 @@ Called by `engine`; `saver` does the work.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
@@ -51,6 +52,7 @@ from zero_engine.state.ram_tier import RamTier
 from zero_engine.state.saver import Request, Saver
 from zero_engine.state.schedule import RETRY_S, Schedule
 from zero_engine.state.selection import LoadOptions
+from zero_engine.state.siblings import BESIDE, Moment, torn
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +82,6 @@ class Persistence:
         self.schedule = Schedule(config.checkpoint, restarts, run.rank)
         ram = config.checkpoint.ram
         self.ram = RamTier(ram, run.rank, run.world, link, self._line) if ram is not None else None
-        self.leaving = False
-        """Some rank was asked to leave; known to all ranks since the same step."""
         self._config = config
         self._core = core
         self._run = run
@@ -98,13 +98,46 @@ class Persistence:
         self._script_has_state = False
         self._script_has_saved = False
         self._script_asks = False
-        self._departure: Departure | None = None
-        self._may_leave = False
+        self._saved_step: int | None = None
+        self._moment: Moment | None = None
+        """What was loaded last, and where the other engines of the process were then."""
+        self._refused = 0
+        """Saves in a row that were not published, with nobody to see to it."""
+        self.number = link.join(self)
         self._some_rank_busy = False
         self._some_ram_busy = False
         self._told_of_metric = False
         self._owed: Request | None = None
         """The last save, if it has found no room: a script must not end without it."""
+
+    # ---- among the engines of the process ----
+
+    @property
+    def step(self) -> int:
+        """How many steps this engine has done."""
+        return self._run.cursor.step
+
+    @property
+    def trains(self) -> bool:
+        """Whether it does more: it has an optimizer, and no other engine has taken its module."""
+        return self._core.zero is not None and not self._core.moved.given_away
+
+    @property
+    def leaving(self) -> bool:
+        """Whether some rank was asked to leave; known to all ranks since the same step."""
+        return self._link.leaving
+
+    def _engines(self) -> list[Persistence]:
+        """Those that train in this process, in the order in which the script has made them."""
+        return [each for each in self._link.clients.values() if each.trains]
+
+    def _beside(self) -> dict[str, int]:
+        return {str(each.number): each.step for each in self._engines() if each is not self}
+
+    def _to_save(self) -> int:
+        """Of how many engines the newest step is not saved yet, though they have a directory."""
+        known = [each for each in self._engines() if each._directory is not None]
+        return sum(each._saved_step != each.step for each in known)
 
     # ---- saving ----
 
@@ -132,6 +165,8 @@ class Persistence:
         if self._skips(waits):
             return False
         self._tell(self.saver.wait_for_room())
+        if not self.leaving:
+            self._check_refusals()
         tag = tag or f"global_step{step}"
         request = Request(
             root=directory,
@@ -141,11 +176,18 @@ class Persistence:
             fence=self._link.fence(step, tag, self._run.cursor.samples, last=self.leaving),
         )
         saved = self._save(request, waits=waits)
+        self._saved_step = step
         self._some_rank_busy = not waits
         self.schedule.begun(time.monotonic() - begin_s)
-        if self.leaving and self._run.declared:
-            self._may_leave = True  # at the next step: what its loop has to write comes now
-        elif self.leaving:
+        if not self.leaving:
+            self._check_refusals()
+        elif left := self._to_save():
+            if self._run.rank == 0:
+                _log.info("leaving when %d more engines of this process are saved", left)
+        elif self._run.declared or any(each._directory is None for each in self._engines()):
+            # At the next step: now comes what its loop has to write, or the first save of others.
+            self._link.may_leave = True
+        else:
             self._leave()
         return saved
 
@@ -288,6 +330,8 @@ class Persistence:
     def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
         run = run_meta.describe(self._config, self._core, self._run)
         run["elapsed_s"] = self.schedule.elapsed_s
+        if beside := self._beside():
+            run[BESIDE] = beside
         run["weight_hash"] = weight_hash(self._core.units) if hashed else None
         return self.state.capture(run, client, exclude_frozen=exclude_frozen)
 
@@ -314,9 +358,23 @@ class Persistence:
     def _note(self, outcome: Outcome) -> None:
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
+            self._refused = 0
             self._settle()
         elif isinstance(outcome.error, DiskFull):
             self.schedule.found_no_room()
+        elif isinstance(outcome.error, CommitRefused) and not outcome.error.passing:
+            self._refused += 1
+
+    def _check_refusals(self) -> None:
+        """A script that goes on without a single checkpoint loses all of its work in the end."""
+        if self._refused > 1:
+            self._refused = 0  # whoever goes on all the same may try again
+            raise CheckpointError(
+                "two saves in a row could not be published, and nothing was written to "
+                f"{self._directory}: what is trained from here on would be lost. The lines above "
+                "say why they were refused; look at the zero-agent of this node, and start the job "
+                "again: it resumes from the newest checkpoint"
+            )
 
     # ---- in memory ----
 
@@ -373,11 +431,22 @@ class Persistence:
             self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
         client = unpack(meta["client"])
         loading.end()
+        if self.trains and not options.module_only:
+            self._check_moment(meta["engine"])
         self._script_has_state |= bool(client)
         self._script_has_saved = True
         if self._run.rank == 0:
             loading.report(loaded)
         return str(loaded.path), client
+
+    def _check_moment(self, saved: Mapping[str, Any]) -> None:
+        """Say so if what was loaded never was beside what other engines of the process have."""
+        beside = saved.get(BESIDE) or {}
+        self._moment = Moment(number=self.number, step=saved["step"], beside=beside)
+        others = [each for each in self._engines() if each is not self]
+        moments = [each._moment for each in others if each._moment is not None]
+        if (problem := torn(self._moment, moments)) and self._run.rank == 0:
+            _log.warning("%s", problem)
 
     def _keep_layout(self, filled: State) -> None:
         """After a load: the next save is laid out like the last one, or lets go of its tensors."""
@@ -396,7 +465,9 @@ class Persistence:
 
     def hear(self, notes: Tensor) -> None:
         """Take everybody's notes [world, NOTES], and tell of a save that has ended."""
-        self.leaving |= bool(notes[:, 0].any())
+        if notes[:, 0].any() and not self._link.leaving:
+            gc.collect()  # engines that the script has let go of are waited for on no rank
+            self._link.leaving = True
         self._some_rank_busy = bool(notes[:, 1].any())
         self._some_ram_busy = bool(notes[:, 2].any())
         self.schedule.hear(notes[0, 3:].tolist())
@@ -415,17 +486,19 @@ class Persistence:
         """At the end of a step: leave if it is time, saving first if the script need not."""
         if not self.leaving:
             return
-        if self._may_leave:
+        if self._link.may_leave:
             self._leave()
+        engines = self._engines()
         departure, reason = choose_departure(
-            directory_known=self._directory is not None,
-            script_has_state=self._known_to_script_alone,
-            script_has_saved=self._script_has_saved,
-            script_asks=self._script_asks,
+            directory_known=any(each._directory is not None for each in engines),
+            script_has_state=any(each._known_to_script_alone for each in engines),
+            script_has_saved=any(each._script_has_saved for each in engines),
+            script_asks=any(each._script_asks for each in engines),
+            engines=len(engines),
         )
-        if departure is not self._departure:  # waiting for the script may take many steps
+        if departure is not self._link.departure:  # waiting for the script may take many steps
             _log.info("asked to leave: %s, because %s", departure, reason)
-        self._departure = departure
+        self._link.departure = departure
         if departure is Departure.SAVE_AND_LEAVE:
             self._save_and_leave()
         elif departure is Departure.LEAVE:
@@ -445,9 +518,10 @@ class Persistence:
             self._leave()
 
     def _leave(self) -> None:
-        with suppress(DiskFull):  # said below
-            self.close()
-        self.saver.tell_lost(in_ram=self.ram is not None)
+        for each in self._engines():
+            with suppress(DiskFull):  # said below
+                each.close()
+            each.saver.tell_lost(in_ram=each.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)

@@ -189,7 +189,10 @@ class RamTier:
             layout = lay_out(state)
             workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             replicas = self._config.replicas if self._world > workers else 0
-            self._needed_bytes = needed_bytes(layout.size_bytes, workers, replicas)
+            needed = self._link.ram_bytes
+            needed[self] = needed_bytes(layout.size_bytes, workers, replicas)
+            # The engines of a process share the node's memory.
+            self._needed_bytes = sum(needed.values())
             self._problem = over_budget(self._needed_bytes, self._node.budget_bytes)
             return None if self._problem else self._arenas[0].freeze(layout)
         except (NoArena, CheckpointError) as error:

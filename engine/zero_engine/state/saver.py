@@ -126,7 +126,9 @@ class Saver:
         """Say how a save ended that nobody has waited for."""
         match outcome:
             case Outcome(error=CommitRefused() as error):
-                _log.warning("not saved: %s", error)
+                _log.warning(
+                    "nothing was written for step %d, and training goes on: %s", outcome.step, error
+                )
             case Outcome(error=Exception() as error) if self._rank == 0 or _is_own(error):
                 _log.warning(
                     "the checkpoint of step %d was not saved; training goes on, and the one "
