@@ -303,7 +303,7 @@ class Agent:
         """Note how the job and this node's workers are getting on, for those who look at it."""
         job = self._rdzv.snapshot
         self.took_part |= job.state not in ENDED
-        self._journal.round = job.n
+        self._journal.round, self._journal.nodes = job.n, len(job.members.nodes)
         self._publisher.alive(nodes=len(job.members.nodes))
         if (last := self._crew.steps.last) is not None:
             nodes = len(job.members.nodes)

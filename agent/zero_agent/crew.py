@@ -35,6 +35,7 @@ from zero_orchestrator.contract import (
     Ability,
     CommitReply,
     CommitRequest,
+    ExitCode,
     Hello,
     Leave,
     Left,
@@ -319,7 +320,9 @@ class Crew:
             self._journal.tell("exit", self.first_failure.summary, round=self.round)
         end = self._group.ended(process, status) if self._group else None
         if end is not None and end.status != 0 and not end.wanted:
-            self._journal.tell("exit", end.summary, round=self.round, rank=end.rank)
+            symptom = end.status == ExitCode.PEER_LOST
+            facts = {"symptom": True} if symptom else {}
+            self._journal.tell("exit", end.summary, round=self.round, rank=end.rank, **facts)
 
     def _nursery_is_gone(self) -> None:
         status = self._nursery.close()

@@ -1,6 +1,7 @@
 """A job's events and progress in the store, for `zero-ctl`: written by agents, best effort.
 
-    /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal
+    /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal: the story
+    /zero/events/<job>/detail/<node>.<agent>.<number>   one that is soon replaced by others
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
 
@@ -8,8 +9,9 @@ They are not among the job's own keys, which every agent watches and reads. The 
 is that of the store's revisions: clocks of two nodes are never compared.
 
 Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
-time is dropped. The store keeps about the last `KEEP` events of a job, however many agents
-write, and gets at most about one progress a second from a job of any size.
+time is dropped. The store keeps about the last `KEEP` events of a job's story and the last
+`KEEP_DETAILS` others, however many agents write: no detail takes the place of a cause. It gets at
+most about one progress a second from a job of any size.
 Who calls it: the agent, through its journal and its loop; `zero-ctl`.
 """
 
@@ -29,13 +31,16 @@ from typing import Any
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.journal import Retention
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 
 _log = logging.getLogger(__name__)
 
 KEEP = 1000
-"""Events of a job that outlive a trim."""
+"""Events of a job's story that outlive a trim..."""
+KEEP_DETAILS = 300
+"""...and details."""
 TRIM_EVERY = 97
 """Whoever writes an event at a revision that this divides deletes the oldest: about one event in
 so many of all agents together. A prime, lest it keep step with the other writes of a job."""
@@ -53,6 +58,8 @@ IDLE_S = 1.0
 _QUEUE = 1000
 _RETRY_S = 10.0
 _FLUSH_S = 1.0
+_DETAIL = "detail/"
+"""No node's, whose names have no slash."""
 _DELETES = 100
 """In one transaction: etcd's limit is 128 operations."""
 
@@ -121,9 +128,11 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def event(self, line: str) -> None:
-        """Publish an event, one JSON object."""
-        self._enqueue(lambda: self._write_event(line))
+    def event(self, line: str, kept: Retention = Retention.STORY) -> None:
+        """Publish an event, one JSON object; a detail only if there is not much to publish."""
+        detail = kept is Retention.DETAIL
+        if not (detail and self._queue.qsize() > _QUEUE // 2):
+            self._enqueue(lambda: self._write_event(line, detail))
 
     def progress(
         self,
@@ -183,11 +192,12 @@ class Publisher:
             except Exception:  # no thread, no descriptor: the next one may find one
                 _log.exception("an event is not published")
 
-    def _write_event(self, line: str) -> None:
+    def _write_event(self, line: str, detail: bool) -> None:
         self._count += 1
-        revision = self._put(f"{self._prefix}{self._writer}.{self._count:06d}", line)
+        prefix = self._prefix + (_DETAIL if detail else "")
+        revision = self._put(f"{prefix}{self._writer}.{self._count:06d}", line)
         if revision % TRIM_EVERY == 0:
-            trim(self._store, self._prefix, KEEP)
+            trim(self._store, self._prefix, KEEP, KEEP_DETAILS)
 
     def _put(self, key: str, value: str, lease: int = 0) -> int:
         """Write a key that nobody else writes: doing it twice is doing it once."""
@@ -195,10 +205,12 @@ class Publisher:
         return again(self._store.put, key, value, lease=lease)
 
 
-def trim(store: KeyValueStore, prefix: str, keep: int) -> None:
-    """Delete the oldest keys but `keep`; several may do it at once."""
+def trim(store: KeyValueStore, prefix: str, keep: int, keep_details: int = KEEP_DETAILS) -> None:
+    """Delete the oldest events but `keep`, and the oldest details; several may do it at once."""
     items = sorted(store.range(prefix).items, key=lambda item: item.create_revision)
-    oldest = [Delete(item.key) for item in items[:-keep]]
+    story = [item for item in items if not item.key.startswith(prefix + _DETAIL)]
+    details = [item for item in items if item.key.startswith(prefix + _DETAIL)]
+    oldest = [Delete(item.key) for item in (*story[:-keep], *details[:-keep_details])]
     for first in range(0, len(oldest), _DELETES):
         store.txn([], oldest[first : first + _DELETES])
 

@@ -2,8 +2,9 @@
 
 Each event is a sentence for people on the log and a JSON object for tools, in a file when one is
 given, and in the store (`events.Publisher`), so that a recovery can be told and timed
-afterwards. Events of several nodes are told apart by `node` and put in order by `round`, or by
-their revision in the store; `time` is this node's wall clock, for people only.
+afterwards. Not every event is for the store: `retention` says which. Events of several nodes are
+told apart by `node` and put in order by `round`, or by their revision in the store; `time` is this
+node's wall clock, for people only.
 
 A journal must never stop a job: a full disk or a closed terminal costs the line, not the run, and
 one that stands still holds up nobody who tells, since a thread of the journal's own writes it.
@@ -15,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,50 @@ from zero_orchestrator.writer import Writer
 log = logging.getLogger("zero")
 
 
-def _ignore(line: str) -> None: ...
+LARGE_NODES = 64
+"""In rounds of more nodes, what each of them tells is too much for the store."""
+
+
+class Retention(StrEnum):
+    """How long an event is kept beyond this node's own file."""
+
+    STORY = "story"
+    """In the store, for long: what has become of the job, and why."""
+    DETAIL = "detail"
+    """In the store, until others like it take its place."""
+    LOCAL = "local"
+    """Nowhere else."""
+
+
+_STORY = frozenset(
+    {
+        *("open", "activate", "yield", "form", "interrupt", "finish", "fail", "give up", "halt"),
+        *("drain", "dead", "hang", "unkillable"),
+    }
+)
+"""Transitions, which one agent tells for all, and what happens to one node."""
+
+
+def retention(event: str, *, level: int, nodes: int, symptom: bool = False) -> Retention:
+    """How long to keep an event.
+
+    Args:
+        event: Its short name.
+        level: Of its line in the log.
+        nodes: Of the round: what one node tells, all of them may.
+        symptom: It is of a worker that was healthy and lost its peers.
+    """
+    if event in _STORY:
+        return Retention.STORY
+    if level < logging.INFO:  # a line for each rank
+        return Retention.LOCAL
+    matters = level >= logging.WARNING or (event == "exit" and not symptom)
+    if nodes <= LARGE_NODES:
+        return Retention.STORY if matters else Retention.DETAIL
+    return Retention.DETAIL if matters else Retention.LOCAL
+
+
+def _ignore(line: str, kept: Retention) -> None: ...
 
 
 class Journal:
@@ -34,7 +79,7 @@ class Journal:
         node: str,
         path: Path | None = None,
         *,
-        publish: Callable[[str], None] = _ignore,
+        publish: Callable[[str, Retention], None] = _ignore,
         unsaid: Collection[str] = (),
     ) -> None:
         """Open a journal.
@@ -42,7 +87,8 @@ class Journal:
         Args:
             node: Who writes.
             path: Where to keep the events, one JSON object a line.
-            publish: Handed each event as JSON; must return at once and raise nothing.
+            publish: Handed each event as JSON that others are to see; must return at once and
+                raise nothing.
             unsaid: Events that are recorded only, because the log has them in other words.
         """
         self._node = node
@@ -53,6 +99,8 @@ class Journal:
         self._writer = Writer("zero-journal")
         self.round = 0
         """Where an event belongs that does not say so itself; the agent keeps it current."""
+        self.nodes = 0
+        """Of the round; the agent keeps it current."""
         self.last = ""
         """The sentence that was told last."""
         if path is not None:
@@ -67,7 +115,10 @@ class Journal:
         line = json.dumps({**record, "text": sentence, **facts})
         if self._path is not None:
             self._writer.put(self._append, f"{line}\n".encode())
-        self._publish(line)
+        symptom = bool(facts.get("symptom"))
+        kept = retention(event, level=level, nodes=self.nodes, symptom=symptom)
+        if kept is not Retention.LOCAL:
+            self._publish(line, kept)
 
     def close(self) -> None:
         """Have written what was told, as long as the file takes it."""

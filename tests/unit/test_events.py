@@ -1,6 +1,7 @@
 """The story of a job in the store: in order, bounded, and never at the expense of an agent."""
 
 import json
+import logging
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix, seen_key
-from zero_orchestrator.journal import Journal
+from zero_orchestrator.journal import Journal, Retention
 from zero_orchestrator.store.kv_memory import MemoryStore
 
 
@@ -90,6 +91,46 @@ def test_whoever_writes_trims_now_and_then_however_much_is_written(job, monkeypa
     kept = texts(store, job)
     assert len(kept) < 50 + 2 * events.TRIM_EVERY
     assert kept[-1] == "899"
+
+
+def test_no_detail_takes_the_place_of_a_cause(job, monkeypatch):
+    monkeypatch.setattr(events, "KEEP", 20)
+    monkeypatch.setattr(events, "KEEP_DETAILS", 30)
+    store = MemoryStore()
+    pen = publisher(store, job)
+    journal = Journal("a", publish=pen.event)
+    journal.tell("exit", "rank 3: ValueError: no", rank=3)
+    for number in range(400):
+        journal.tell("left", f"rank {number} left")
+    journal.tell("activate", "the next round")
+    close_when_written(pen, store, job, "the next round")
+    kept = texts(store, job)
+    assert (kept[0], kept[-1]) == ("rank 3: ValueError: no", "the next round")
+    assert len(kept) < 20 + 30 + 2 * events.TRIM_EVERY
+
+
+RECOVERY = [
+    *(("exit", logging.INFO, {"symptom": True}) for _ in range(8)),
+    ("stop", logging.INFO, {}),
+    ("left", logging.INFO, {}),
+    ("start", logging.INFO, {}),
+    *(("worker", logging.DEBUG, {}) for _ in range(8)),
+]
+"""What each agent with eight workers tells when another one is lost."""
+
+
+@pytest.mark.parametrize(("nodes", "told"), [(4, 11), (1000, 0)])
+def test_what_every_node_tells_of_a_recovery_is_for_the_store_in_small_jobs_alone(nodes, told):
+    published = []
+    journal = Journal("a", publish=lambda line, kept: published.append(kept))
+    journal.nodes = nodes
+    for event, level, facts in RECOVERY:
+        journal.tell(event, "", level=level, **facts)
+    assert published == [Retention.DETAIL] * told
+    journal.tell("interrupt", "lost node b; restart 1 of 2", level=logging.WARNING)
+    journal.tell("exit", "rank 3: ValueError: no", rank=3)
+    cause = Retention.STORY if nodes == 4 else Retention.DETAIL
+    assert published[told:] == [Retention.STORY, cause]
 
 
 def test_a_reader_that_follows_gets_the_past_then_the_present_and_a_sign_in_silence(store, job):
