@@ -11,6 +11,7 @@ from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.membership.records import PROTOCOL
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -84,4 +85,5 @@ class AgentConfig:
             ring=ring,
             role=self.role,
             host=self.host,
+            protocol=PROTOCOL,
         )

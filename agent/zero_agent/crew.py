@@ -20,6 +20,7 @@ from typing import Any
 
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.errands import Reply
+from zero_agent.installed import Installed
 from zero_agent.network import interface_of
 from zero_agent.supervise import Workers
 from zero_agent.workers.channel import Channel
@@ -107,6 +108,7 @@ class Crew:
         self._timer_host: int | None = None
         if self._timers is not None:
             self._env[ENV_TIMER_FILE] = str(self._timers)
+        self._installed = Installed()
         self._orders = Orders(config, job, self._log_dir, self._env, self._channel.path)
         self._nursery = self._open_nursery()
         self._imports_lost = False
@@ -342,6 +344,12 @@ class Crew:
             self._group.orphaned()
         self._stores.clear()
         self._timer_host = None
+        if path := self._installed.changed:
+            raise AgentFailed(
+                AgentExit.UNFIT,
+                f"{path} has changed since this agent began, and it starts no process of another "
+                "version than its own; start the agent again",
+            )
         self._nursery = self._open_nursery()
 
     def _on_message(self, rank: int, message: Message) -> None:

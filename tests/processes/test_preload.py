@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import agent, descendants, is_alive, kill_all, light_imports
+from tests.support.cluster import (
+    COLD,
+    agent,
+    descendants,
+    environment,
+    is_alive,
+    kill_all,
+    light_imports,
+)
 from tests.support.waiting import wait_for
 from zero_agent.workers.workers import CLOSE_TIMEOUT_S
 from zero_orchestrator.exit_codes import AgentExit
@@ -71,6 +81,31 @@ def importing(tmp_path):
             yield run, int(mark.read_text())
         finally:
             kill_all([run.pid, *started])
+
+
+@pytest.mark.full
+def test_an_agent_starts_no_process_of_a_version_that_was_installed_under_it(tmp_path):
+    """Its own packages are a copy, of which a file is written while it runs."""
+    here = Path(__file__).resolve().parents[2]
+    packages = [here / "agent" / "zero_agent", here / "orchestrator" / "zero_orchestrator"]
+    for package in packages:
+        shutil.copytree(package, tmp_path / package.name)
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "zero_agent", "--standalone", "--max-restarts=3", COLD]
+    with subprocess.Popen(
+        [*command, "--no-python", "sleep", "60"], env=env, stderr=subprocess.PIPE, text=True
+    ) as agent:
+        wait_for(lambda: len(descendants(agent.pid)) >= 4, 60, "etcd, the worker, its parent")
+        nursery = next(pid for pid in descendants(agent.pid) if "nursery" in command_line(pid))
+        (tmp_path / "zero_agent" / "workers" / "nursery.py").write_text("raise SystemExit('new')")
+        os.kill(nursery, signal.SIGKILL)
+        assert agent.wait(60) == AgentExit.UNFIT
+        said = agent.stderr.read()
+    assert "nursery.py has changed since this agent began" in said
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from zero_orchestrator.membership.budget import Charge, in_force
 from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.records import FIRST_PROTOCOL
 from zero_orchestrator.membership.spec import JobSpec
 
 
@@ -53,6 +54,8 @@ class Node:
     """Where it is, by a name that stays when the agent is started again; empty: the id."""
     unfit: str = ""
     """Why it cannot take part in a round now, by its own judgement."""
+    protocol: int = FIRST_PROTOCOL
+    """The version of the protocol that it speaks."""
 
     @property
     def machine(self) -> str:

@@ -27,6 +27,7 @@ from zero_orchestrator.membership.job_state import (
     State,
 )
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.records import read
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import KeyValue, Range
 
@@ -91,7 +92,7 @@ def _nodes(items: Sequence[KeyValue]) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=8192)  # of the agents of a large job only a few have changed since the last look
 def _node(value: str) -> Node:
-    return Node(**json.loads(value))
+    return read(Node, json.loads(value))
 
 
 @lru_cache(maxsize=4)
@@ -99,7 +100,8 @@ def _members(value: str) -> Members:
     record = json.loads(value)
     if "zlib" in record:
         record = json.loads(_unpacked(record["zlib"]))
-    nodes = (Node(**dict(zip(record["fields"], row, strict=True))) for row in record["nodes"])
+    rows = (dict(zip(record["fields"], row, strict=True)) for row in record["nodes"])
+    nodes = (read(Node, row) for row in rows)
     return Members(tuple(nodes), record["restarts"])
 
 
@@ -109,22 +111,21 @@ def _unpacked(packed: str) -> str:
 
 def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:
     orders = (item for item in items if item.key.startswith(prefix))
-    return tuple(DrainOrder(**json.loads(item.value)) for item in orders)
+    return tuple(read(DrainOrder, json.loads(item.value)) for item in orders)
 
 
 def _charges(items: Sequence[KeyValue]) -> tuple[Charge, ...]:
-    charges = (Charge(**json.loads(item.value)) for item in items)
+    charges = (read(Charge, json.loads(item.value)) for item in items)
     return tuple(sorted(charges, key=lambda charge: charge.n))
 
 
 def _exclusions(items: Sequence[KeyValue]) -> tuple[Exclusion, ...]:
-    return tuple(Exclusion(**json.loads(item.value)) for item in items)
+    return tuple(read(Exclusion, json.loads(item.value)) for item in items)
 
 
 def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
     """The reports under these prefixes, in the order in which they were written."""
     reports = [item for item in items if item.key.startswith(prefixes)]
     reports.sort(key=lambda item: item.create_revision)
-    return tuple(
-        Failure(**{**json.loads(item.value), "revision": item.create_revision}) for item in reports
-    )
+    records = ({**json.loads(item.value), "revision": item.create_revision} for item in reports)
+    return tuple(read(Failure, record) for record in records)

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from zero_orchestrator.errors import SpecError, SpecMismatch
+from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, check_protocol, read
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 _COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
@@ -81,6 +82,8 @@ class JobSpec:
     """For so long at first."""
     command: tuple[str, ...] = ()
     """Script or module and its arguments, as the user typed them."""
+    protocol: int = PROTOCOL
+    """The version of the protocol that its agents speak."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -123,7 +126,10 @@ class JobSpec:
     def from_json(cls, text: str) -> JobSpec:
         """The inverse of `to_json`."""
         record = json.loads(text)
-        return cls(**{**record, "command": tuple(record["command"])})
+        return read(
+            cls,
+            {"protocol": FIRST_PROTOCOL, **record, "command": tuple(record["command"])},
+        )
 
     def check_same(self, running: JobSpec, job: str) -> None:
         """Refuse to join a job that was started with another specification.
@@ -131,6 +137,7 @@ class JobSpec:
         Raises:
             SpecMismatch: Names every field that differs, with both values.
         """
+        check_protocol(running.protocol, self.protocol, job)
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(running)
         different = [
             f"{name} is {_show(theirs[name])} there and {_show(mine[name])} here"
