@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import queue
 import secrets
+import signal
 from collections.abc import Callable, Mapping
 
 from zero_agent.attended import AttendedStore
@@ -32,7 +33,7 @@ from zero_agent.limits import STORE_FAILS, Limits
 from zero_agent.ram import Ram
 from zero_agent.ring import Ring
 from zero_agent.scratch import Scratch
-from zero_agent.supervise import BUSY, Action, Situation, next_action
+from zero_agent.supervise import BUSY, Action, Situation, Workers, next_action
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
@@ -170,11 +171,15 @@ class Agent:
                 log.exception("zero-agent: internal error in %s", part.close)
 
     def on_signal(self, number: int) -> None:
-        """SIGTERM, SIGINT or SIGHUP: leave at the next step boundary; twice: at once.
+        """One of --signals-to-handle: leave at the next step boundary; the same twice: at once.
 
         May be called from a signal handler.
         """
-        self._inbox.put(lambda: self._leaving.signalled(number))
+        self._inbox.put(lambda: self._signalled(signal.Signals(number)))
+
+    def _signalled(self, number: signal.Signals) -> None:
+        self._leaving.signalled(number)
+        self._crew.pass_on(number)
 
     def _joined(self) -> bool:
         """Become a node of the job, unless etcd is out of reach just now."""
@@ -211,7 +216,8 @@ class Agent:
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
             self._say_fitness()
-            self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node))
+            stopping = self._crew.state is Workers.STOPPING
+            self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
                 named, left = self._config.job is not None, self._leaving.code

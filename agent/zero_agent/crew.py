@@ -22,7 +22,7 @@ from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.errands import Reply
 from zero_agent.installed import Installed
 from zero_agent.network import interface_of
-from zero_agent.supervise import Workers
+from zero_agent.supervise import BUSY, Workers
 from zero_agent.workers.channel import Channel
 from zero_agent.workers.exits import Exit, describe
 from zero_agent.workers.hub import Hub
@@ -218,10 +218,16 @@ class Crew:
             self._channel.send(rank, leave)
         self._journal.tell("leave", f"{reason}: the workers stop at the next step boundary")
 
-    def stop(self, reason: str) -> None:
-        """SIGTERM now, SIGKILL after the shutdown timeout."""
-        self._stop_s = self._clock.now()
-        self._end(signal.SIGTERM, reason)
+    def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """This signal now, SIGKILL after the shutdown timeout, counted from the first signal."""
+        if self._stop_s is None:
+            self._stop_s = self._clock.now()
+        self._end(number, reason)
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Workers that cannot stop at a step boundary get a signal of the agent's, as it came."""
+        if self.state in BUSY and not self.can_leave:
+            self.stop(f"{number.name} is passed on to the workers", number)
 
     def kill(self, reason: str, *, show_stacks: bool = False) -> None:
         """SIGKILL; on request after every worker has written down where it is."""

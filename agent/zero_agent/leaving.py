@@ -1,9 +1,10 @@
 """How one node leaves a job that goes on: because of a signal, or because somebody asked it to.
 
-Must always hold: the first wish decides about the exit code; a second signal, or the deadline,
-ends the wait for the step boundary; a wish that etcd does not take is told when it answers, and
-until then nobody is left without a word. Who calls it: the agent's loop; `signalled` and
-`check_limit` also while a call to etcd is under way.
+Must always hold: the first wish decides about the exit code; the same signal once more, or the
+deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
+after the one of `--signal`, and systemd SIGHUP after SIGTERM; a wish that etcd does not take is
+told when it answers, and until then nobody is left without a word. Who calls it: the agent's loop;
+`signalled` and `check_limit` also while a call to etcd is under way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ _SOON = "leaving at the next step boundary"
 
 PROMPT_S = 0.7
 """Etcd takes a wish within milliseconds; after so long the user is told that it waits."""
+SKEW_S = 2.0
+"""A scheduler signals all nodes of a job, one within so long of the other.
+
+Until then the others are not told that this node leaves: they would send SIGTERM to their workers,
+which are about to get the scheduler's signal, and may be needed for what all of them save together.
+"""
 
 
 class Leaving:
@@ -35,9 +42,9 @@ class Leaving:
         self._journal = journal
         self._since = Stopwatch(clock)
         self._timeout_s = shutdown_timeout_s
-        self._signal: int | None = None
+        self._signals: set[int] = set()
         self._who = ""
-        self._told = self._warned = False
+        self._told = self._warned = self._held = False
         self.code: int = AgentExit.OK
         """With which the agent exits when it has left."""
 
@@ -47,27 +54,32 @@ class Leaving:
         return self._since.running
 
     def signalled(self, number: int) -> None:
-        """Leave at the next step boundary; at the second signal at once.
+        """Leave at the next step boundary; at the same signal once more at once.
 
         Raises:
-            AgentFailed: It is the second.
+            AgentFailed: It has come before.
         """
         name = signal.Signals(number).name
-        if self._signal is not None:
+        if number in self._signals:
             raise AgentFailed(128 + number, f"{name} again: the workers are killed")
-        self._signal = number
+        self._signals.add(number)
         if not self._begin(128 + number, name):
             self._journal.tell("drain", f"{name}: {_SOON}; once more to leave at once")
 
-    def obey(self, order: DrainOrder | None) -> None:
+    def obey(self, order: DrainOrder | None, *, stopping: bool = False) -> None:
         """Leave if somebody wants this node to; called in every turn.
+
+        Args:
+            order: Somebody's wish.
+            stopping: The workers have been told to end, and have not.
 
         Raises:
             StoreError: The others could not be told.
         """
         if order is not None:
             self._begin(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
-        if self.begun and not self._told:
+        self._held = stopping and bool(self._signals) and not self._since.past(SKEW_S)
+        if self.begun and not (self._told or self._held):
             revision = self._rdzv.drain()
             self._told = True
             self._journal.tell("drain", f"{self._who}: {_SOON}{self._hint}", revision=revision)
@@ -78,7 +90,7 @@ class Leaving:
         Raises:
             AgentFailed: It does.
         """
-        if not (self._told or self._warned) and self._since.past(PROMPT_S):
+        if not (self._told or self._warned or self._held) and self._since.past(PROMPT_S):
             self._warned = True
             within = f"within {self._timeout_s:g} s in any case"
             text = f"{self._who}: leaving when etcd answers, {within}{self._hint}"
@@ -98,7 +110,7 @@ class Leaving:
 
     @property
     def _hint(self) -> str:
-        return "; once more to leave at once" if self._signal is not None else ""
+        return "; once more to leave at once" if self._signals else ""
 
     def _begin(self, code: int, who: str) -> bool:
         """Exit with `code` after the next step boundary; False if that has begun already."""

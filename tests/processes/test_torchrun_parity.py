@@ -25,6 +25,9 @@ pytestmark = pytest.mark.processes
 # Programs without Python start at once: the workers' imports are not what is tested here.
 TALK = ("--no-python", "sh", "-c", 'echo out "$LOCAL_RANK" "$@"; echo err "$LOCAL_RANK" >&2', "sh")
 WAIT = ("--no-python", "sh", "-c", "echo ready; while :; do sleep 0.05; done")
+SLURMS = signal.SIGUSR1
+"""That of `sbatch --signal=USR1@90`, which Lightning's requeue handler waits for."""
+OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MEET = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -231,13 +234,48 @@ def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):
     assert "SIGUSR1: leaving at the next step boundary" in said
 
 
-def test_sigterm_reaches_a_plain_script_at_once(start):
-    script = "trap 'echo told; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
-    process = start("--standalone", "--shutdown-timeout=600", "--no-python", "sh", "-c", script)
+@pytest.mark.parametrize(
+    "number", [SLURMS, *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)]
+)
+def test_a_plain_script_gets_the_very_signal_that_its_agent_gets(start, number):
+    traps = "; ".join(f"trap 'echo {n.name}; exit 0' {n.name[3:]}" for n in (SLURMS, *OTHERS))
+    script = f"{traps}; echo ready; while :; do sleep 0.05; done"
+    handled = ("--signals-to-handle=SIGUSR1,SIGTERM,SIGINT,SIGHUP", "--shutdown-timeout=600")
+    process = start("--standalone", *handled, "--no-python", "sh", "-c", script)
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=120)
-    assert (process.returncode, out) == (128 + signal.SIGTERM, "told\n")
+    assert (process.returncode, out) == (128 + number, f"{number.name}\n")
+
+
+def test_the_signal_that_slurm_sends_to_all_nodes_reaches_the_workers_of_all(cluster):
+    script = """trap 'echo "USR1 on $ZERO_NODE"; sleep 1; exit 0' USR1; echo "ready on $ZERO_NODE"
+        while :; do sleep 0.05; done"""
+    flags = ("--nnodes=2", "--signals-to-handle=SIGUSR1", COLD)
+    job = cluster(flags=flags, script=("--no-python", "sh", "-c", script))
+    job.start("a", "b")
+    wait_for(lambda: all(f"ready on {n}" in job.output for n in "ab"), 150, "both workers")
+    for node in "ab":  # one after the other, as Slurm's daemons do
+        job.agents[node].process.send_signal(signal.SIGUSR1)
+        wait_for(lambda node=node: f"USR1 on {node}" in job.output, 150, "the signal")
+    codes = [job.agents[node].wait() for node in "ab"]
+    assert codes == [128 + signal.SIGUSR1] * 2, job.output
+
+
+@pytest.mark.full
+def test_another_signal_is_no_impatience_the_same_one_is(start):
+    traps = "trap 'echo USR1' USR1; trap 'echo TERM' TERM"
+    script = f"{traps}; echo ready; while :; do sleep 0.05; done"
+    handled = ("--signals-to-handle=SIGUSR1,SIGTERM", "--shutdown-timeout=600")
+    process = start("--standalone", *handled, "--no-python", "sh", "-c", script)
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number.name[3:]}\n"
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=120)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "")
+    assert "SIGTERM again: the workers are killed" in said
 
 
 def test_a_script_that_does_not_listen_is_killed_after_the_shutdown_timeout(start):

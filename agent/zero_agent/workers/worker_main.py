@@ -72,6 +72,10 @@ def run(program: Program) -> NoReturn:
     except SystemExit as end:
         _LEFT.append(end)
         code = _exit_code(end)
+    except KeyboardInterrupt as interrupt:
+        _LEFT.append(interrupt)
+        traceback.print_exception(interrupt.with_traceback(_users_frames(interrupt)))
+        code = 128 + signal.SIGINT
     except Exception as error:
         _LEFT.append(error)
         write_error_file(error)
@@ -166,7 +170,7 @@ def write_error_file(error: Exception) -> None:
     Path(path).write_text(json.dumps(record), encoding="utf-8")
 
 
-def _users_frames(error: Exception) -> types.TracebackType | None:
+def _users_frames(error: BaseException) -> types.TracebackType | None:
     frame = error.__traceback__
     ours = (__file__, runpy.run_path.__code__.co_filename)
     while frame is not None and frame.tb_frame.f_code.co_filename in ours:
