@@ -28,6 +28,7 @@ from tests.support.cluster import (
 from tests.support.waiting import wait_for
 from zero_agent.workers.process_control import children
 from zero_engine.samples.ledger import read_ledger, verify
+from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -243,7 +244,7 @@ def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tm
     )
     job = cluster(flags=("--nnodes=2", "--max-restarts=2"), script=[str(script)])
     job.start("a", "b")
-    assert [job.agents[node].wait() for node in "ab"] == [1, 1]
+    assert [job.agents[node].wait() for node in "ab"] == [AgentExit.JOB_FAILED] * 2
     assert len(job.events("interrupt")) == 2
     failing, *_ = job.events("activate")[0]["nodes"]
     for node in "ab":

@@ -323,7 +323,7 @@ def test_every_agent_ends_with_the_job_and_its_cause_spares_too(cluster, etcd_st
 
     wait_for(lambda: spares() == 4, 150, "a worker and four spares")
     go.touch()
-    assert [job.agents[node].wait() for node in "abcde"] == [1] * 5
+    assert [job.agents[node].wait() for node in "abcde"] == [AgentExit.JOB_FAILED] * 5
     for one in job.agents.values():
         assert "rank 0: exit code 3 on node" in one.output
 

@@ -26,7 +26,7 @@ from tests.unit.checkpoint.support import (
 from zero_engine.checkpoint import find, save
 from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
-from zero_engine.errors import CheckpointError, CommitRefused
+from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
 
 
 class Failing(SmallBlocks):
@@ -160,7 +160,7 @@ def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(tmp_path):
         before = names(tmp_path)
         large = adam_state(width=2000)
         errors = save_all(tmp_path, large, 2, step=2)
-        assert {type(error) for error in errors} == {CheckpointError}
+        assert {type(error) for error in errors} == {DiskFull}
         assert "safetensors: No space left on device (errno 28)" in str(errors[0])
         check_only_the_old_one(tmp_path, before)
     finally:
