@@ -274,7 +274,8 @@ class Agent:
     def _check_limits(self) -> None:
         self._crew.check_limits()
         self._leaving.check_limit()
-        self._fitness.check_limit()
+        alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
+        self._fitness.check_limit(needed=not alone)
         self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason)
 
     # ---- actions ----

@@ -96,6 +96,11 @@ class Ram:
             budget_bytes=budget,
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a worker has asked for memory: what it kept there is lost with this agent."""
+        return self._path is not None
+
     def use(self) -> RamUse | None:
         """How much of the node's memory is taken; None if no worker has asked for any."""
         if self._path is None or self._server is None:

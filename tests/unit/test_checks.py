@@ -132,12 +132,29 @@ def test_a_sick_node_waits_until_it_is_fit(monkeypatch):
     tries = iter(["no", "no", ""])
     monkeypatch.setattr(fitness, "complaint", lambda findings: next(tries))
     monkeypatch.setattr(fitness, "FIRST_PAUSE_S", 0.01)
-    fitness.await_fit(NODE, timeout_s=30.0)
+    fitness.await_fit(NODE, timeout_s=30.0, max_nodes=4, others=lambda: True)
     assert next(tries, None) is None, "it was looked at three times"
 
 
 def test_a_node_that_does_not_become_fit_gives_up_with_its_reason_and_a_code_of_its_own():
     node = replace(NODE, command="echo broken; false")
     with pytest.raises(AgentFailed, match=r"--join-timeout.*said: broken") as failed:
-        fitness.await_fit(node, timeout_s=0.0)
+        fitness.await_fit(node, timeout_s=0.0, max_nodes=4, others=lambda: True)
     assert failed.value.code == AgentExit.UNFIT
+
+
+def test_a_node_without_which_nothing_runs_says_at_once_that_it_is_not_healthy(monkeypatch):
+    monkeypatch.setattr(fitness, "SINGLE_S", 0.01)
+    node = replace(NODE, command="echo broken; false")
+    with pytest.raises(AgentFailed, match=r"there is no other node .*said: broken") as failed:
+        fitness.await_fit(node, timeout_s=3600.0, max_nodes=1, others=lambda: False)
+    assert failed.value.code == AgentExit.UNFIT
+
+
+@pytest.mark.parametrize(
+    ("max_nodes", "others", "limit_s"),
+    [(1, False, 5.0), (4, False, 30.0), (4, True, 600.0), (1, True, 600.0)],
+)
+def test_how_long_an_unhealthy_node_waits_depends_on_who_else_is_there(max_nodes, others, limit_s):
+    assert fitness.patience(600.0, max_nodes=max_nodes, others=others)[0] == limit_s
+    assert fitness.patience(0.1, max_nodes=max_nodes, others=others) == (0.1, "--join-timeout")

@@ -39,7 +39,7 @@ from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError, ZeroError
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.runs import command_name, current_run
+from zero_orchestrator.membership.runs import command_name, current_run, standing_run
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
@@ -206,6 +206,15 @@ def _placed(config: AgentConfig, args: argparse.Namespace, world: Static | None)
     )
 
 
+def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
+    """Whether another agent of the job is alive, as far as etcd can tell."""
+    try:
+        job = job or standing_run(store, name)
+        return job is not None and bool(store.range(Keys(job).nodes, limit=1).items)
+    except StoreError:
+        return True
+
+
 def _take_part(
     config: AgentConfig,
     store: KeyValueStore,
@@ -216,11 +225,17 @@ def _take_part(
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     tell = health.waits if health is not None else lambda why: None
-    await_fit(surroundings(config, os.environ), config.join_timeout_s, tell)
+    target = config.program.target
+    stem = target if config.program.is_module else Path(target).stem
+    name = command_name(stem, config.spec.command)
+    await_fit(
+        surroundings(config, os.environ),
+        config.join_timeout_s,
+        tell,
+        max_nodes=config.spec.max_nodes,
+        others=partial(_runs_elsewhere, store, config.job, name),
+    )
     while True:
-        target = config.program.target
-        stem = target if config.program.is_module else Path(target).stem
-        name = command_name(stem, config.spec.command)
         job = config.job or current_run(store, name)
         if world is not None:
             meeting.await_turn(store, job, world)

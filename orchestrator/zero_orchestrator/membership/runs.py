@@ -60,6 +60,16 @@ def current_run(store: KeyValueStore, name: str) -> str:
     raise StoreUnavailable(f"{key} changed {ATTEMPTS} times while it was read; try again")
 
 
+def standing_run(store: KeyValueStore, name: str) -> str | None:
+    """The job of the current run, whether or not that is over; None before the first.
+
+    Raises:
+        StoreUnavailable: The store does not answer.
+    """
+    held = store.get(f"/zero/runs/{name}")
+    return f"{name}.{held.value}" if held is not None else None
+
+
 def _is_over(store: KeyValueStore, job: str, head: KeyValue | None) -> bool:
     if head is None:
         return False
