@@ -49,9 +49,20 @@ class Exit:
     traceback: str
 
     @classmethod
-    def of(cls, rank: int, status: int, error_file: Path, *, wanted: bool) -> Exit:
-        """The end of a worker, with what it wrote into its error file."""
+    def of(
+        cls, rank: int, status: int, error_file: Path, *, wanted: bool, killer: str = ""
+    ) -> Exit:
+        """The end of a worker, with what it wrote into its error file.
+
+        Args:
+            rank: Of the worker.
+            status: As below.
+            error_file: Its own.
+            wanted: As below.
+            killer: What is known of why it was killed, if it was and left no message.
+        """
         message, traceback = ("", "") if status == ExitCode.OK else read_error_file(error_file)
+        message = message or killer
         return cls(rank=rank, status=status, wanted=wanted, message=message, traceback=traceback)
 
     @property

@@ -29,6 +29,7 @@ from zero_agent.supervise import Workers
 from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.nursery import PACKET_BYTES
+from zero_agent.workers.oom import OomKills
 from zero_agent.workers.outbox import Outbox
 from zero_agent.workers.output import STDERR, STDOUT, Tap
 from zero_agent.workers.streams import Route
@@ -205,6 +206,7 @@ class WorkerGroup:
         self.hung = False
         """Its workers took no step for too long."""
         self._stacks: list[Path] = []
+        self._oom = OomKills()
 
     def start(self, program: Program, orders: Sequence[Order]) -> None:
         """Start all workers."""
@@ -264,7 +266,9 @@ class WorkerGroup:
         if order is None:
             return None
         error_file = Path(order.env[ENV_ERROR_FILE])
-        end = Exit.of(order.rank, status, error_file, wanted=self._stopping)
+        wanted = self._stopping
+        killer = self._oom.blame() if status == -signal.SIGKILL and not wanted else ""
+        end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
         self.exits.append(end)
         if status not in (ExitCode.OK, ExitCode.LEFT):
             self.stop(signal.SIGKILL)
