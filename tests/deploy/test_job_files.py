@@ -184,6 +184,36 @@ def test_what_a_job_file_says_wins_over_what_its_machines_bring(tmp_path):
 
 
 @needs_kustomize
+def test_secrets_are_referred_to_and_pods_go_where_the_job_file_says(tmp_path):
+    one = job(
+        tmp_path,
+        """\
+environment: {PLAIN: "1"}
+secrets: {WANDB_API_KEY: wandb/api-key}
+spot: true
+kubernetes:
+  node_selector: {pool: h200}
+  priority_class: training
+  pull_secrets: [registry, other]
+""",
+    )
+    objects = objects_of(one)
+    spec = pod(named(objects, "Job", "gpt-train"))
+    assert spec["nodeSelector"]["pool"] == "h200"
+    assert spec["priorityClassName"] == "training"
+    assert spec["imagePullSecrets"] == [{"name": "registry"}, {"name": "other"}]
+    [agent] = spec["containers"]
+    found = {variable["name"]: variable for variable in agent["env"]}
+    reference = {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+    assert found["WANDB_API_KEY"]["valueFrom"] == reference
+    assert {"POD_NAME", "JOB_UID", "HOME"} <= found.keys()
+    maps = [o["data"] for o in of_kind(objects, "ConfigMap")]
+    assert [data.keys() & {"PLAIN", "WANDB_API_KEY"} for data in maps if "PLAIN" in data] == [
+        {"PLAIN"}
+    ]
+
+
+@needs_kustomize
 def test_two_jobs_of_one_namespace_share_nothing(tmp_path):
     one = objects_of(job(tmp_path, "etcd: {tls: true}"))
     other = objects_of(schema.load(EXAMPLE))

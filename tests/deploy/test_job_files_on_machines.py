@@ -63,6 +63,39 @@ def test_every_machine_gets_the_unit_of_deploy_and_the_jobs_variables(tmp_path):
     assert [str(path.relative_to(tmp_path / "root")) for path in written] == list(files)
 
 
+YOURS = "etcd: {endpoints: [a:2379]}\ncheckpoint: {path: /mnt/c}\n"
+LIMITS = "etc/systemd/system/zero-agent@gpt.service.d/job.conf"
+
+
+def test_systemd_limits_the_memory_of_a_job_only_if_its_file_does(tmp_path):
+    assert "MemoryMax" not in RENDERERS["systemd"](job(tmp_path, YOURS))[LIMITS]
+    asked = RENDERERS["systemd"](job(tmp_path, f"{YOURS}resources: {{memory: 32Gi}}"))
+    assert f"MemoryMax={32 * 2**30}\n" in asked[LIMITS]
+
+
+def test_the_variables_of_a_unit_are_for_its_owner_alone_and_secrets_are_in_no_file(tmp_path):
+    files = RENDERERS["systemd"](job(tmp_path, f"{YOURS}secrets: {{TOKEN: wandb/key}}"))
+    assert "EnvironmentFile=/etc/zero-elastic/gpt.secrets.env\n" in files[LIMITS]
+    old = tmp_path / "root/etc/zero-elastic/gpt.env"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    old.chmod(0o644)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in write(files, tmp_path / "root")}
+    assert modes["gpt.env"] == 0o600
+    assert modes["job.conf"] & 0o044 == 0o044
+    assert "TOKEN" not in files["etc/zero-elastic/gpt.env"]
+
+
+def test_a_script_or_compose_file_asks_for_its_secrets_and_does_not_have_them(tmp_path):
+    one = job(tmp_path, "checkpoint: {path: /c}\nsecrets: {TOKEN: wandb/key}")
+    script = shown(RENDERERS["slurm"](one))
+    asked = [line for line in script.splitlines() if "TOKEN" in line]
+    done = subprocess.run(["bash", "-c", asked[0]], capture_output=True, text=True, check=False)
+    assert (done.returncode, "is a secret of this job" in done.stderr) == (127, True)
+    agent = yaml.safe_load(shown(RENDERERS["compose"](one)))["services"]["agent"]
+    assert agent["environment"]["TOKEN"].startswith("${TOKEN:?is a secret")
+
+
 @pytest.mark.parametrize(
     ("to", "more", "message"),
     [

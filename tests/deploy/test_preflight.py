@@ -44,13 +44,32 @@ def cluster(**found: object) -> Cluster:
     fine: dict[str, object] = {
         "namespace": None, "machines": [machine("a"), machine("b")], "classes": [NFS],
         "claim": None, "secret": None, "bucket_secret": None, "queue": None, "has_kueue": None,
-        "has_cert_manager": None, "job": [],
+        "has_cert_manager": None, "job": [], "secrets": {}, "priority_class": None,
     }  # fmt: skip
     return Cluster(**{**fine, **found})  # type: ignore[arg-type]
 
 
 LOGIN = "etcd: {endpoints: e:1, secret: login, user: u, password_file: /x/word, ca: /x/ca.pem}"
+WANDB = "secrets: {TOKEN: wandb/key}"
 FATAL = [
+    (
+        WANDB, "secrets", {"wandb": []},
+        "secrets.TOKEN: there is no Secret wandb; kubectl create secret generic wandb "
+        "--from-file=key=FILE",
+    ),
+    (
+        WANDB, "secrets", {"wandb": [{"data": {"other": ""}}]},
+        "secrets.TOKEN: Secret wandb has no key; it has other",
+    ),
+    (
+        "kubernetes: {pull_secrets: registry}", "secrets", {"registry": []},
+        "kubernetes.pull_secrets: registry: there is no such Secret; kubectl create secret "
+        "docker-registry registry",
+    ),
+    (
+        "kubernetes: {priority_class: high}", "priority_class", [],
+        "kubernetes.priority_class: high: there is no such PriorityClass; kubectl get pc",
+    ),
     (
         "kubernetes: {namespace: team}", "namespace", [],
         "kubernetes.namespace: team: there is none of this name; kubectl create namespace team",

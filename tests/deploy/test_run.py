@@ -105,13 +105,20 @@ def test_one_agent_takes_the_place_of_the_command(tmp_path):
 
 
 def test_a_dry_run_starts_nothing_and_shows_what_would_be(tmp_path):
-    path = job_file(tmp_path, threads=1, nodes="2:4")
-    done = ctl("run", path, "--on", "local", "--dry-run")
-    assert done.returncode == 0
+    script = tmp_path / "train.py"
+    path = job_file(tmp_path, threads=1, nodes="2:4", script=str(script), secrets={"T": "a/b"})
+    there_is_none = ctl("run", path, "--on", "local", "--dry-run")
+    assert (there_is_none.returncode, there_is_none.stdout) == (2, "")
+    assert f"script: {script}: there is no such file here" in there_is_none.stderr
+    assert "secrets.T: is not set; on this machine the agents have it" in there_is_none.stderr
+    script.touch()
+    done = ctl("run", path, "--on", "local", "--dry-run", T="secret")
+    assert done.returncode == 0, done.stderr
+    assert "secret" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0] == "# 2 times:"
     assert {"PET_NNODES=2:4", "OMP_NUM_THREADS=1"} <= set(lines)
-    assert lines[-1] == f"{sys.executable} -m zero_agent train.py"
+    assert lines[-1] == f"{sys.executable} -m zero_agent {script}"
 
 
 @pytest.mark.parametrize(

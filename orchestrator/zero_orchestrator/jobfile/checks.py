@@ -7,6 +7,7 @@ before anything is rendered; what needs a cluster to be known is in `preflight`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -185,6 +186,21 @@ def _variables_are_not_the_agents(job: Job) -> Iterator[Problem]:
             yield Problem(key=where, text=f"is made from the key {_FROM_KEYS[name]}; set that")
 
 
+def _secrets_are_references(job: Job) -> Iterator[Problem]:
+    for name, reference in job.file.secrets.items():
+        where = f"secrets.{name}"
+        if not name.isidentifier():
+            yield Problem(key=where, text="is no name of a variable")
+        elif name in _FROM_KEYS:
+            yield Problem(key=where, text=f"is made from the key {_FROM_KEYS[name]}; set that")
+        elif name in job.file.environment:
+            yield Problem(key=where, text="is in environment, too; keep one")
+        elif _REFERENCE.fullmatch(reference) is None:  # not shown: it may be the secret itself
+            text = "is no reference; write SECRET/ENTRY, such as wandb/api-key, never the value"
+            yield Problem(key=where, text=text)
+
+
+_REFERENCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 _FROM_KEYS = {
     "PET_NNODES": "nodes",
     "PET_NPROC_PER_NODE": "processes_per_node",
@@ -211,4 +227,5 @@ CHECKS: tuple[Check, ...] = (
     _etcd_is_ours_or_yours,
     _places_that_are_used_are_named,
     _variables_are_not_the_agents,
+    _secrets_are_references,
 )

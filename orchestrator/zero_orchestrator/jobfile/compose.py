@@ -16,6 +16,7 @@ from zero_orchestrator.jobfile.settings import etcd_settings, settings
 TEMPLATE = "compose.yaml"
 CHECKPOINTS = "/checkpoints"
 CONFIG = f"/etc/zero/{CONFIG_NAME}"
+_MISSING = "is a secret of this job: set it in the environment, or in .env"
 
 
 def render(job: Job) -> str:
@@ -46,6 +47,7 @@ def render(job: Job) -> str:
         name: value.replace("$", "$$")
         for name, value in (settings(file) | etcd_settings(file)).items()
     }
+    agent["environment"] |= {name: f"${{{name}:?{_MISSING}}}" for name in file.secrets}
     agent["deploy"] = {"replicas": file.start, **_devices(file)}
     agent["volumes"] += _files(job)
     if file.etcd.endpoints:

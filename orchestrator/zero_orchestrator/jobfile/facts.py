@@ -13,7 +13,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ class Cluster:
     secret: list[Object] | None
     """etcd's."""
     bucket_secret: list[Object] | None
+    secrets: Mapping[str, list[Object] | None]
+    """By name, those that the agents' pods refer to."""
+    priority_class: list[Object] | None
     queue: list[Object] | None
     has_kueue: bool | None
     has_cert_manager: bool | None
@@ -99,6 +102,7 @@ def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
     """All that `preflight` needs to know of a cluster for this job."""
     claim, secret, queue = file.checkpoint.claim, file.etcd.secret, file.kubernetes.queue
     namespace, bucket = file.kubernetes.namespace, file.checkpoint.secret
+    priority = file.kubernetes.priority_class
     return Cluster(
         namespace=kubectl.get("namespace", namespace) if namespace else None,
         machines=kubectl.get("nodes"),
@@ -106,6 +110,8 @@ def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
         claim=kubectl.get("persistentvolumeclaim", claim) if claim else None,
         secret=kubectl.get("secret", secret) if secret else None,
         bucket_secret=kubectl.get("secret", bucket) if bucket else None,
+        secrets={name: kubectl.get("secret", name) for name in _secrets(file)},
+        priority_class=kubectl.get("priorityclass", priority) if priority else None,
         queue=kubectl.get("localqueues.kueue.x-k8s.io", queue) if queue else None,
         has_kueue=kubectl.has_kind("localqueues.kueue.x-k8s.io") if queue else None,
         has_cert_manager=kubectl.has_kind("certificates.cert-manager.io")
@@ -113,6 +119,12 @@ def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
         else None,
         job=kubectl.get("job", f"{file.name}-train"),
     )
+
+
+def _secrets(file: JobFile) -> set[str]:
+    """Those that the pods refer to by the keys `secrets` and `kubernetes.pull_secrets`."""
+    variables = {reference.partition("/")[0] for reference in file.secrets.values()}
+    return variables | set(file.kubernetes.pull_secrets)
 
 
 def why_no_etcd(endpoints: Sequence[str]) -> str | None:

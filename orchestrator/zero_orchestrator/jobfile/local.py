@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from zero_orchestrator.jobfile.machines import places
-from zero_orchestrator.jobfile.reading import JobFileError, Problem
+from zero_orchestrator.jobfile.reading import Problem
 from zero_orchestrator.jobfile.schema import Job
 from zero_orchestrator.jobfile.settings import etcd_settings, settings
 
@@ -33,15 +34,19 @@ def variables(job: Job) -> dict[str, str]:
     return settings(job.file) | etcd_settings(job.file)
 
 
-def start(job: Job, agents: int) -> NoReturn:
-    """Become so many agents.
-
-    Raises:
-        JobFileError: There is no such script here.
-    """
+def problems(job: Job) -> Iterator[Problem]:
+    """What would keep a job from starting in this directory, with this environment."""
     if not Path(job.file.script).is_file():
         text = f"{job.file.script}: there is no such file here; run this where it is"
-        raise JobFileError(job.source.tell(Problem(key="script", text=text)))
+        yield Problem(key="script", text=text)
+    for name in job.file.secrets:
+        if name not in os.environ:
+            text = "is not set; on this machine the agents have it from the environment of zero-ctl"
+            yield Problem(key=f"secrets.{name}", text=text)
+
+
+def start(job: Job, agents: int) -> NoReturn:
+    """Become so many agents."""
     words = command(job) if agents == 1 else command(job, "zero_agent.several", str(agents))
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it

@@ -57,9 +57,11 @@ def _job(file: JobFile) -> Object:
                 "args": _arguments(file),
                 "resources": _resources(file),
                 **_opening(file),
+                **_secret_variables(file),
             }
         ],
         "volumes": volumes,
+        **_placement(file),
     }
     spec = {"parallelism": file.start, "completions": file.start, "template": {"spec": pod}}
     return _object("batch/v1", "Job", "train", spec=spec)
@@ -82,6 +84,27 @@ def _opening(file: JobFile) -> Object:
         return {}
     secret = {"secretRef": {"name": file.checkpoint.secret}}
     return {"envFrom": [{"configMapRef": {"name": "agent"}}, secret]}
+
+
+def _secret_variables(file: JobFile) -> Object:
+    """The variables that Secrets hold: pods refer to them, and no object of ours has a value."""
+    references = {name: text.split("/") for name, text in file.secrets.items()}
+    found = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in references.items()
+    ]
+    return {"env": found} if found else {}
+
+
+def _placement(file: JobFile) -> Object:
+    """On which machines the agents run, and with which rights."""
+    asked = file.kubernetes
+    found = {
+        "nodeSelector": dict(asked.node_selector),
+        "priorityClassName": asked.priority_class,
+        "imagePullSecrets": [{"name": name} for name in asked.pull_secrets],
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _arguments(file: JobFile) -> list[str]:

@@ -72,6 +72,40 @@ def _the_bucket_can_be_opened(file: JobFile, cluster: Cluster) -> Iterator[Probl
         yield Problem(key="checkpoint.secret", text=text)
 
 
+def _the_secrets_have_their_entries(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
+    for name, reference in file.secrets.items():
+        secret, entry = reference.split("/")
+        found = cluster.secrets.get(secret)
+        if found == []:
+            text = (
+                f"there is no Secret {secret}; kubectl create secret generic {secret} "
+                f"--from-file={entry}=FILE"
+            )
+            yield Problem(key=f"secrets.{name}", text=text)
+        elif found and entry not in (there := found[0].get("data", {}).keys()):
+            text = f"Secret {secret} has no {entry}; it has {', '.join(sorted(there))}"
+            yield Problem(key=f"secrets.{name}", text=text)
+    for name in file.kubernetes.pull_secrets:
+        if cluster.secrets.get(name) == []:
+            text = f"{name}: there is no such Secret; kubectl create secret docker-registry {name}"
+            yield Problem(key="kubernetes.pull_secrets", text=text)
+
+
+def _the_priority_class_is_there(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
+    if cluster.priority_class == []:
+        text = f"{file.kubernetes.priority_class}: there is no such PriorityClass; kubectl get pc"
+        yield Problem(key="kubernetes.priority_class", text=text)
+
+
+def _a_machine_has_the_labels(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
+    """Only a remark: an autoscaler may add one."""
+    wanted = file.kubernetes.node_selector.items()
+    labels = [one["metadata"].get("labels", {}) for one in cluster.machines or ()]
+    if wanted and labels and not any(wanted <= one.items() for one in labels):
+        text = f"no machine now has {', '.join('='.join(pair) for pair in wanted)}"
+        yield Problem(key="kubernetes.node_selector", text=text, is_fatal=False)
+
+
 def _the_claim_can_be_shared(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     name = file.checkpoint.claim
     if cluster.claim == []:
@@ -172,6 +206,9 @@ CHECKS: tuple[Check, ...] = (
     _the_namespace_is_there,
     _the_secret_has_the_files,
     _the_bucket_can_be_opened,
+    _the_secrets_have_their_entries,
+    _the_priority_class_is_there,
+    _a_machine_has_the_labels,
     _the_claim_can_be_shared,
     _the_class_offers_what_is_asked,
     _one_machine_can_share_anything,

@@ -41,6 +41,9 @@ def write(files: Mapping[str, str], directory: Path) -> list[Path]:
         path = directory / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if name.startswith(systemd.PRIVATE):
+                path.touch(mode=0o600)
+                path.chmod(0o600)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise SpecError(f"--output={directory}: {path}: {error.strerror}") from error

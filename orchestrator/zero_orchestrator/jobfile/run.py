@@ -131,7 +131,10 @@ def _need(program: str, remedy: str) -> None:
 
 
 PLACES: Mapping[str, Place] = {
-    "local": Place(problems=lambda job: _reach_etcd(job, is_fatal=True), start=_start_here),
+    "local": Place(
+        problems=lambda job: [*local.problems(job), *_reach_etcd(job, is_fatal=True)],
+        start=_start_here,
+    ),
     "kubernetes": Place(problems=_kubernetes_problems, start=_apply),
     "slurm": Place(problems=_slurm_problems, start=_submit),
 }

@@ -135,6 +135,9 @@ class Kubernetes:
 
     namespace: str | None = entry(scalar(name), "where (that of the context)", None)
     queue: str | None = entry(scalar(str), "a Kueue LocalQueue that admits the job", None)
+    node_selector: Mapping[str, str] = entry(table, "labels of the machines for the agents", {})
+    priority_class: str | None = entry(scalar(str), "the agents' PriorityClass", None)
+    pull_secrets: tuple[str, ...] = entry(sequence(str), "Secrets that open the registry", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,9 @@ class JobFile:
     checkpoint: Checkpoint = entry(section(Checkpoint), "where they go", Checkpoint())
     etcd: Etcd = entry(section(Etcd), "where the nodes meet", Etcd())
     environment: Mapping[str, str] = entry(table, "variables of the workers", {})
+    secrets: Mapping[str, str] = entry(
+        table, "variables whose values are not in this file: NAME: SECRET/ENTRY", {}
+    )
     spot: bool = entry(scalar(truth), "on machines that may be taken back", False)
     grace_s: float | None = entry(
         scalar(seconds), "from SIGTERM to SIGKILL (120; 15 with spot)", None

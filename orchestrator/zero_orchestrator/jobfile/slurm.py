@@ -19,6 +19,7 @@ from zero_orchestrator.jobfile.values import cores_number
 TEMPLATE = "slurm/zero_agent.sbatch"
 _BEGIN = "set -euo pipefail\n"
 """Before it, the template says how it is used and asks for nodes; after it, it works."""
+_MISSING = "is a secret of this job: set it before sbatch, and let --export pass it on"
 
 
 def render(job: Job) -> str:
@@ -35,6 +36,7 @@ def render(job: Job) -> str:
             *(f"#SBATCH --{line}\n" for line in _options(job.file)),
             _BEGIN,
             *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
+            *(f': "${{{name}:?{_MISSING}}}"\n' for name in job.file.secrets),
             f"set -- {shlex.join([job.file.script, *places(job)])}\n",
             body,
         ]

@@ -12,6 +12,8 @@ from zero_orchestrator.jobfile.schema import Job
 from zero_orchestrator.jobfile.settings import etcd_settings, settings
 
 UNIT = "zero-agent@.service"
+PRIVATE = "etc/zero-elastic"
+"""Below it are files for root alone: systemd reads them, and a variable may be a password."""
 
 
 def files(job: Job) -> dict[str, str]:
@@ -32,7 +34,7 @@ def files(job: Job) -> dict[str, str]:
     return {
         f"etc/systemd/system/{UNIT}": templates.read(f"systemd/{UNIT}"),
         f"etc/systemd/system/zero-agent@{file.name}.service.d/job.conf": _limits(job),
-        f"etc/zero-elastic/{file.name}.env": "".join(
+        f"{PRIVATE}/{file.name}.env": "".join(
             f"{name}={value}\n" for name, value in variables.items()
         ),
     }
@@ -45,9 +47,17 @@ def _check(job: Job, text: str, *, among: str) -> None:
 
 
 def _limits(job: Job) -> str:
-    return (
-        f"# The job {job.file.name}, of {job.source.file}.\n"
-        "[Service]\n"
-        f"TimeoutStopSec={job.file.grace:.0f}\n"
-        f"MemoryMax={job.file.resources.memory.size_bytes}\n"
-    )
+    file = job.file
+    lines = [
+        f"# The job {file.name}, of {job.source.file}.",
+        "[Service]",
+        f"TimeoutStopSec={file.grace:.0f}",
+    ]
+    if "resources.memory" in job.source.lines:  # not the default, which pods need and hosts do not
+        lines.append(f"MemoryMax={file.resources.memory.size_bytes}")
+    if file.secrets:
+        lines += [
+            f"# For root alone, with a line NAME=VALUE for each of: {', '.join(file.secrets)}",
+            f"EnvironmentFile=/{PRIVATE}/{file.name}.secrets.env",
+        ]
+    return "".join(f"{line}\n" for line in lines)

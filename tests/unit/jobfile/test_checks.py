@@ -50,6 +50,11 @@ IMPOSSIBLE = {
     "environment: {OMP_NUM_THREADS: 4}": "environment.OMP_NUM_THREADS: is made from the key "
     "threads; set that",
     "environment: {a b: 4}": "environment.a b: is no name of a variable",
+    "secrets: {a b: wandb/key}": "secrets.a b: is no name of a variable",
+    "secrets: {TOKEN: hunter2}": "secrets.TOKEN: is no reference; write SECRET/ENTRY, such as "
+    "wandb/api-key, never the value",
+    "environment: {T: x}\nsecrets: {T: a/b}": "secrets.T: is in environment, too; keep one",
+    "secrets: {PET_NNODES: a/b}": "secrets.PET_NNODES: is made from the key nodes; set that",
     "checkpoint: {url: s3://b/x, claim: c}": "checkpoint: url and claim are two places; name one",
     "checkpoint: {secret: s}": "checkpoint.secret: s opens an object store; name its url",
     "node_unit: 16": "node_unit: no multiple of 16 lies within 2:8 nodes; write nodes: 2:16",
