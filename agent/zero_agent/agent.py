@@ -220,8 +220,14 @@ class Agent:
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
-                named, left = self._config.job is not None, self._leaving.code
-                return tell_end(self._job, self._rdzv, self._journal, left, named=named)
+                return tell_end(
+                    self._job,
+                    self._rdzv,
+                    self._journal,
+                    left=self._leaving.code,
+                    stopped=self._config.stop_exit_code,
+                    named=self._config.job is not None,
+                )
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
             self._limits.store_answers()

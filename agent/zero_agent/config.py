@@ -10,6 +10,7 @@ from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
 from zero_orchestrator.errors import ZeroError
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.records import PROTOCOL
 from zero_orchestrator.membership.rounds import Timing
@@ -67,6 +68,8 @@ class AgentConfig:
     """Checkpoints in memory take no more of this node; None: as the agent finds right."""
     etcd_grace_s: float = 600.0
     """How long the workers may go on while etcd cannot be reached."""
+    stop_exit_code: int = AgentExit.STOPPED
+    """With which this agent exits when the job was stopped."""
     join_timeout_s: float = 600.0
     """How long to wait for enough nodes."""
 

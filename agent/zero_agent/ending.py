@@ -43,7 +43,9 @@ def tell_traceback(cause: Failure) -> None:
         log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
 
 
-def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named: bool) -> int:
+def tell_end(
+    name: str, rdzv: Rendezvous, journal: Journal, *, left: int, stopped: int, named: bool
+) -> int:
     """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
 
     Args:
@@ -51,6 +53,7 @@ def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named:
         rdzv: The agent's.
         journal: Of the agent.
         left: The exit code if the job goes on without this node.
+        stopped: The exit code if somebody has stopped the job.
         named: The job's name is the user's, not made of the command.
     """
     job = rdzv.snapshot
@@ -64,7 +67,7 @@ def tell_end(name: str, rdzv: Rendezvous, journal: Journal, left: int, *, named:
         again = "give another --rdzv-id" if named else "type the command again"
         text = f"job {name} has been stopped: {job.cause}; to run it again, {again}"
         journal.tell("stopped", text)
-        return AgentExit.STOPPED
+        return stopped
     journal.tell("drained", f"node {rdzv.node.id} has left the job")
     return left
 

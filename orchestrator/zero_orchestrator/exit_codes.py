@@ -30,7 +30,8 @@ class AgentExit(IntEnum):
     NO_NODES = 4
     """Too few nodes came within --join-timeout."""
     STOPPED = 5
-    """The job was stopped by `zero-ctl stop` (also for an agent that comes late)."""
+    """The job was stopped by `zero-ctl stop` (also for an agent that comes late); or what
+    --stop-exit-code says: our files for Kubernetes say 0, lest a stop be a failed Job."""
     DRAINED = 6
     """This node left because of `zero-ctl drain`; the job goes on without it."""
     NO_PROGRESS = 7

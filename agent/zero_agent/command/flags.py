@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_agent.workers.hang import parse_hang_timeout
 from zero_orchestrator.arguments import seconds
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.jobfile.values import Size
 
 
@@ -41,6 +42,12 @@ class Flag:
 def _whole(text: str) -> int:
     if not text.removeprefix("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no whole number; write one, such as 3")
+    return int(text)
+
+
+def _exit_code(text: str) -> int:
+    if not text.isdecimal() or int(text) > 255:
+        raise argparse.ArgumentTypeError(f"{text} is no exit code; write a number from 0 to 255")
     return int(text)
 
 
@@ -118,6 +125,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=_some_seconds,
             default=60.0,
             help="for so long at first, twice as long each time (60)",
+        ),
+        Flag(
+            name="stop-exit-code",
+            kind=_exit_code,
+            default=int(AgentExit.STOPPED),
+            help="exit code after `zero-ctl stop` (5); 0 for a cluster that knows no other success",
         ),
         Flag(name="node-unit", kind=_whole, default=1, help="rounds of a multiple of N nodes (1)"),
         Flag(name="rdzv-id", metavar="NAME", help="the job's name (derived from the command)"),
@@ -314,7 +327,7 @@ OURS = frozenset(
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
         *("etcd-wait", "etcd-grace"),
-        *("ram-budget", "preload"),
+        *("ram-budget", "preload", "stop-exit-code"),
     }
 )
 """Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""
@@ -323,6 +336,7 @@ METAVARS: Mapping[object, str] = {
     _some_seconds: "SECONDS",
     _port: "PORT",
     _whole: "N",
+    _exit_code: "N",
     _size_bytes: "SIZE",
     Path: "FILE",
 }

@@ -78,6 +78,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         shutdown_timeout_s=_shutdown_timeout_s(args, environ),
         hang=parse_hang_timeout(args.hang_timeout),
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
+        stop_exit_code=args.stop_exit_code,
         etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
     )
 
