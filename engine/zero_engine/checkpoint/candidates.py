@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from zero_engine.checkpoint.files.object_disk import disk_of
-from zero_engine.checkpoint.files.storage import Disk
+from zero_engine.checkpoint.files.storage import REMOVED, Disk
 from zero_engine.checkpoint.format.manifest import MANIFEST, QUARANTINE, Manifest
 from zero_engine.checkpoint.format.parse import (
     ManifestError,
@@ -153,6 +153,11 @@ def _rejected(path: Place, error: ManifestError | OSError) -> Rejected:
             return Rejected(path, Why.DAMAGED, str(error))
         case _:
             raise error  # a missing permission, a stalled mount: not the checkpoint's fault
+
+
+def is_ours(name: str) -> bool:
+    """Whether a directory has the name of a checkpoint, or of one that is being deleted."""
+    return _NAME.fullmatch(name.removeprefix(REMOVED)) is not None
 
 
 def newest_committed(root: Place) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 
@@ -65,6 +66,58 @@ def test_a_quarantined_checkpoint_can_still_be_looked_at_by_its_own_name(root):
     path = find(root).candidates[0].path
     quarantine(path, "flipped")
     assert locate.one(str(path)).path == path.resolve()
+
+
+@pytest.fixture
+def output(tmp_path):
+    """The output directory of a Trainer: a root for each save."""
+    for step in (10, 9, 20):
+        root = tmp_path / "out" / f"checkpoint-{step}"
+        saved(root, adam_state(seed=step), step=step, tag=f"global_step{step}")
+        (root / "model.safetensors").touch()
+    (tmp_path / "out" / "runs").mkdir()
+    return tmp_path / "out"
+
+
+def test_the_output_directory_of_a_trainer_stands_for_all_its_checkpoints(output, capsys):
+    assert main(["ls", str(output), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in rows] == [20, 10, 9]
+    assert [row["name"].partition("/step-")[0] for row in rows] == [
+        *("checkpoint-20", "checkpoint-10", "checkpoint-9")
+    ]
+    assert locate.one(str(output)).manifest.step == 20
+    assert locate.one(f"{output}@global_step9").manifest.step == 9
+    assert main(["verify", str(output), "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+    inner = "give one of: checkpoint-20, checkpoint-10, checkpoint-9"
+    for command in (["prune", str(output), "--keep-last=2"], ["repair", str(output)]):
+        assert main(command) == 2
+        assert inner in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("notes", "give the directory that save_checkpoint() was given, or the one above"),
+        (".metadata", "it looks like a checkpoint of torch.distributed.checkpoint: zero-ckpt"),
+        ("mp_rank_00_model_states.pt", "it looks like a checkpoint of DeepSpeed: zero-ckpt import"),
+        ("model.safetensors.index.json", "a Hugging Face model: zero-ckpt import {} DIR --from hf"),
+        ("global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt", "import {}/global_step3 DIR"),
+        ("dcp/.metadata", "zero-ckpt import {}/dcp DIR --from dcp"),
+    ],
+)
+def test_a_directory_without_checkpoints_is_an_error_with_the_remedy(
+    tmp_path, capsys, file, remedy
+):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    commands = [["ls"], ["show"], ["verify", "--all"], ["repair"], ["prune", "--keep-last=2"]]
+    for command in commands:
+        assert main([*command, str(tmp_path)]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert remedy.format(tmp_path) in told.err
 
 
 # ---- tensors ----
@@ -269,25 +322,6 @@ def test_prune_keeps_the_best_and_says_why(tmp_path):
         "stays, among the best: loss = 0.1",
         "stays, among the best: loss = 0.9",
     ]
-
-
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        (".metadata", "it looks like a checkpoint of torch.distributed.checkpoint: zero-ckpt"),
-        ("mp_rank_00_model_states.pt", "looks like a checkpoint of DeepSpeed: zero-ckpt import"),
-        ("model.safetensors.index.json", "it looks like a Hugging Face model: zero-ckpt import"),
-        ("notes.txt", "there are no checkpoints here\n"),
-    ],
-)
-def test_a_directory_of_another_format_is_recognized_and_the_import_named(
-    tmp_path, capsys, file, says
-):
-    (tmp_path / file).write_text("")
-    assert main(["ls", str(tmp_path)]) == 0
-    assert says in capsys.readouterr().out
-    assert main(["show", str(tmp_path)]) == 2
-    assert says.removeprefix("there are no checkpoints here") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "import"])

@@ -19,7 +19,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.tools import arguments, convert, locate, output, upkeep
 from zero_engine.checkpoint.tools.compare import Relation, compare
 from zero_engine.checkpoint.tools.describe import describe
-from zero_engine.checkpoint.tools.listing import Status, list_root
+from zero_engine.checkpoint.tools.listing import Status, list_roots
 from zero_engine.checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_engine.errors import CheckpointError
 from zero_orchestrator.exit_codes import CkptExit
@@ -122,15 +122,10 @@ def _add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    root = locate.root(options.dir)
+    roots = locate.all_roots(options.dir)
     check = _checker(options) if options.verify else None
-    rows = list_root(root, now_s=time.time(), check=check)
-    if options.json:
-        output.print_json(rows)
-    elif rows:
-        output.show_rows(rows)
-    else:
-        print(f"{root}: there are no checkpoints here{locate.hint(root)}")
+    rows = list_roots(roots, now_s=time.time(), check=check)
+    (output.print_json if options.json else output.show_rows)(rows)
     return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
 
 
@@ -180,12 +175,12 @@ def _to_verify(options: argparse.Namespace) -> tuple[Sequence[Candidate], list[R
     if not options.all:
         chosen, passed_over = locate.newest(options.checkpoint)
         return [chosen], passed_over
-    root = locate.root(options.checkpoint)
-    found = find(root)
-    unusable = [entry for entry in found.rejected if entry.why in WAS_COMMITTED]
-    if not found.candidates and not unusable:
-        raise CheckpointError(f"{root}: there is no committed checkpoint here")
-    return found.candidates, unusable
+    found = [find(root) for root in locate.all_roots(options.checkpoint)]
+    candidates = [each for one in found for each in one.candidates]
+    unusable = [each for one in found for each in one.rejected if each.why in WAS_COMMITTED]
+    if not candidates and not unusable:
+        raise CheckpointError(f"{options.checkpoint}: there is no committed checkpoint here")
+    return candidates, unusable
 
 
 def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:

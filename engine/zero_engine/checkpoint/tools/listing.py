@@ -5,8 +5,8 @@ Called by `cli`. Reads manifests and sizes of files, and no data unless asked to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -56,6 +56,17 @@ _STATUS = {
 }
 
 Check = Callable[[Candidate], list[Damage]]
+
+
+def list_roots(roots: Sequence[Place], *, now_s: float, check: Check | None = None) -> list[Row]:
+    """As `list_root`, of several roots in their order; each name says which root it is in."""
+    if len(roots) == 1:
+        return list_root(roots[0], now_s=now_s, check=check)
+    return [
+        replace(row, name=f"{root.name}/{row.name}")
+        for root in roots
+        for row in list_root(root, now_s=now_s, check=check)
+    ]
 
 
 def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:

@@ -1,5 +1,8 @@
 """From what a user typed to a checkpoint: a root (its newest), one directory, or `DIR@TAG`.
 
+Libraries make a root for each save: the Trainer `checkpoint-10`, accelerate `checkpoint_0`. So the
+directory above such roots stands for all of them.
+
 Called by `cli`; everything behind it gets a `Candidate`.
 """
 
@@ -7,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from zero_engine.checkpoint.candidates import (
     WAS_COMMITTED,
@@ -15,6 +20,7 @@ from zero_engine.checkpoint.candidates import (
     Rejected,
     Why,
     examine,
+    is_ours,
     scan,
 )
 from zero_engine.checkpoint.format.manifest import MANIFEST
@@ -48,7 +54,7 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
         return _named(path, tag), []
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
-    for entry in scan(path):
+    for entry in chain.from_iterable(scan(each) for each in roots(path)):
         if isinstance(entry, Rejected):
             rejected.append(entry)
         elif tag in (None, entry.manifest.tag):
@@ -59,17 +65,56 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
 
 
 def root(name: str) -> Place:
-    """The existing directory of checkpoints that `name` means.
+    """The one directory of checkpoints that `name` means.
 
     Raises:
-        CheckpointError: It is no directory, or is a single checkpoint.
+        CheckpointError: It is no directory, is a single checkpoint, or holds none; with the remedy.
     """
+    found = all_roots(name)
+    if len(found) > 1:
+        inner = ", ".join(each.name for each in found)
+        raise CheckpointError(
+            f"{found[0].parent}: the checkpoints are in directories in it; give one of: {inner}"
+        )
+    return found[0]
+
+
+def all_roots(name: str) -> list[Place]:
+    """The directories of checkpoints that `name` means, the newest first; raises as `root`."""
     path = place(name)
     if not path.is_dir():
         raise CheckpointError(f"{path}: {absence(path)}; give a directory of checkpoints")
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
-    return path
+    found = roots(path)
+    if not found:
+        raise CheckpointError(
+            f"{path}: there are no checkpoints here{hint(path) or _GIVE_THE_DIRECTORY}"
+        )
+    return found
+
+
+_GIVE_THE_DIRECTORY = "; give the directory that save_checkpoint() was given, or the one above"
+
+
+def roots(path: Place) -> list[Place]:
+    """The directory itself if there are checkpoints in it; else those in it where there are."""
+    if _steps(path):
+        return [path]
+    steps = {inner: _steps(inner) for inner in _directories(path)}
+    return sorted((i for i, found in steps.items() if found), key=lambda i: steps[i], reverse=True)
+
+
+def _steps(path: Place) -> list[str]:
+    """The names of the checkpoints in a directory, which begin with their steps; newest first."""
+    return sorted((inner.name for inner in _directories(path) if is_ours(inner.name)), reverse=True)
+
+
+def _directories(path: Place) -> list[Place]:
+    try:
+        return [inner for inner in path.iterdir() if inner.is_dir()]
+    except PermissionError:  # a neighbour that this user may not look into
+        return []
 
 
 def split(name: str) -> tuple[Place, str | None]:
@@ -115,10 +160,15 @@ def _named(path: Place, tag: str | None) -> Candidate:
 
 def hint(path: Place) -> str:
     """What a directory without a checkpoint of ours seems to hold instead, and the command."""
-    there = [inner.name for inner in path.iterdir()]
-    for kind, (pattern, what) in _FOREIGN.items():
-        if any(fnmatchcase(name, pattern) for name in there):
-            return f"; it looks like {what}: zero-ckpt import {path} DIR --from {kind}"
+    others = (each for each in _directories(path) if not is_ours(each.resolve().name))
+    for directory in (path, *sorted(others, key=str)):
+        with suppress(PermissionError):
+            there = [inner.name for inner in directory.iterdir()]
+            for kind, (pattern, what) in _FOREIGN.items():
+                if any(fnmatchcase(name, pattern) for name in there):
+                    told = f"zero-ckpt import {directory} DIR --from {kind}"
+                    which = "it" if directory == path else directory.name
+                    return f"; {which} looks like {what}: {told}"
     return ""
 
 
@@ -139,6 +189,7 @@ def _nothing(
     unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
     also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
     if not candidates:
-        return f"{path}: there is no usable checkpoint here{also}{hint(path)}"
+        remedy = hint(path) or ("" if also else _GIVE_THE_DIRECTORY)
+        return f"{path}: there is no usable checkpoint here{also}{remedy}"
     tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
     return f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}"
