@@ -3,13 +3,16 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zero_engine.config import Config, load_config, ranges
+from zero_engine.config.nearest import check_params
 from zero_engine.errors import ConfigError
 
 
@@ -194,7 +197,8 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"flops_profiler": {"profile_step": -1}}, "flops_profiler.profile_step: -1 is less than"),
         ({"elasticity": {"min_time": -1}}, "elasticity.min_time: -1 is less than 0"),
         ({"gradient_allreduce_op": "max"}, '\'max\' is neither "mean" nor "sum"'),
-        ({"bf16": True}, "bf16: True is not an object"),
+        ({"bf16": True}, 'bf16: True is not an object; write {"enabled": true}'),
+        ({"optimizer": "Lion"}, 'optimizer: \'Lion\' is not an object; write {"type": "Lion"}'),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled: 'yes' is not true or false"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of"),
         (
@@ -272,3 +276,53 @@ def test_numbers_without_effect_are_taken_as_deepspeed_takes_them() -> None:
 def test_a_feature_that_is_named_but_switched_off_is_accepted() -> None:
     off = {"offload_optimizer": {"device": "none"}, "zero_quantized_weights": False}
     assert load_config({"zero_optimization": off, "fp16": {"enabled": False}}) == Config()
+
+
+def make_something(
+    _: object,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    rates: float | Sequence[float] = 0.0,
+    steps: int = 5,
+    nesterov: bool = False,
+    kind: str | None = None,
+) -> None:
+    """As an optimizer or a schedule."""
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "taken"),
+    [
+        ("lr", "1e-4", 1e-4),
+        ("betas", ["0.9", 0.95], [0.9, 0.95]),
+        ("rates", [1, "0.5"], [1, 0.5]),
+        ("steps", 5e0, 5),
+        ("nesterov", "false", False),
+        ("kind", None, None),
+        ("kind", "log", "log"),
+    ],
+)
+def test_a_free_param_is_taken_as_the_type_that_it_is(name: str, written: Any, taken: Any) -> None:
+    (got,) = check_params("params", make_something, {name: written}).values()
+    assert (got, type(got)) == (taken, type(taken))
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("lr", None, "params.lr: None is not a number"),
+        ("lr", True, "params.lr: True is not a number"),
+        ("lr", [1e-3], "params.lr: [0.001] is not a number"),
+        ("lr", {"a": 1}, "params.lr: {'a': 1} is not a number"),
+        ("lr", math.inf, "params.lr: inf is not a number"),
+        ("betas", 0.9, "params.betas: 0.9 is not a list of 2 numbers"),
+        ("betas", [0.9], "params.betas: [0.9] is not a list of 2 numbers"),
+        ("betas", [0.9, "x"], "params.betas: 'x' is not a number"),
+        ("steps", 0.5, "params.steps: 0.5 is not an integer"),
+        ("nesterov", "yes", "params.nesterov: 'yes' is not true or false"),
+    ],
+)
+def test_a_free_param_of_another_type_is_named(name: str, written: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_params("params", make_something, {name: written})
+    assert str(caught.value) == message

@@ -146,6 +146,7 @@ BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
         {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}},
         {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4 "}}},
         {"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}},
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
         {"optimizer": {"type": "Lion", "params": {"lr": -1}}},
         {"scheduler": {"type": "Warmup"}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},

@@ -210,7 +210,7 @@ def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:
         ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps: -1 is less than 0"),
         ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps: 0 is less than 1"),
-        ("WarmupDecayLR", {"total_num_steps": "many"}, "'many' is not a number"),
+        ("WarmupDecayLR", {"total_num_steps": "many"}, "'many' is not an integer"),
         ("WarmupLR", {"warmup_max_lr": -0.1}, "scheduler.params.warmup_max_lr: -0.1 is less"),
         ("WarmupLR", {"warmup_max_lr": "much"}, "warmup_max_lr: 'much' is not a number"),
         ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr: nan is not a number"),

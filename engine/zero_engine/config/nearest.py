@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_engine.errors import ConfigError
 
-_NUMBER = re.compile(r"\b(int|float)\b")
+_TYPES = re.compile(r"\b(int|float|bool|str|None|Optional|[tT]uple|Sequence)\b")
 
 
 def unknown_key(
@@ -38,8 +38,7 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
     """Params as the arguments of `make`, after its first one; numbers in quotes as numbers.
 
     Raises:
-        ConfigError: One that it does not have, one missing that it needs, or text or NaN for a
-            number.
+        ConfigError: One that it does not have, one missing that it needs, or one of another type.
     """
     _, *arguments = inspect.signature(make).parameters.values()
     known = {argument.name for argument in arguments}
@@ -49,10 +48,11 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
     for argument in arguments:
         if argument.default is inspect.Parameter.empty and argument.name not in params:
             raise ConfigError(f'{where}.{argument.name}: missing, or "auto": give a value')
-    taken = {name: unquoted(value) for name, value in params.items()}
-    for argument in arguments:
-        _check_number(f"{where}.{argument.name}", taken.get(argument.name), argument)
-    return taken
+    return {
+        argument.name: _as_argument(f"{where}.{argument.name}", params[argument.name], argument)
+        for argument in arguments
+        if argument.name in params
+    }
 
 
 def unquoted(value: Any) -> Any:
@@ -67,10 +67,42 @@ def unquoted(value: Any) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _check_number(where: str, value: Any, argument: inspect.Parameter) -> None:
-    """Raises ConfigError if a value is NaN, or text in the place of a number."""
-    default = argument.default
-    by_default = isinstance(default, int | float) and not isinstance(default, bool)
-    is_text = isinstance(value, str) and (by_default or _NUMBER.search(str(argument.annotation)))
-    if is_text or (isinstance(value, float) and math.isnan(value)):
-        raise ConfigError(f"{where}: {value!r} is not a number")
+def _as_argument(where: str, written: Any, argument: inspect.Parameter) -> Any:
+    """A value as the type that an argument's annotation names; raises ConfigError if it is none."""
+    words = {word.lower() for word in _TYPES.findall(str(argument.annotation))}
+    value, default = unquoted(written), argument.default
+    if not words:  # of a type that no config can hold, or of none
+        return value
+    if not isinstance(value, list | tuple):
+        if "tuple" in words and value is not None:
+            raise ConfigError(f"{where}: {written!r} is not a list of {len(default)} numbers")
+        return _as_scalar(where, value, words)
+    if not words & {"tuple", "sequence"}:
+        raise ConfigError(f"{where}: {written!r} is not {_kind(words)}")
+    if isinstance(default, tuple) and len(value) != len(default):
+        raise ConfigError(f"{where}: {written!r} is not a list of {len(default)} numbers")
+    return [_as_scalar(where, each, words) for each in value]
+
+
+def _as_scalar(where: str, value: Any, words: Collection[str]) -> Any:
+    match value:
+        case None:
+            good = not {"none", "optional"}.isdisjoint(words)
+        case bool():
+            good = "bool" in words
+        case str():
+            good = "str" in words
+        case int() | float() if "float" in words:
+            good = math.isfinite(value)
+        case int() | float() if math.isfinite(value) and value == int(value):
+            return int(value)
+        case _:
+            good = False
+    if not good:
+        raise ConfigError(f"{where}: {value!r} is not {_kind(words)}")
+    return value
+
+
+def _kind(words: Collection[str]) -> str:
+    kinds = {"float": "a number", "int": "an integer", "bool": "true or false"}
+    return next((kind for word, kind in kinds.items() if word in words), "text")

@@ -10,6 +10,7 @@ Called by `assembly` and by `python -m zero_engine.config`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -237,7 +238,7 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
     if wanted in _OFFLOAD and isinstance(value, bool):
         value = {"device": "cpu" if value else "none"}  # DeepSpeed's older "cpu_offload"
     if wanted in SECTIONS:
-        return _parse(SECTIONS[wanted], _as_section(value, where), where)
+        return _parse(SECTIONS[wanted], _as_section(value, where, SECTIONS[wanted]), where)
     name, convert = _COERCE[wanted]
     try:
         return convert(value)
@@ -245,7 +246,10 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {value!r} is not {name}") from None
 
 
-def _as_section(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: {value!r} is not an object")
-    return value
+def _as_section(value: Any, where: str, section: type[Any]) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    key = {str: "type", bool: "enabled"}.get(type(value))
+    known = key in {field.name for field in dataclasses.fields(section)}
+    hint = f"; write {json.dumps({key: value})}" if known else ""
+    raise ConfigError(f"{where}: {value!r} is not an object{hint}")

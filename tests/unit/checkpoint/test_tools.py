@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
 from zero_engine.checkpoint import find, retention
@@ -349,3 +350,40 @@ def test_repair_writes_the_hint_anew_and_says_so(root, hint):
     action.act()
     assert (root / "latest").read_text() == f"{newest}\n"
     assert upkeep.plan_repair(root, now_s=2e9, older_than_s=0).actions == []
+
+
+def test_a_metric_that_nobody_has_saved_deletes_nothing(tmp_path, capsys):
+    for step in (1, 2, 3):
+        saved(tmp_path, adam_state(seed=step), step=step)
+    assert main(["prune", str(tmp_path), "--keep-last=2", "--keep-best=los:min"]) == 2
+    assert "no checkpoint has a number 'los' in its client_state" in capsys.readouterr().err
+    assert len(find(tmp_path).candidates) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("ls ck@t", "ck@t: a tag names one checkpoint of many; give ck\n"),
+        ("import ck new --from=hf", "ck holds checkpoints of this engine, which need no import: "),
+        ("import hf new --from=dcp", "; it looks like a Hugging Face model: zero-ckpt import hf "),
+        (
+            "import hf new --from=hf --frozen=b*",
+            "matches no parameter; there are: a\n",
+        ),
+        (
+            "export ck hf/model.safetensors/m --to=torch",
+            "directories in this path is a file",
+        ),
+        ("export ck m --to=torch --max-shard-size=1GB", "is for --to hf only; leave it out"),
+    ],
+)
+def test_who_takes_one_thing_for_another_is_told_what_it_is(
+    tmp_path, monkeypatch, capsys, command, message
+):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "ck", adam_state())
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "hf" / "model.safetensors")
+    assert main(command.split()) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "hf"]

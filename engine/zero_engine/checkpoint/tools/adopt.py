@@ -10,7 +10,7 @@ Called by `cli`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -37,6 +37,7 @@ _UNKNOWN: dict[str, Any] = {
     **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler")),
 }
 """What the engine keeps in a checkpoint; None where only the engine could have known."""
+_SHOWN_NAMES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,9 @@ def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:
     for pattern in patterns:
         matching = {name for name in foreign.params if fnmatchcase(name, pattern)}
         if not matching:
-            raise CheckpointError(f"--frozen {pattern}: matches no parameter")
+            raise CheckpointError(
+                f"--frozen {pattern}: matches no parameter; there are: {_some(foreign.params)}"
+            )
         frozen |= matching
     groups = [
         {**group, "params": [name for name in group["params"] if name not in frozen]}
@@ -122,12 +125,20 @@ def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
     params, aliases = dict(foreign.params), dict(foreign.aliases)
     for other, name in ties.items():
         if name not in params:
-            raise CheckpointError(f"--tie {other}={name}: there is no parameter {name!r}")
+            raise CheckpointError(
+                f"--tie {other}={name}: there is no parameter {name!r}; there are: {_some(params)}"
+            )
         if other in params and not torch.equal(params[other], params[name]):
             raise CheckpointError(f"--tie {other}={name}: the two differ, so they are not tied")
         params.pop(other, None)
         aliases[other] = name
     return replace(foreign, params=params, aliases=aliases)
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names, so that one sees how they are written."""
+    shown = sorted(names)[:_SHOWN_NAMES]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
 
 
 def _tensors(foreign: Foreign, dtypes: Dtypes) -> Iterator[tuple[TensorId, Tensor]]:

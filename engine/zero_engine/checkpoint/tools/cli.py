@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from zero_engine.checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, Why, find
-from zero_engine.checkpoint.place import Place
+from zero_engine.checkpoint.place import Place, place
 from zero_engine.checkpoint.tools import arguments, convert, locate, output, upkeep
 from zero_engine.checkpoint.tools.compare import Relation, compare
 from zero_engine.checkpoint.tools.describe import describe
@@ -124,7 +124,7 @@ def _add_ls(parser: argparse.ArgumentParser) -> None:
 def _ls(options: argparse.Namespace) -> int:
     roots = locate.all_roots(options.dir)
     check = _checker(options) if options.verify else None
-    rows = list_roots(roots, now_s=time.time(), check=check)
+    rows = list_roots(place(options.dir), roots, now_s=time.time(), check=check)
     (output.print_json if options.json else output.show_rows)(rows)
     return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
 
@@ -215,8 +215,12 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR")
-    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="at least 2")
-    parser.add_argument("--keep-every", type=int, metavar="M", help="and steps divisible by M")
+    parser.add_argument(
+        "--keep-last", type=arguments.positive, required=True, metavar="N", help="at least 2"
+    )
+    parser.add_argument(
+        "--keep-every", type=arguments.positive, metavar="M", help="and steps divisible by M"
+    )
     parser.add_argument(
         "--keep-best",
         type=arguments.best,

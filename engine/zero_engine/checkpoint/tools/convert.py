@@ -26,6 +26,7 @@ _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
     "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
 )
+_SHARD_BYTES = 5 * 10**9
 _LEFT_OUT = (
     "not imported, because a checkpoint has no place for it, or it does not fit the model: %s. If "
     "the model or its optimizer is among these, say so with --model-key or --optimizer-key"
@@ -51,14 +52,15 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "where the Trainer puts them",
     )
     parser.add_argument(
-        "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="(5GB)"
+        "--max-shard-size", type=arguments.size, metavar="SIZE", help="hf: of a file (5GB)"
     )
 
 
 def run_export(options: argparse.Namespace) -> None:
     """Carry out `export`; raises CheckpointError or OSError."""
-    if options.hf_config is not None and options.to != "hf":
-        raise CheckpointError("--hf-config is for --to hf only; leave it out")
+    for flag in ("hf_config", "max_shard_size"):
+        if getattr(options, flag) is not None and options.to != "hf":
+            raise CheckpointError(f"--{flag.replace('_', '-')} is for --to hf only; leave it out")
     checkpoint = locate.one(options.checkpoint)
     config = options.hf_config or (_config_beside(checkpoint) if options.to == "hf" else None)
     dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -71,7 +73,7 @@ def run_export(options: argparse.Namespace) -> None:
                 checkpoint,
                 selection,
                 options.out,
-                shard_bytes=options.max_shard_size,
+                shard_bytes=options.max_shard_size or _SHARD_BYTES,
                 config=config,
                 progress=progress,
             )
@@ -143,6 +145,27 @@ _READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
 }
 
 
+def _read(options: argparse.Namespace) -> Foreign:
+    """What is to be imported.
+
+    Raises:
+        CheckpointError: It cannot be read; says what it looks like instead.
+    """
+    try:
+        return _READERS[options.kind](options)
+    except CheckpointError as error:
+        source = options.source
+        if source.is_dir() and (locate.is_checkpoint(source) or locate.roots(source)):
+            raise CheckpointError(
+                f"{error}. {source} holds checkpoints of this engine, which need no import: give "
+                "it to load_checkpoint(), or to zero-ckpt show"
+            ) from error
+        meant = locate.hint(source) if source.is_dir() else ""
+        if meant.endswith(f" import {source} DIR --from {options.kind}"):
+            raise  # as it was typed
+        raise CheckpointError(f"{error}{meant}") from error
+
+
 def run_import(options: argparse.Namespace) -> None:
     """Carry out `import`; raises CheckpointError or OSError."""
     _check_flags(options)
@@ -151,7 +174,7 @@ def run_import(options: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{root}: this is a file; give a directory of checkpoints, or a new one"
         )
-    foreign = adopt.tie(_READERS[options.kind](options), dict(options.tie))
+    foreign = adopt.tie(_read(options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
     if foreign.left_out:
         _log.warning(_LEFT_OUT, ", ".join(foreign.left_out))

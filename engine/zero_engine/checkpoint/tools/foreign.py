@@ -94,7 +94,7 @@ def read_hf(path: Path, *, buffers: Sequence[str]) -> Foreign:
         except FileNotFoundError:
             raise CheckpointError(f"{file}: the index names it, and it is missing") from None
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: damaged: {error}") from error
+            raise CheckpointError(f"{file}: no safetensors, or damaged: {error}") from error
     return sort_out(tensors, buffers)
 
 

@@ -58,15 +58,16 @@ _STATUS = {
 Check = Callable[[Candidate], list[Damage]]
 
 
-def list_roots(roots: Sequence[Place], *, now_s: float, check: Check | None = None) -> list[Row]:
-    """As `list_root`, of several roots in their order; each name says which root it is in."""
-    if len(roots) == 1:
-        return list_root(roots[0], now_s=now_s, check=check)
-    return [
-        replace(row, name=f"{root.name}/{row.name}")
-        for root in roots
-        for row in list_root(root, now_s=now_s, check=check)
-    ]
+def list_roots(
+    top: Place, roots: Sequence[Place], *, now_s: float, check: Check | None = None
+) -> list[Row]:
+    """As `list_root`, of several roots in their order; of those in `top` each name says which."""
+    rows = []
+    for root in roots:
+        prefix = "" if root == top else f"{root.name}/"
+        listed = list_root(root, now_s=now_s, check=check)
+        rows += [replace(row, name=prefix + row.name) for row in listed]
+    return rows
 
 
 def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 
 from zero_engine.checkpoint.candidates import (
+    LATEST,
     WAS_COMMITTED,
     Candidate,
     Rejected,
@@ -83,6 +84,9 @@ def all_roots(name: str) -> list[Place]:
     """The directories of checkpoints that `name` means, the newest first; raises as `root`."""
     path = place(name)
     if not path.is_dir():
+        directory, sign, _ = name.rpartition("@")
+        if sign and place(directory).is_dir():
+            raise CheckpointError(f"{name}: a tag names one checkpoint of many; give {directory}")
         raise CheckpointError(f"{path}: {absence(path)}; give a directory of checkpoints")
     if is_checkpoint(path):
         raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
@@ -161,23 +165,29 @@ def _named(path: Place, tag: str | None) -> Candidate:
 def hint(path: Place) -> str:
     """What a directory without a checkpoint of ours seems to hold instead, and the command."""
     others = (each for each in _directories(path) if not is_ours(each.resolve().name))
-    for directory in (path, *sorted(others, key=str)):
-        with suppress(PermissionError):
-            there = [inner.name for inner in directory.iterdir()]
-            for kind, (pattern, what) in _FOREIGN.items():
-                if any(fnmatchcase(name, pattern) for name in there):
-                    told = f"zero-ckpt import {directory} DIR --from {kind}"
-                    which = "it" if directory == path else directory.name
-                    return f"; {which} looks like {what}: {told}"
+    names = {each: _names(each) for each in (path, *sorted(others, key=str))}
+    for kind, (pattern, what) in _FOREIGN.items():
+        for directory, there in names.items():
+            if any(fnmatchcase(name, pattern) for name in there):
+                whole = path if kind == _DEEPSPEED and LATEST in names[path] else directory
+                which = "it" if whole == path else whole.name
+                return f"; {which} looks like {what}: zero-ckpt import {whole} DIR --from {kind}"
     return ""
 
 
+def _names(directory: Place) -> list[str]:
+    with suppress(PermissionError):
+        return [inner.name for inner in directory.iterdir()]
+    return []
+
+
+_DEEPSPEED = "deepspeed"
 _FOREIGN = {
     "dcp": (".metadata", "a checkpoint of torch.distributed.checkpoint"),
-    "deepspeed": ("*_model_states.pt", "a checkpoint of DeepSpeed"),
+    _DEEPSPEED: ("*_model_states.pt", "a checkpoint of DeepSpeed"),
     "hf": ("*.safetensors*", "a Hugging Face model"),
 }
-"""Kind of an import -> a file that tells it, and what it is called."""
+"""Kind of an import -> a file that tells it, and what it is called; what has most comes first."""
 
 
 def _nothing(

@@ -89,7 +89,9 @@ def _unreadable(what: str, problem: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What an error says; of those that say a word only, also what they are."""
+    said = str(error).partition("\n")[0]
+    return said if " " in said else f"{type(error).__name__} {said}".rstrip()
 
 
 def load_listed(data: bytes, what: str, classes: Mapping[tuple[str, str], Any]) -> Any:

@@ -10,7 +10,7 @@ Called by `cli`. The decisions are in `retention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zero_engine.checkpoint.candidates import LATEST, Candidate, Why, find
@@ -58,11 +58,13 @@ def plan_prune(
         check: Finds the damage of a checkpoint; asked newest first, until one is whole.
 
     Raises:
-        CheckpointError: The policy is out of bounds, or no checkpoint is whole.
+        CheckpointError: The policy is out of bounds, no checkpoint has the metric, or none is
+            whole.
         OSError: Something could not be read.
     """
     check_policy(keep_last=keep_last, keep_every=keep_every)
     candidates = find(root).candidates
+    _check_metric(root, keep_best, candidates)
     protected: tuple[Place, ...] = ()
     plan = Plan()
     if candidates:
@@ -83,6 +85,18 @@ def plan_prune(
         plan.notes += [_best_note(keep_best, c) for c in keep_best.among(candidates)]
     plan.actions = [_removal(path, reason) for path in paths]
     return plan
+
+
+def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate]) -> None:
+    """Refuse a metric that nobody has saved: misspelt, it would let the best be deleted."""
+    if best is None or not candidates or best.among(candidates):
+        return
+    clients = (candidate.manifest.meta.get("client") for candidate in candidates)
+    known = {key for client in clients if isinstance(client, dict) for key in client}
+    raise CheckpointError(
+        f"{root}: no checkpoint has a number {best.metric!r} in its client_state, so none could be "
+        f"the best; nothing is deleted. Known there: {', '.join(sorted(known)) or 'nothing'}"
+    )
 
 
 def _best_note(best: Best, candidate: Candidate) -> str:

@@ -33,11 +33,15 @@ def workplace(out: Path) -> Iterator[Path]:
     What an export that died has left there goes first.
 
     Raises:
-        CheckpointError: Another export writes there, or what is there is not an export's.
+        CheckpointError: Another export writes there, what is there is not an export's, or there
+            can be no directory.
         OSError: It could not be made.
     """
     directory = out.with_name(out.name + _SUFFIX)
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(f"{out}: one of the directories in this path is a file") from None
     owner = _claim(directory)
     try:
         yield directory
