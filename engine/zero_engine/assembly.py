@@ -296,13 +296,19 @@ def _make_scheduler(
     given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer | None
 ) -> Any:
     # A scheduler object has a step(); a function that makes one has not, and a class makes one.
+    if given is not None and config is not None and config.type and dist.get_rank() == 0:
+        _log.warning(
+            "the lr_scheduler given to initialize() is used, as in DeepSpeed, and not the config's "
+            '"scheduler": {"type": "%s"}; remove one of the two',
+            config.type,
+        )
     if hasattr(given, "step") and not isinstance(given, type):
         return given
     if given is None and (config is None or config.type is None):
         return None
     if optimizer is None:
         raise ConfigError("lr_scheduler: there is no optimizer to schedule")
-    if given is not None:  # as in DeepSpeed, the script's own comes before the config's
+    if given is not None:
         return given(optimizer)
     assert config is not None
     return make_schedule(config, optimizer)

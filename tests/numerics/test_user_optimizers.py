@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
+from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 
@@ -55,6 +57,36 @@ def test_the_users_optimizer_stays_the_same_object_and_schedulers_built_on_it_wo
     _, rates = by_object
     # Two groups, each with its own rate, halved after each of the four steps.
     assert rates == [pytest.approx(1e-2 / 16), pytest.approx(5e-3 / 16)]
+
+
+def test_what_is_given_beside_the_configs_section_is_used_and_said_once(
+    worlds: WorldPool,
+) -> None:
+    first, second = worlds.run(2, train_with_both)
+    assert first[:2] == second[:2] == (["SGD", 0.25], ["LambdaLR", [0.125]])
+    assert [line.split(",")[0] for line in first[2]] == [
+        "the optimizer given to initialize() is used",
+        "the lr_scheduler given to initialize() is used",
+    ]
+    assert second[2] == []
+
+
+def train_with_both() -> tuple[list[Any], list[Any], list[str]]:
+    model = make_model(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    settings = config(1, scheduler={"type": "WarmupLR"})
+    with heard(logging.WARNING) as lines:
+        engine = make_engine(
+            settings,
+            model=model,
+            model_parameters=None,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+        )
+    used = [type(engine.optimizer).__name__, optimizer.param_groups[0]["lr"]]
+    train(engine, 1)
+    return used, [type(engine.lr_scheduler).__name__, engine.get_lr()], lines
 
 
 def train_with_own_optimizer(how: str, stage: int) -> tuple[str, list[float]]:

@@ -94,10 +94,14 @@ def make_optimizer(
     the matrices of `model`, where the script has not.
 
     Raises:
-        ConfigError: Two were given, or one that cannot work on shards.
+        ConfigError: One was given that cannot work on shards.
     """
-    if given is not None and config is not None:
-        raise ConfigError("an optimizer is given both to initialize() and in the config; keep one")
+    if given is not None and config is not None and dist.get_rank() == 0:
+        _log.warning(
+            "the optimizer given to initialize() is used, as in DeepSpeed, and not the config's "
+            '"optimizer": {"type": "%s"}; remove one of the two',
+            config.type,
+        )
     if parameters is None:
         parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
