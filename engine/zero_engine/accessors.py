@@ -77,8 +77,8 @@ class Accessors:
         return self._config.managed_gradient_accumulation
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights."""
-        return self._last is not None and self._last.applied
+        """Whether the last micro-step changed the weights: not one that only accumulates."""
+        return self._micro_steps.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last step before clipping; None before the first step."""

@@ -43,7 +43,9 @@ class Batching:
     def no_sync(self) -> Iterator[None]:
         """Micro-steps without `step()`, for scripts that accumulate by themselves.
 
-        Gradients are exchanged all the same: leaf by leaf is how the result stays one.
+        Gradients are exchanged all the same: leaf by leaf is how the result stays one. Where more
+        micro-steps are run here than the config's batch has, a step is from then on what the script
+        accumulates until it calls `step()`, as in DeepSpeed and DDP.
 
         Raises:
             EngineError: At stages 2 and 3, as in DeepSpeed.

@@ -207,6 +207,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
                 lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
             )
         self._micro_steps.clear()
+        self._micro_steps.applied = outcome.applied
         self._last = outcome
         self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
         if outcome.applied and self.lr_scheduler is not None:

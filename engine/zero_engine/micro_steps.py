@@ -51,6 +51,8 @@ class MicroSteps:
     def __init__(self, core: Core, run: Run) -> None:
         self.ended = 0
         """Micro-steps that this process has run."""
+        self.applied = False
+        """The micro-step under way, or the last one, has changed the weights."""
         self.awaits_step = False
         """A backward has run, and its `step()` has not."""
         self.without_step = False
@@ -85,6 +87,8 @@ class MicroSteps:
         if zero is None:
             raise EngineError("backward(): nothing is trained; give initialize() an optimizer")
         self._check_order()
+        if self.without_step and self.at_boundary:
+            self._go_beyond_the_batch()
         value, tokens = loss if isinstance(loss, tuple) else (loss, tokens)
         if value.numel() != 1 or not value.requires_grad:
             raise EngineError(
@@ -130,6 +134,7 @@ class MicroSteps:
 
     def _begin(self) -> None:
         self._check_boundary()
+        self.applied = False
         core, run = self._core, self._run
         assert core.reducer is not None
         live = run.plan().live(run.cursor.micro, run.world)
@@ -214,13 +219,31 @@ class MicroSteps:
         finally:
             self.coalescing = False
 
+    def _go_beyond_the_batch(self) -> None:
+        """A backward inside `no_sync` where the batch is full: the script accumulates by itself.
+
+        Raises:
+            EngineError: The loader cannot go on with that.
+        """
+        run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
+        if run.loader is not None and not run.loader.leave_steps_to_script():
+            raise EngineError(
+                f"no_sync() around micro-step {micro_steps} of {micro_steps}, which ends the step, "
+                f"and these {type(run.loader).__name__} batches are handed out a step at a time; "
+                "set gradient_accumulation_steps (or train_batch_size) to what you accumulate, or "
+                "call the last backward() of each step outside no_sync()"
+            )
+        run.managed = False
+        if run.rank == 0:
+            _log.info(
+                "no_sync() goes on where the config's batch ends (micro-step %d): from here on a "
+                "step is what the script accumulates, so its global batch depends on the number of "
+                "ranks; set gradient_accumulation_steps to what you accumulate, and it does not",
+                micro_steps,
+            )
+
     def _check_boundary(self) -> None:
         """What the script has said of this micro-step must be what the batch makes of it."""
-        if self.without_step and self.at_boundary:
-            raise EngineError(
-                "no_sync() around the last micro-step of a step; leave it, then call backward() "
-                "and step()"
-            )
         if self.declared_boundary not in (None, self.at_boundary):
             number, of = self._run.cursor.micro + 1, self._run.plan().micro_steps(self._run.world)
             raise EngineError(

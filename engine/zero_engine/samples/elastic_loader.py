@@ -73,6 +73,9 @@ class Feed(Protocol):
     def adopt_batch(self, batch: BatchShape) -> None:
         """Go on with another global batch."""
 
+    def leave_steps_to_script(self) -> bool:
+        """From now on the script decides where steps end; False if that cannot be."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
@@ -128,6 +131,12 @@ class LeafSampler:
     def epoch(self) -> int:
         """The epoch that the next step belongs to; counts from 0."""
         return self.cursor.samples // self.source.epoch_size
+
+    def leave_steps_to_script(self) -> bool:
+        """As `Feed` says: without ghosts, samples come in one order whatever a step is."""
+        if self.batch.leaves % self.world == 0:
+            self.managed = False
+        return not self.managed
 
     def __len__(self) -> int:
         """Micro-batches from here to the end of the epoch."""
@@ -227,6 +236,10 @@ class ElasticLoader:
     def adopt_batch(self, batch: BatchShape) -> None:
         """Go on with another global batch."""
         self.sampler.batch = batch
+
+    def leave_steps_to_script(self) -> bool:
+        """From now on the script decides where steps end; False if that cannot be."""
+        return self.sampler.leave_steps_to_script()
 
     def __len__(self) -> int:
         """Micro-batches that an iteration begun now would yield."""

@@ -56,3 +56,7 @@ class LeafBatches(Sampler[list[int]]):
     def adopt_batch(self, batch: BatchShape) -> None:
         """Go on with another global batch, from the next iteration on."""
         self._sampler.batch = batch
+
+    def leave_steps_to_script(self) -> bool:
+        """From now on the script decides where steps end; False if that cannot be."""
+        return self._sampler.leave_steps_to_script()

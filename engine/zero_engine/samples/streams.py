@@ -68,6 +68,10 @@ class StreamLoader:
         """Go on with another global batch."""
         self._steps.batch = batch
 
+    def leave_steps_to_script(self) -> bool:
+        """Never: what can only be iterated is read a global batch at a time."""
+        return False
+
     def __iter__(self) -> Iterator[Any]:
         cursor, batch_shape, epoch = self._cursor, self._steps.batch, self.epoch
         self._steps.begin = (cursor.step, cursor.samples, cursor.micro)
