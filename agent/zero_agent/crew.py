@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero_agent.asking import Askings
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.errands import Reply
 from zero_agent.installed import Installed
@@ -53,6 +54,11 @@ from zero_orchestrator.writer import LONGEST_FLUSH_S
 
 log = logging.getLogger("zero")
 
+_AT_BOUNDARY = (
+    "the workers leave at the next step boundary, or where only the script can save, with its next "
+    "save"
+)
+_BY_ITSELF = "the script is asked to save and leave (zero_agent.should_leave)"
 STACKS_S = 0.5
 """Between asking for stacks and the kill; a recovery waits for it."""
 
@@ -115,6 +121,7 @@ class Crew:
         """The nursery before this one was killed while it imported."""
         self._group: WorkerGroup | None = None
         self._can_leave: set[int] = set()
+        self._askings = Askings({})
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
@@ -145,13 +152,15 @@ class Crew:
 
     @property
     def asked_to_leave(self) -> bool:
-        """The workers were asked to stop at a step boundary."""
+        """The workers were asked to leave."""
         return self._asked_s is not None
 
     @property
     def can_leave(self) -> bool:
-        """Every worker has said that it can."""
-        return len(self._can_leave) == self._config.slots
+        """Every worker has said that it can: our engine under it, or its script."""
+        if self._group is None:
+            return False
+        return all(r in self._can_leave or self._askings.heard(r) for r in self._group.ranks)
 
     @property
     def overdue(self) -> bool:
@@ -192,6 +201,7 @@ class Crew:
         )
         self._host_timers()
         self.steps.begin(self._orders.pulses(job, node))
+        self._askings = Askings(self._orders.askings(job, node))
         orders = self._orders.of(job, node)
         self._group.start(self._config.program, orders)
         self._journal.tell(
@@ -210,13 +220,15 @@ class Crew:
             self._timer_host = self._nursery.host_timers(str(self._timers))
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
-        """Ask the workers to stop at their next step boundary; they have at most so long."""
+        """Ask the workers to leave at their next step boundary; they have at most so long."""
         self._asked_s = self._clock.now()
         within_s = min(within_s, self._config.boundary_timeout_s)
         leave = Leave(round=self.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
         for rank in self._can_leave:
             self._channel.send(rank, leave)
-        self._journal.tell("leave", f"{reason}: the workers stop at the next step boundary")
+        own = self._askings.ask()
+        how = _BY_ITSELF if own else _AT_BOUNDARY
+        self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
 
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
         """This signal now, SIGKILL after the shutdown timeout, counted from the first signal."""

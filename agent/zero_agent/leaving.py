@@ -20,7 +20,7 @@ from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import DrainOrder
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
-_SOON = "leaving at the next step boundary"
+_SOON = "leaving at the next step boundary, if the workers can"
 
 PROMPT_S = 0.7
 """Etcd takes a wish within milliseconds; after so long the user is told that it waits."""

@@ -58,7 +58,7 @@ class Situation:
     """The round of these workers; 0 before the first."""
     asked_to_leave: bool = False
     can_leave: bool = False
-    """Every worker has said that it can stop at a step boundary."""
+    """Every worker has said that it can leave without losing what it has done."""
     overdue: bool = False
     """The workers were asked to leave and have not for too long."""
     unkillable: str = ""
@@ -139,17 +139,25 @@ def _enter(now: Situation, index: int) -> Step:
     return Action.WAIT, f"the store of round {job.n} is being opened"
 
 
+_REPEATED = "what they have done since their last save is done again"
+_STOPPED = (
+    f"the workers are stopped at once, and {_REPEATED}: not all of them have said that they can "
+    "leave, as zero_agent.should_leave() does"
+)
+_LATE = f"the workers have not left in time: they are stopped, and {_REPEATED}"
+
+
 def _running(now: Situation) -> Step:
     job = now.job
     if job.yielding is None:
         return Action.WAIT, f"round {job.n} runs"
     if not now.can_leave:
-        return Action.STOP, f"{job.yielding}; these workers cannot stop at a step boundary"
+        return Action.STOP, f"{job.yielding}; {_STOPPED}"
     if now.overdue:
-        return Action.STOP, f"{job.yielding}; no step boundary came in time"
+        return Action.STOP, f"{job.yielding}; {_LATE}"
     if not now.asked_to_leave:
         return Action.ASK_TO_LEAVE, job.yielding
-    return Action.WAIT, f"{job.yielding}; waiting for the step boundary"
+    return Action.WAIT, f"{job.yielding}; waiting for the workers to leave"
 
 
 def _stopping(now: Situation) -> Step:
@@ -186,7 +194,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.RUNNING: _running,
     Workers.STOPPING: _stopping,
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
-    Workers.LEFT: _once(Action.REPORT_QUIET, "the workers left at a step boundary"),
+    Workers.LEFT: _once(Action.REPORT_QUIET, "the workers have left"),
     Workers.SUCCEEDED: _once(Action.REPORT_DONE, "the workers have finished"),
     Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),
     Workers.FAILED: _once(Action.REPORT_FAILURE, "a worker failed"),

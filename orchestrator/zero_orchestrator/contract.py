@@ -29,6 +29,7 @@ ENV_FENCE = "ZERO_FENCE"
 ENV_COMMITTED = "ZERO_COMMITTED_STEP"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
 ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
+ENV_LEAVE = "ZERO_LEAVE_FILE"
 
 
 class ExitCode(IntEnum):
@@ -38,7 +39,7 @@ class ExitCode(IntEnum):
     PEER_LOST = 75
     """The group broke under a healthy worker: a symptom, whose cause is on another node."""
     LEFT = 76
-    """The worker stopped at a step boundary because it was asked to leave."""
+    """The worker has saved and stopped because it was asked to leave."""
 
 
 class Ability(StrEnum):

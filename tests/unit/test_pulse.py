@@ -56,5 +56,5 @@ def test_the_import_is_cheap_and_the_name_is_the_contracts():
     done = subprocess.run(
         [sys.executable, "-c", question], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "['zero_agent', 'zero_agent.pulse']"
+    assert done.stdout.strip() == "['zero_agent', 'zero_agent.asking', 'zero_agent.pulse']"
     assert ENV_FILE == ENV_HEARTBEAT

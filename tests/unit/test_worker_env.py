@@ -24,7 +24,7 @@ JOB = Snapshot(
 )
 
 
-FILES = {"socket_path": "/s", "error_file": "/e", "heartbeat_file": "/h"}
+FILES = {"socket_path": "/s", "error_file": "/e", "heartbeat_file": "/h", "leave_file": "/l"}
 
 
 def environments(index: int) -> list[dict[str, str]]:
@@ -77,6 +77,7 @@ def test_a_worker_finds_every_variable_of_torchrun():
         "ZERO_COMMITTED_STEP": "0",
         "ZERO_AGENT_SOCKET": "/s",
         "ZERO_HEARTBEAT_FILE": "/h",
+        "ZERO_LEAVE_FILE": "/l",
     }
 
 

@@ -19,7 +19,7 @@ TRACEBACK_LIMIT = 16_000
 
 _IN_WORDS: dict[int, str] = {
     ExitCode.PEER_LOST: "lost its peers",
-    ExitCode.LEFT: "left at a step boundary",
+    ExitCode.LEFT: "left as it was asked to",
 }
 
 

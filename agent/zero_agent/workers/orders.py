@@ -53,11 +53,18 @@ class Orders:
 
     def pulses(self, job: Snapshot, node: Node) -> dict[int, Path]:
         """Where each of these workers may show its pulse, by rank."""
-        return {place.rank: self._pulse(job.n, place.rank) for place in places(job, node)}
+        return self._files("heartbeat", job, node)
 
-    def _pulse(self, n: int, rank: int) -> Path:
+    def askings(self, job: Snapshot, node: Node) -> dict[int, Path]:
+        """Where each of these workers may look whether it is to leave, by rank."""
+        return self._files("leave", job, node)
+
+    def _files(self, kind: str, job: Snapshot, node: Node) -> dict[int, Path]:
+        return {place.rank: self._file(kind, job.n, place.rank) for place in places(job, node)}
+
+    def _file(self, kind: str, n: int, rank: int) -> Path:
         """Beside the socket: that is a local disk, wherever the logs go."""
-        return Path(self._socket_path).with_name(f"heartbeat-{n}-{rank}")
+        return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: Place) -> Order:
         config, directory = self._config, self._log_dir / f"round{job.n}"
@@ -68,7 +75,8 @@ class Orders:
             name=self._job,
             socket_path=self._socket_path,
             error_file=str(_error_file(directory / f"rank{place.rank}")),
-            heartbeat_file=str(self._pulse(job.n, place.rank)),
+            heartbeat_file=str(self._file("heartbeat", job.n, place.rank)),
+            leave_file=str(self._file("leave", job.n, place.rank)),
         )
         if config.virtual_local_rank:
             env |= own_device(self._environ, place.local_rank)

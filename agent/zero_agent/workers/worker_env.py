@@ -16,6 +16,7 @@ from zero_orchestrator.contract import (
     ENV_FENCE,
     ENV_HEARTBEAT,
     ENV_JOB,
+    ENV_LEAVE,
     ENV_NODE,
     ENV_ROUND,
     ENV_SOCKET,
@@ -52,6 +53,7 @@ def worker_env(
     socket_path: str,
     error_file: str,
     heartbeat_file: str,
+    leave_file: str,
 ) -> dict[str, str]:
     """What to add to the agent's own environment for one worker of the job's round.
 
@@ -63,6 +65,7 @@ def worker_env(
         socket_path: Where the worker reaches its agent.
         error_file: Where it leaves its traceback.
         heartbeat_file: Which it touches to say that it gets on.
+        leave_file: Where it looks whether it is to leave.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
     host, _, port = job.master.rpartition(":")
@@ -92,6 +95,7 @@ def worker_env(
         ENV_COMMITTED: job.committed,
         ENV_SOCKET: socket_path,
         ENV_HEARTBEAT: heartbeat_file,
+        ENV_LEAVE: leave_file,
     }
     return {key: str(value) for key, value in values.items()}
 

@@ -242,6 +242,11 @@ class WorkerGroup:
         self._condemned = _verdict(rank, status, "the process with the round's TCPStore ended")
         self.stop(signal.SIGKILL)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of the workers that run, or wait to be started."""
+        return [order.rank for order in self._running.values()]
+
     def runs_as(self, worker: int, pid: int) -> int | None:
         """Take note of a worker's process; its rank, or None if it is not one of this group."""
         order = self._running.get(worker)
