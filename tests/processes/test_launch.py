@@ -112,10 +112,16 @@ def assert_one_exact_pass(launched: Launched, undisturbed_hash: str) -> None:
     assert final_hash(launched.output.replace(": done:", "\ndone:")) == undisturbed_hash
 
 
+def assert_on_no_command_line(secret: bytes) -> None:
+    """The hosts are on this machine, so its processes are those of both sides."""
+    paths = list(Path("/proc").glob("[0-9]*/cmdline"))
+    assert [path for path in paths if secret in path.read_bytes()] == []
+
+
 def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     hosts, launch, tmp_path, undisturbed_hash
 ):
-    (tmp_path / ".zero_env").write_text("# for the workers\nGREETING=a = b\n")
+    (tmp_path / ".zero_env").write_text("# for the workers\nGREETING=open sesame\n")
     first, second, absent = hosts.add(), hosts.add(), hosts.add(serving=False)
     job = launch(first, second, absent, flags=("--max-restarts=1",))
     job.wait_for_step(20, world=2)
@@ -125,7 +131,8 @@ def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     environ = [
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in hosts.processes(second)
     ]
-    assert {v for one in environ for v in one if b"GREETING" in v} == {b"GREETING=a = b"}
+    assert {v for one in environ for v in one if b"GREETING" in v} == {b"GREETING=open sesame"}
+    assert_on_no_command_line(b"open sesame")
     hosts.kill(second)
     job.ledger.pace(0)
     job.wait_for_step(40, world=1)
@@ -165,7 +172,16 @@ def test_other_launchers_run_the_same_agents(hosts, launch, tmp_path, launcher, 
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
     script = tmp_path / "places.py"
-    script.write_text("import os; print('place', os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    script.write_text(
+        "import os, time; print('place', os.environ['RANK'], os.environ['WORLD_SIZE'], "
+        "'with', os.environ['GREETING'], flush=True)\n"
+        "while not os.path.exists('seen'): time.sleep(0.05)"
+    )
+    (tmp_path / ".zero_env").write_text("GREETING=open sesame\n")
     job = launch(hosts.add(), hosts.add(), launcher=launcher, script=[str(script)])
+    wait_for(lambda: job.output.count("with open sesame") == 2, 60, "both places")
+    assert_on_no_command_line(b"open sesame")
+    (tmp_path / "seen").touch()
     assert job.wait() == 0, job.output
     assert sorted(re.findall(r"place \d \d", job.output)) == ["place 0 2", "place 1 2"]
+    assert list(tmp_path.glob(".zero-launch-*")) == []

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,12 +36,24 @@ def test_a_hostfile_may_have_comments_and_blank_lines_and_keeps_its_order():
         (["w1 slot=2"], "hosts:1: 'w1 slot=2': write HOST slots=N, with N from 1"),
         (["w1 slots=0"], "hosts:1: 'w1 slots=0': write HOST slots=N, with N from 1"),
         (["", "# nobody"], "hosts: names no host; write one a line, as HOST slots=N"),
+        *(
+            ([f"{bad} slots=1"], f"hosts:1: {bad!r} is no name of one host; write NAME, USER@NAME ")
+            for bad in (
+                *("-oProxyCommand=id", "me@-oProxyCommand=id", "-", "^/etc/hosts", "a,b", "a;id"),
+                *("w[1-9]", "$(id)", "a`id`", "@w1"),
+            )
+        ),
     ],
 )
 def test_a_bad_hostfile_is_refused_by_its_line(lines, message):
     with pytest.raises(SpecError) as error:
         parse_hostfile(lines, "hosts")
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
+
+
+def test_hosts_are_names_and_addresses_with_or_without_a_user():
+    names = ["w1", "me@node-2.rack_3.example.com", "10.0.0.1", "[fd00::1]", "fe80::1%eth0"]
+    assert list(parse_hostfile([f"{name} slots=1" for name in names], "hosts")) == names
 
 
 def test_a_hostfile_that_is_not_there_is_named(tmp_path):
@@ -129,15 +146,81 @@ SSH = (
 def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
     plan = a_plan(hosts={"w1": (0, 1), "me@w2": (3,)})
     first, second = RUNNERS["ssh"](plan, Remote(port=2222, arguments=("-v",)))
-    assert first.argv == (
-        *("ssh", "-tt", *SSH.split(), "-p", "2222", "-v", "w1"),
-        "cd /work || exit 8; exec env CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO "
-        + " ".join([*AGENT, "--node-id=w1", "train.py"])
-        + " '--text=it'\"'\"'s one'",
-    )
+    assert first.argv[:-1] == ("ssh", "-tt", *SSH.split(), "-p", "2222", "-v", "--", "w1")
+    agent = " ".join([*AGENT, "--node-id=w1", "train.py"]) + " '--text=it'\"'\"'s one'"
+    assert first.argv[-1].startswith("cd /work || exit 8; exec /bin/sh -c ")
+    assert first.argv[-1].endswith(f" sh {agent}")
+    assert first.told == "export CUDA_VISIBLE_DEVICES=0,1\\nexport NCCL_DEBUG=INFO\\n\n"
     assert (second.where, second.argv[-2]) == ("me@w2", "me@w2")
-    assert "CUDA_VISIBLE_DEVICES=3 " in second.argv[-1]
+    assert "export CUDA_VISIBLE_DEVICES=3\\n" in second.told
     assert "--nproc-per-node=1 " in second.argv[-1]
+
+
+# Plays ssh and the host behind it: a terminal, and a shell on it.
+SSH_STAND_IN = """
+import os, pty, select, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv("/bin/sh", ["sh", "-c", sys.argv[-1]])
+sources = [0, terminal]
+while terminal in sources:
+    for source in select.select(sources, [], [])[0]:
+        try:
+            data = os.read(source, 65536)
+        except OSError:
+            data = b""
+        if data:
+            os.write(terminal if source == 0 else 1, data)
+        else:
+            sources.remove(source)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+# Plays the agent: what it was given, and every command line of this machine.
+AGENT_STAND_IN = """
+import os, json
+from pathlib import Path
+lines = []
+for path in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_text(errors="replace"))
+    except OSError:
+        pass
+given = {name: value for name, value in os.environ.items() if "GREETING" in name}
+Path("seen.json").write_text(json.dumps([given, lines]))
+"""
+
+
+def test_no_value_of_a_variable_is_on_any_command_line_or_in_the_output(tmp_path):
+    # Unlikely things: longer than a terminal's line, and all that a shell or a terminal acts on.
+    value = "sesame'\"\\n\x03\x04\x11$HOME`id`%s\t" + "x" * 6000 + "; two\nlines\\"
+    (tmp_path / "ssh").write_text(f"#!{sys.executable}\n{SSH_STAND_IN}")
+    (tmp_path / "agent").write_text(f"#!{sys.executable}\n{AGENT_STAND_IN}")
+    for name in ("ssh", "agent"):
+        (tmp_path / name).chmod(0o755)
+    plan = a_plan(
+        hosts={"w1": (0,)},
+        env={"GREETING": value},
+        python=str(tmp_path / "agent"),
+        directory=tmp_path,
+    )
+    (command,) = RUNNERS["ssh"](plan, Remote())
+    command = dataclasses.replace(command, argv=(str(tmp_path / "ssh"), *command.argv[1:]))
+    driver = "import pickle, sys; from zero_agent.launch.session import Session; " + (
+        "sys.exit(Session([pickle.load(sys.stdin.buffer)], print).run())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", driver],
+        input=pickle.dumps(command),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    given, lines = json.loads((tmp_path / "seen.json").read_text())
+    assert given == {"GREETING": value}
+    assert any("sh -c" in line.replace("\0", " ") for line in lines)
+    assert [line for line in lines if "sesame" in line] == []
+    assert done.stdout == b""
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
@@ -187,7 +270,10 @@ def test_the_others_run_one_command_for_all_hosts(launcher, words):
 def test_pdsh_gets_one_line_for_the_shell_of_every_host():
     (command,) = RUNNERS["pdsh"](a_plan(), Remote(port=2222))
     assert command.argv[:-1] == ("pdsh", "-S", "-f", "1024", "-w", "w1,w2")
-    assert command.argv[-1] == a_plan().in_shell()
+    file = Path("/work/.zero-launch-gpt.env")
+    assert command.argv[-1].endswith(" ".join(["train.py", "'--text=it'\"'\"'s one'"]))
+    assert f"; . {file}; " in command.argv[-1]
+    assert command.files == {file: "export CUDA_VISIBLE_DEVICES=0,1\nexport NCCL_DEBUG=INFO\n"}
     assert command.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"{SSH} -p 2222"}
 
 

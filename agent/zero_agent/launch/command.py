@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         plan = _plan(args, hosts, args.rdzv_endpoint or _future_endpoint(args, hosts))
-        return _show(RUNNERS[args.launcher](plan, remote))
+        return _show(plan, RUNNERS[args.launcher](plan, remote))
     _check_installed(args.launcher)
     with _endpoint(args, hosts) as endpoint:
         plan = _plan(args, hosts, endpoint)
@@ -207,7 +207,7 @@ def _known_to_ssh(host: str, args: argparse.Namespace) -> str:
     if args.launcher != "ssh" or shutil.which("ssh") is None:
         return ""
     asked = subprocess.run(
-        ["ssh", "-G", *args.launcher_args, host],
+        ["ssh", "-G", *args.launcher_args, "--", host],
         capture_output=True,
         text=True,
         timeout=10,
@@ -224,8 +224,9 @@ def _stop(plan: Plan) -> None:
         zero_ctl.main(["stop", plan.job, f"--rdzv-endpoint={plan.endpoint}", why])
 
 
-def _show(commands: Sequence[Command]) -> int:
+def _show(plan: Plan, commands: Sequence[Command]) -> int:
+    """Print them, without the values of variables: what is printed ends in logs."""
     for command in commands:
-        variables = [f"{name}={value}" for name, value in command.env.items()]
-        print(shlex.join([*(("env", *variables) if variables else ()), *command.argv]))
+        names = sorted({*plan.env, *command.env})
+        print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
     return 0

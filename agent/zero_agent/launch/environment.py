@@ -19,7 +19,8 @@ FILES = (".deepspeed_env", ".zero_env")
 ENV_FILE_NAME = "DS_ENV_FILE"
 """DeepSpeed's variable for another file than `.deepspeed_env`."""
 
-_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LINE = re.compile(rf"(?:export\s+)?(?P<name>{_NAME.pattern})=(?P<value>.*)", re.DOTALL)
 
 
 def exported(environ: Mapping[str, str], directories: Iterable[Path]) -> dict[str, str]:
@@ -28,7 +29,11 @@ def exported(environ: Mapping[str, str], directories: Iterable[Path]) -> dict[st
     Raises:
         SpecError: A file has a line that is no assignment.
     """
-    found = {name: value for name, value in environ.items() if name.startswith(PREFIXES)}
+    found = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(PREFIXES) and _NAME.fullmatch(name)  # a shell can export no other
+    }
     named = environ.get(ENV_FILE_NAME)
     for directory in directories:
         for name in FILES:

@@ -24,6 +24,8 @@ Hosts = Mapping[str, Slots]
 """The hosts, in order."""
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_HOST = re.compile(r"([A-Za-z0-9_][\w.-]*@)?(\[?[A-Za-z0-9_:][\w.:%-]*\]?)", re.ASCII)
+"""What every launcher takes for the name of one host, and none for a flag, a list or a file."""
 
 
 def read_hostfile(path: Path) -> Hosts:
@@ -49,6 +51,11 @@ def parse_hostfile(lines: Iterable[str], where: str) -> Hosts:
         found = _LINE.fullmatch(text)
         if found is None or int(found["slots"]) < 1:
             raise SpecError(f"{where}:{number}: {text!r}: write HOST slots=N, with N from 1")
+        if _HOST.fullmatch(found["host"]) is None:
+            raise SpecError(
+                f"{where}:{number}: {found['host']!r} is no name of one host; write NAME, "
+                "USER@NAME or an address"
+            )
         if found["host"] in hosts:
             raise SpecError(f"{where}:{number}: host {found['host']} is there twice; leave one out")
         hosts[found["host"]] = tuple(range(int(found["slots"])))

@@ -1,6 +1,7 @@
 """What is to run where: one record, from which every runner makes its commands.
 
-Who calls it: `command` makes it, `runners` read it.
+Must always hold: no value of a variable is on a command line, here or on a host: every user of a
+machine can read those. Who calls it: `command` makes it, `runners` read it.
 """
 
 from __future__ import annotations
@@ -63,10 +64,19 @@ class Plan:
         devices = ",".join(map(str, slots))
         return {**self.env, "CUDA_VISIBLE_DEVICES": devices}
 
-    def in_shell(self, host: str | None = None) -> str:
-        """The agent as one line for a shell of the host."""
-        variables = [f"{name}={value}" for name, value in sorted(self.environment(host).items())]
-        command = shlex.join(["env", *variables, *self.agent(host)])
+    def exports(self, host: str | None = None) -> str:
+        """The variables of a host's agent as commands of a shell; secrets may be among them."""
+        variables = sorted(self.environment(host).items())
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables)
+
+    def in_shell(self, begin: str, host: str | None = None) -> str:
+        """The agent as one line for a shell of the host.
+
+        Args:
+            begin: What a POSIX shell is to do there before it becomes the agent; exits if it fails.
+            host: Whose agent; None: one that fits every host.
+        """
+        command = shlex.join(["/bin/sh", "-c", f'{begin} exec "$@"', "sh", *self.agent(host)])
         lacking = (
             f"exit {AgentExit.UNFIT:d}"  # the shell's own code must not look like the job's end
         )

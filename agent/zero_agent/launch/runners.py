@@ -4,20 +4,36 @@
 connection: ssh is told to give it a terminal (`-tt`), so that the loss of the connection is a
 SIGHUP to it.
 
+No value of a variable is in an argument: ssh brings them over its standard input, once the host
+has said that its terminal does not echo; pdsh has none, so there the hosts read a file in the
+working directory that the user alone can read; the others hand on their own environment.
+
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
 Who calls it: `command`; `session` runs the commands.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zero_agent.launch.plan import Plan
+from zero_orchestrator.exit_codes import LOST
 
 CONNECT_TIMEOUT_S = 10
 ALIVE_S = 5
 """A silent connection is given up after three times so long."""
+READY = "zero-ctl launch: this host is ready for its variables"
+"""The line with which a host asks for what goes over the standard input."""
+
+# The variables come as one line, in which %b finds the line breaks. The terminal is made raw: it
+# would echo them, and cut a line at 4096 bytes.
+_READ = (
+    f"terminal=$(stty -g) && stty raw -echo && echo {shlex.quote(READY)} && IFS= read -r given "
+    f'&& stty "$terminal" && eval "$(printf %b "$given")" || exit {LOST};'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +45,10 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the process."""
+    told: str = field(default="", repr=False)
+    """Written to its standard input when it has printed `READY`."""
+    files: Mapping[Path, str] = field(default_factory=dict, repr=False)
+    """To be there, for this user alone, while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +67,13 @@ Runner = Callable[[Plan, Remote], Sequence[Command]]
 
 def _ssh(plan: Plan, remote: Remote) -> list[Command]:
     options = ("-tt", *_ssh_options(), *(("-p", str(remote.port)) if remote.port else ()))
+    reach = ("ssh", *options, *remote.arguments, "--")
     return [
-        Command(where=host, argv=("ssh", *options, *remote.arguments, host, plan.in_shell(host)))
+        Command(
+            where=host,
+            argv=(*reach, host, plan.in_shell(_READ, host)),
+            told=plan.exports(host).replace("\\", "\\\\").replace("\n", "\\n") + "\n",
+        )
         for host in plan.hosts
     ]
 
@@ -69,7 +94,19 @@ def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
     ssh = " ".join(filter(None, (*_ssh_options(), port, remote.pdsh_ssh_arguments)))
     argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
     env = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
-    return [Command(where=_all(plan), argv=(*argv, plan.in_shell()), env=env)]
+    file = plan.directory / f".zero-launch-{plan.job}.env"
+    line = plan.in_shell(_source(file))
+    return [Command(where=_all(plan), argv=(*argv, line), env=env, files={file: plan.exports()})]
+
+
+def _source(file: Path) -> str:
+    """What a shell does to read a file of variables that the hosts share."""
+    path = shlex.quote(str(file))
+    absent = shlex.quote(
+        f"zero-ctl launch: {file} cannot be read here: with --launcher=pdsh all hosts share the "
+        "working directory, with --launcher=ssh they need not"
+    )
+    return f"[ -r {path} ] || {{ echo {absent} >&2; exit {LOST}; }}; . {path};"
 
 
 def _openmpi(plan: Plan, remote: Remote) -> list[Command]:

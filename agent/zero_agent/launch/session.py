@@ -20,9 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from zero_agent.launch.runners import Command
+from zero_agent.launch.runners import READY, Command
 from zero_agent.tether import tethered
+from zero_orchestrator.errors import SpecError
 from zero_orchestrator.exit_codes import ENDS_THE_JOB, LOST, verdict
 
 log = logging.getLogger("zero")
@@ -78,6 +80,7 @@ class Session:
         with self._handling_signals():
             try:
                 for host in self._hosts:
+                    _write_files(host.command)
                     self._start(host)
                 while self._goes_on():
                     self._turn()
@@ -115,23 +118,29 @@ class Session:
         host.process = subprocess.Popen(
             tethered([shutil.which(program) or program, *words]),
             env={**os.environ, **host.command.env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if host.command.told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-        what = (host.process, host.command.where)
+        what = (host.process, host.command)
         reader = threading.Thread(target=self._hand_on, args=what, daemon=True)
         self._readers = [other for other in self._readers if other.is_alive()]
         self._readers.append(reader)
         reader.start()
 
-    def _hand_on(self, process: subprocess.Popen[bytes], where: str) -> None:
+    def _hand_on(self, process: subprocess.Popen[bytes], command: Command) -> None:
         assert process.stdout is not None
-        prefix = f"{where}: " if len(self._hosts) > 1 else ""
+        prefix = f"{command.where}: " if len(self._hosts) > 1 else ""
+        waits = bool(command.told)
         with process.stdout as lines:
             for line in lines:
-                print(prefix + line.decode(errors="replace").rstrip("\r\n"), flush=True)
+                text = line.decode(errors="replace").rstrip("\r\n")
+                if waits and text.endswith(READY):
+                    waits = False
+                    _tell(process, command.told)
+                else:
+                    print(prefix + text, flush=True)
 
     def _ended(self, host: _Host, code: int) -> None:
         host.process, host.code = None, code
@@ -171,6 +180,8 @@ class Session:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for file in (file for host in self._hosts for file in host.command.files):
+            file.unlink(missing_ok=True)
         deadline_s = time.monotonic() + DRAIN_S
         for reader in self._readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
@@ -184,3 +195,21 @@ class Session:
         finally:
             for number, handler in zip(numbers, before, strict=True):
                 signal.signal(number, handler)
+
+
+def _write_files(command: Command) -> None:
+    """For this user alone. Raises SpecError."""
+    for path, text in command.files.items():
+        try:
+            path.unlink(missing_ok=True)  # of a session that was killed; or a link, set as a trap
+            with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+                file.write(text)
+        except OSError as error:
+            raise SpecError(f"{path}: cannot be written: {error}; use --launcher=ssh") from error
+
+
+def _tell(process: subprocess.Popen[bytes], text: str) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended: so does its output
+        process.stdin.write(text.encode())
+        process.stdin.close()
