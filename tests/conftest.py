@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -48,6 +49,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = not any("::" in argument for argument in config.args)
     if whole and (outside := [test for test, found in inside.items() if not found]):
         raise pytest.UsageError(f"no case lies in the corners of {', '.join(outside)}")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """A command that runs in this process sets up its log; the next test's is its own."""
+    loggers = [logging.getLogger(name) for name in ("zero", "zero_orchestrator", "zero_engine")]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.fixture(scope="session")
