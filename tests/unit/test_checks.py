@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.support.waiting import wait_for
 from zero_agent.config import AgentFailed
+from zero_agent.etcd import etcd_clock
+from zero_agent.etcd.etcd_access import Access
 from zero_agent.fitness import checks, examination, fitness
 from zero_agent.fitness.checks import CHECKS, Check, Sick, Surroundings
 from zero_agent.fitness.examination import complaint, examine
@@ -80,6 +84,32 @@ def test_an_etcd_that_does_not_let_this_node_in_is_a_finding():
         raise Sick("permission denied")
 
     assert str(found(replace(NODE, ask_etcd=refuse))["etcd"]) == "etcd: permission denied"
+
+
+class Etcd(BaseHTTPRequestHandler):
+    """The HTTP side of an etcd whose clock is 74 minutes ahead."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(time.time() + 74 * 60)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_a_clock_that_is_far_from_etcds_is_a_finding():
+    with HTTPServer(("127.0.0.1", 0), Etcd) as server:
+        threading.Thread(target=server.handle_request).start()
+        access = Access(endpoints=f"127.0.0.1:{server.server_port}")
+        offset_s = etcd_clock.offset_s(access)
+    wrong = etcd_clock.complaint(offset_s)
+    assert wrong.startswith("this machine's clock is 74 min behind etcd's; set whichever")
+    clock = found(replace(NODE, ask_clock=lambda: wrong))["clock"]
+    assert (clock.fit, clock.found.endswith(wrong)) == (False, True)
+    assert etcd_clock.offset_s(access) is None, "nobody tells the time there"
+    assert [etcd_clock.complaint(s) for s in (None, 299.0, -299.0)] == [""] * 3
 
 
 @pytest.mark.parametrize(

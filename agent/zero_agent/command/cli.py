@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.config import AgentConfig, AgentFailed
-from zero_agent.etcd import local_etcd, meeting
+from zero_agent.etcd import etcd_clock, local_etcd, meeting
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
 from zero_agent.etcd.meeting import Static, Way
 from zero_agent.etcd.rdzv_conf import check_backend, parse_rdzv_conf
@@ -178,6 +179,12 @@ def _await_etcd(
         name = signal.Signals(number).name
         why = f"{name}: etcd has not answered yet, this node has not joined"
         raise AgentFailed(128 + number, why)
+    threading.Thread(target=_compare_clocks, args=(access,), daemon=True).start()
+
+
+def _compare_clocks(access: Access) -> None:
+    if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
+        log.warning("%s", wrong)
 
 
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_agent.command.resolve import count_slots, wants_gpus
-from zero_agent.etcd import meeting
+from zero_agent.etcd import etcd_clock, meeting
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_agent.etcd.rdzv_conf import RdzvConf
@@ -55,6 +55,7 @@ def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:
         command=args.health_check,
         command_timeout_s=args.health_check_timeout,
         ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,
+        ask_clock=(lambda: etcd_clock.complaint(etcd_clock.offset_s(access))) if named else None,
         environ=os.environ,
     )
 

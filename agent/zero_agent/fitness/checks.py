@@ -56,6 +56,8 @@ class Surroundings:
     command_timeout_s: float = 60.0
     ask_etcd: Callable[[], str] | None = None
     """Says how etcd is, or raises Sick; None: it is not asked."""
+    ask_clock: Callable[[], str] | None = None
+    """Says what is wrong with this clock beside another one; empty: nothing. None: unknown."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
 
@@ -145,6 +147,8 @@ def _clock(node: Surroundings) -> str:
     shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     if time.time() < _NOT_BEFORE:
         raise Sick(f"it says {shown}", "set it: certificates and logs depend on it")
+    if node.ask_clock is not None and (wrong := node.ask_clock()):
+        raise Sick(f"{shown} UTC: {wrong}")
     return f"{shown} UTC"
 
 
