@@ -32,6 +32,7 @@ from zero_agent.leaving import Leaving
 from zero_agent.limits import STORE_FAILS, Limits
 from zero_agent.ram import Ram
 from zero_agent.ring import Ring
+from zero_agent.saying import Sayings
 from zero_agent.scratch import Scratch
 from zero_agent.supervise import BUSY, Action, Situation, Workers, next_action
 from zero_orchestrator.clock import Clock
@@ -108,7 +109,7 @@ class Agent:
         self._fitness = Fitness(
             config, environ, clock=clock, journal=self._journal, post=self._post
         )
-        self._said = ""
+        self._sayings = Sayings(clock)
         self._over = 0
         self.took_part = False
         """It saw the job before its end."""
@@ -147,6 +148,8 @@ class Agent:
         Raises:
             ZeroError: The agent cannot go on; nothing of it is left running.
         """
+        if self._config.preload:
+            log.info("starting: importing %s", ", ".join(self._config.preload))
         try:
             while not self._joined():
                 self._handle_events()
@@ -346,9 +349,8 @@ class Agent:
             tell_traceback(cause)
 
     def _say(self, reason: str) -> None:
-        if reason not in (self._said, self._journal.last):
+        if self._sayings.is_news(reason) and reason != self._journal.last:
             log.info("%s", reason)
-        self._said = reason
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {

@@ -163,5 +163,7 @@ class Errands:
     def _evict(self, rdzv: Rendezvous, node: Node) -> None:
         if rdzv.evict(node):
             self._journal.tell(
-                "dead", f"the agent of node {node.id} is gone: nothing listens there"
+                "dead",
+                f"node {node.id} refuses connections at {node.ring}: it is taken for gone before "
+                "its lease ends; if its agent lives, it registers again",
             )

@@ -7,6 +7,7 @@ Who calls it: the agent's loop, once a turn.
 from __future__ import annotations
 
 import logging
+import re
 
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_orchestrator.clock import Clock
@@ -23,6 +24,25 @@ _HOW = {
     StoreUnavailable: "cannot be reached",
 }
 """What etcd does then, in words; the first that fits."""
+
+
+_WORKERS_STOP = re.compile(r"waiting for .* to stop$")
+
+
+def waits_for_workers(reason: str) -> bool:
+    """Whether the job waits for workers that are to stop."""
+    return _WORKERS_STOP.search(reason) is not None
+
+
+def remedy(reason: str) -> str:
+    """What helps a job that has waited too long for this."""
+    if waits_for_workers(reason):
+        return (
+            "They do not end, and their agents say why; `zero-ctl drain NODE` goes on without one"
+        )
+    if " is unfit: " in reason:
+        return "Mend what is said of those nodes, or start agents on others"
+    return "Start more agents, lower the minimum of --nnodes, or raise --join-timeout"
 
 
 class Stopwatch:
@@ -115,6 +135,6 @@ class Limits:
         if self._waiting.past(self._config.join_timeout_s):
             raise AgentFailed(
                 AgentExit.NO_NODES,
-                f"no round began within {self._config.join_timeout_s:g} s: {reason}. "
-                "Start more agents, lower the minimum of --nnodes, or raise --join-timeout",
+                f"no round began within {self._config.join_timeout_s:g} s (--join-timeout): "
+                f"{reason}. {remedy(reason)}",
             )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -43,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 ARENAS = 2
 """One holds the newest committed checkpoint while the other is filled."""
+REMIND_S = 600.0
+"""What is wrong with checkpoints in memory is said again after so long."""
 _KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 
 
@@ -80,7 +83,9 @@ class RamTier:
         self._needed_bytes = 0
         self._off = False
         self._last_step = 0
-        self._said = ""
+        self._kept_step: int | None = None
+        """The newest that is in memory, as far as this worker knows."""
+        self._said, self._said_s = "", 0.0
 
     # ---- loading ----
 
@@ -102,6 +107,7 @@ class RamTier:
         """Go on from what a load has found; give back all that it has not chosen."""
         self._settle(root)
         self._last_step = step
+        self._kept_step = step if loaded is not None and loaded.in_ram else None
         search, self._search = self._search or RamSearch(self._node), None
         chosen = loaded.path.name if loaded is not None and loaded.in_ram else None
         search.forget_others(home_of(root), chosen)
@@ -221,11 +227,13 @@ class RamTier:
         outcome = self._background.wait()
         match outcome.error if outcome is not None else None:
             case None if outcome is not None:
+                self._kept_step = outcome.step
                 self._arenas.reverse()  # the other one is free now
             case None:
                 pass
             case CommitRefused() | NotKept() as error:
-                self._say(_REFUSED, f"no checkpoint in memory, the one before stays: {error}")
+                assert outcome is not None
+                self._say(_REFUSED, f"step {outcome.step} is not in memory, {self._kept}: {error}")
             case RamOff() as error:
                 self.give_up(str(error))
             case error:
@@ -234,10 +242,20 @@ class RamTier:
                 self._say(_OFF, f"no more checkpoints in memory in this round: {error}")
 
     def _say(self, news: str, text: str, level: int = logging.WARNING) -> None:
-        """Say how it stands, when that has changed: an old story is none at every step."""
-        if news != self._said and self._rank == 0:
+        """Say how it stands when that has changed, and what is wrong now and then again."""
+        now_s = time.monotonic()
+        is_due = level >= logging.WARNING and now_s - self._said_s >= REMIND_S
+        if news == self._said and not is_due:
+            return
+        if self._rank == 0:
             _log.log(level, "%s", text)
-        self._said = news
+        self._said, self._said_s = news, now_s
+
+    @property
+    def _kept(self) -> str:
+        if self._kept_step is None:
+            return "and nothing else is"
+        return f"step {self._kept_step} still is"
 
     def _check_group(self) -> None:
         if self._link.group_lost.is_set():

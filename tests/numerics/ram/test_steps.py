@@ -92,7 +92,8 @@ def test_a_refused_commit_leaves_the_one_before_and_is_said_once(
 ) -> None:
     worlds.run(2, keep_steps, root, 1, 2, {})
     (lines, _) = worlds.run(2, train_refused, root)
-    (why,) = [line for line in lines if "no checkpoint in memory" in line]
+    (why,) = [line for line in lines if "is not in memory" in line]
+    assert why.startswith("step 3 is not in memory, step 2 still is: ")
     assert why.endswith("may not be published: round 4 is forming")
     assert worlds.run(2, keep_steps, root, 1, 3, {})[0] == ([3], 2)
 
