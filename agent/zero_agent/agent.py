@@ -63,7 +63,20 @@ class Agent:
         store: KeyValueStore,
         clock: Clock,
         environ: Mapping[str, str],
+        *,
+        telemetry: KeyValueStore,
     ) -> None:
+        """Nothing is written before `run`.
+
+        Args:
+            config: What it was asked to do.
+            job: The job's name.
+            store: Where the job is.
+            clock: Measures its limits.
+            environ: The environment that workers inherit.
+            telemetry: The same store, for events and progress: they are many, and must not keep the
+                others waiting.
+        """
         self._config = config
         self._job = job
         self._clock = clock
@@ -72,7 +85,7 @@ class Agent:
         self._scratch = Scratch("zero-agent-")
         events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         incarnation = secrets.token_hex(4)
-        self._publisher = Publisher(store, job, config.node_id, incarnation, clock)
+        self._publisher = Publisher(telemetry, job, config.node_id, incarnation, clock)
         self._journal = Journal(
             config.node_id, events, publish=self._publisher.event, unsaid=SAID_BY_ALL
         )

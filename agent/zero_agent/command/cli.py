@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from zero_agent import signals
 from zero_agent.agent import Agent
@@ -42,6 +42,9 @@ from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
 from zero_orchestrator.store.kv import KeyValueStore
+
+if TYPE_CHECKING:
+    from zero_orchestrator.store.etcd import EtcdStore
 
 log = logging.getLogger("zero")
 
@@ -224,7 +227,7 @@ def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
 
 def _take_part(
     config: AgentConfig,
-    store: KeyValueStore,
+    store: EtcdStore,
     numbers: Sequence[signal.Signals],
     came: Sequence[int],
     world: Static | None,
@@ -246,13 +249,14 @@ def _take_part(
         job = config.job or current_run(store, name)
         if world is not None:
             meeting.await_turn(store, job, world)
-        agent = Agent(config, job, store, SystemClock(), os.environ)
-        if health is not None:
-            health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
-        with signals.installed(agent.on_signal, numbers):
-            for number in came:
-                agent.on_signal(number)
-            code = agent.run()
+        with contextlib.closing(store.sibling()) as telemetry:
+            agent = Agent(config, job, store, SystemClock(), os.environ, telemetry=telemetry)
+            if health is not None:
+                health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
+            with signals.installed(agent.on_signal, numbers):
+                for number in came:
+                    agent.on_signal(number)
+                code = agent.run()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended between the look at it and the joining: start the next
         if world is not None and world.rank == 0:

@@ -189,6 +189,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="seconds to try at the start until it answers (30)",
         ),
         Flag(
+            name="lease-ttl",
+            kind=_whole,
+            default=None,
+            metavar="SECONDS",
+            help="a silent node is lost after so long (3; 1 more for each 200 of MAX, up to 15)",
+        ),
+        Flag(
             name="etcd-grace", kind=seconds, default=None, help="seconds to go on without it (600)"
         ),
     ),
@@ -326,7 +333,7 @@ OURS = frozenset(
         *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
-        *("etcd-wait", "etcd-grace"),
+        *("etcd-wait", "etcd-grace", "lease-ttl"),
         *("ram-budget", "preload", "stop-exit-code"),
     }
 )

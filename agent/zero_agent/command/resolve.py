@@ -39,6 +39,10 @@ from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 log = logging.getLogger("zero")
 
 SHUTDOWN_TIMEOUT_S = 30.0
+SHORTEST_LEASE_S = 2
+LONGEST_LEASE_S = 15
+NODES_PER_LEASE_S = 200
+"""So many more nodes have leases that are one second longer."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -51,25 +55,25 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     _check(args)
     program = _program(args, environ)
     streams = _streams(args, environ)
-    settle_s = Timing().settle_s if conf.settle_s is None else conf.settle_s
+    spec, lease_ttl_s = _job_spec(args), _lease_ttl_s(args, conf)
     slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
         own_device(environ, slots - 1)  # or there is an error, now rather than in the workers
     return AgentConfig(
-        spec=_job_spec(args),
+        spec=spec,
         program=program,
         slots=slots,
         job=check_name("--rdzv-id", args.rdzv_id) if args.rdzv_id else None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host="" if args.node_id else socket.gethostname(),
         address=args.local_addr,
-        timing=Timing(settle_s=settle_s),
+        timing=_timing(conf, lease_ttl_s),
         role=args.role,
         gpus=wants_gpus(args),
         health_check=args.health_check,
         health_check_timeout_s=args.health_check_timeout,
         ram_budget_bytes=args.ram_budget,
-        lease_ttl_s=conf.lease_ttl_s or AgentConfig.lease_ttl_s,
+        lease_ttl_s=lease_ttl_s,
         log_dir=_log_dir(args.log_dir, streams),
         streams=streams,
         cpus=_cpus(args.numa_binding, slots, environ),
@@ -80,6 +84,27 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
         stop_exit_code=args.stop_exit_code,
         etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
+    )
+
+
+def _lease_ttl_s(args: argparse.Namespace, conf: RdzvConf) -> int:
+    """As given, or as many nodes need: each keeps its lease alive three times in that long."""
+    if args.lease_ttl is not None and args.lease_ttl < SHORTEST_LEASE_S:
+        raise SpecError(
+            f"--lease-ttl={args.lease_ttl}: etcd has no shorter leases than {SHORTEST_LEASE_S} s"
+        )
+    _, nodes = parse_nnodes(args.nnodes)
+    usual_s = min(AgentConfig.lease_ttl_s + nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
+    return int(args.lease_ttl or conf.lease_ttl_s or usual_s)
+
+
+def _timing(conf: RdzvConf, lease_ttl_s: int) -> Timing:
+    """A lost peer is expected to show within the time to live of its lease, and a moment."""
+    usual = Timing()
+    return Timing(
+        settle_s=_first(conf.settle_s, usual.settle_s),
+        symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
+        return_within_s=max(usual.return_within_s, lease_ttl_s + 1.0),
     )
 
 

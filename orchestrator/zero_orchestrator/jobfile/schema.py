@@ -179,6 +179,7 @@ class JobFile:
     join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
     etcd_wait: str | None = entry(scalar(duration), "for etcd at the start: 30, 10m", None)
     etcd_grace: str | None = entry(scalar(duration), "to go on without etcd: 600, 10m", None)
+    lease_ttl: int | None = entry(scalar(positive), "a silent node is lost", None)
     preload: str | None = entry(scalar(str), "modules, such as transformers.trainer", None)
     hang_timeout: str | None = entry(scalar(hang), "600, 10m, auto or off", None)
     health_check: str | None = entry(scalar(str), "a command that says a node is fit", None)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_orchestrator.errors import LeaseLost
-from zero_orchestrator.store.etcd_connection import Connection, Credentials, rpc
+from zero_orchestrator.store.etcd_connection import Connection, Credentials, Login, rpc
+from zero_orchestrator.store.etcd_lease import KeepAlives
 from zero_orchestrator.store.etcd_watch import EtcdWatch, EtcdWatches, key_range, key_value
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -45,6 +46,7 @@ class EtcdStore:
         *,
         timeout_s: float = 5.0,
         credentials: Credentials | None = None,
+        login: Login | None = None,
     ) -> None:
         """Nothing is sent before the first call.
 
@@ -52,15 +54,28 @@ class EtcdStore:
             endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster; IPv6 in brackets.
             timeout_s: Every call ends within it.
             credentials: Login and TLS.
+            login: That of another store of the same etcd.
 
         Raises:
             SpecError: The endpoints or the credentials are written wrongly.
         """
-        self._connection = Connection(
-            endpoints, timeout_s=timeout_s, credentials=credentials, on_move=self._moved
+        shared: dict[str, Any] = {"timeout_s": timeout_s, "credentials": credentials}
+        self._connection = Connection(endpoints, login=login, on_move=self._moved, **shared)
+        # A lease has to be refreshed somewhere, soon, and what that gives up nobody else needs.
+        self._keep_alives_of = Connection(
+            endpoints, login=self._connection.login, silent_s=0.0, **shared
         )
+        self._keep_alives = KeepAlives(self._keep_alives_of)
+        self._endpoints, self._shared = endpoints, shared
         self._watches = EtcdWatches(self._connection)
         self._ttl_s: dict[int, float] = {}
+
+    def sibling(self) -> EtcdStore:
+        """Another store of the same etcd, with connections of its own and the same login.
+
+        For what must not keep the calls of this one waiting; the caller closes it.
+        """
+        return EtcdStore(self._endpoints, login=self._connection.login, **self._shared)
 
     @property
     def endpoint(self) -> str:
@@ -134,10 +149,7 @@ class EtcdStore:
         Waiting longer would use up the time in which another endpoint could refresh the lease.
         """
         patience_s = min(self._connection.timeout_s, self._ttl_s.get(lease, float("inf")) / 3)
-        answers = self._connection.call(
-            lambda etcd: list(etcd.refresh_lease(lease)), repeatable=True, timeout_s=patience_s
-        )
-        ttl_s = float(answers[-1].TTL) if answers else 0.0
+        ttl_s = self._keep_alives.refresh(lease, patience_s)
         if ttl_s <= 0:  # etcd's way of saying that there is no such lease
             raise LeaseLost(f"lease {lease:x} has ended")
         return ttl_s
@@ -171,6 +183,8 @@ class EtcdStore:
     def close(self) -> None:
         """As `KeyValueStore.close`."""
         self._watches.close(_CLOSE_S)
+        self._keep_alives.close()
+        self._keep_alives_of.close()
         self._connection.close()
 
     def _moved(self) -> None:

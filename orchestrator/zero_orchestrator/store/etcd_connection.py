@@ -1,11 +1,13 @@
 """The connection to etcd: one of several endpoints, a deadline on every call, login, errors.
 
 etcd3's client knows one endpoint and one timeout for all calls, and its login cannot be
-renewed. A `Connection` holds one such client at a time. A call that fails for want of an answer
-gives its connection up: the next call starts on a fresh one, at the next endpoint. That also
-gets away from a server that is stopped, cut off, or without a leader, whose TCP connection looks
-healthy for minutes. One channel per endpoint, rather than one for all, lets gRPC resolve names
-again at each attempt and check a TLS certificate against the name it was reached by.
+renewed. A `Connection` holds one such client at a time. A connection that is broken, or on which
+nothing at all was heard while a call waited for its answer, is given up: the next call starts on a
+fresh one, at the next endpoint. That also gets away from a server that is stopped, cut off, or
+without a leader, whose TCP connection looks healthy for minutes. A slow answer alone gives nothing
+up: calls, watches and the login of all others hang on the same connection. One channel per
+endpoint, rather than one for all, lets gRPC resolve names again at each attempt and check a TLS
+certificate against the name it was reached by.
 
 Must always hold: every call ends within its deadline; nothing but `StoreError`s leaves here; a
 write is sent again only if it certainly was not carried out. Who calls it: `etcd` and
@@ -37,6 +39,12 @@ rpc: Any = etcd3.etcdrpc
 """Etcd's messages and stubs."""
 
 DEFAULT_PORT = 2379
+
+LOGIN_S = 30.0
+"""A server that many log in to at once takes its time; asking again would cost it more."""
+RELOGIN_S = 1.0
+"""Those whose token is refused log in again within so long, not all at once."""
+SILENT_S = 1.0
 
 T = TypeVar("T")
 
@@ -104,18 +112,98 @@ def _with_port(endpoint: str) -> str:
     return f"{host}:{port}"
 
 
+class NoAnswer(Exception):
+    """What was asked was not answered in time; as a call's DEADLINE_EXCEEDED."""
+
+
+class Login:
+    """A user's token, for all connections to one etcd, and however often those are given up.
+
+    A password costs the server a tenth of a second of computing (bcrypt), so a thousand agents that
+    log in anew whenever something is slow would keep it from everything else.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        """Nothing is sent."""
+        self._who = credentials
+        self._lock = threading.Lock()
+        self._fetched_s = 0.0
+        self._under_way: dict[str, Any] = {}
+        self.token: str | None = None
+        """None: there is no user, or no token yet."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The login, as gRPC metadata: call credentials would be refused without TLS."""
+        token = self.token
+        return (("token", token),) if token else ()
+
+    def ensure(self, session: Session, timeout_s: float) -> None:
+        """Fetch a token, if there is a user to log in and none was fetched before.
+
+        One request at a time is under way to an endpoint, whoever waits for it, and it goes on
+        when a caller's time is up: asking again would only cost the server more.
+
+        Raises:
+            NoAnswer: It was not answered within this time.
+            grpc.RpcError: As any call.
+        """
+        if self._who.user is None or self.token is not None:
+            return
+        request = rpc.AuthenticateRequest(name=self._who.user, password=self._who.password)
+        with self._lock:
+            attempt = self._under_way.get(session.endpoint)
+            if attempt is None:
+                stub = rpc.AuthStub(session.client.channel)
+                attempt = stub.Authenticate.future(request, LOGIN_S)
+                self._under_way[session.endpoint] = attempt
+        try:
+            token = attempt.result(max(0.0, timeout_s)).token
+        except grpc.FutureTimeoutError:
+            raise NoAnswer("no answer to the login") from None
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            self._settle(session, attempt, None)
+            raise
+        self._settle(session, attempt, token)
+
+    def forget(self, token: str | None, *, younger_s: float = 0.0) -> None:
+        """The server does not know this token any more.
+
+        Args:
+            token: The one that was refused; another may have taken its place.
+            younger_s: One that was fetched less long ago is kept: it was refused for another
+                reason.
+        """
+        with self._lock:
+            if self.token == token and time.monotonic() - self._fetched_s >= younger_s:
+                self.token = None
+
+    def _settle(self, session: Session, attempt: Any, token: str | None) -> None:
+        with self._lock:
+            if self._under_way.get(session.endpoint) is attempt:
+                del self._under_way[session.endpoint]
+            if token is not None and self.token is None:
+                self.token, self._fetched_s = token, time.monotonic()
+
+
 @dataclasses.dataclass(eq=False)
 class Session:
     """One connection to one endpoint, until it is given up."""
 
     endpoint: str
     client: etcd3.Etcd3Client
-    token: str | None = None
+    login: Login
+    heard_s: float = 0.0
+    """When the server last answered anything here, by this machine's monotonic clock."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The login, as gRPC metadata: call credentials would be refused without TLS."""
-        return (("token", self.token),) if self.token else ()
+        """The login, as gRPC metadata."""
+        return self.login.metadata
+
+    def heard(self) -> None:
+        """The server has answered."""
+        self.heard_s = time.monotonic()
 
     def with_deadline(self, timeout_s: float) -> Any:
         """The client with another timeout: a shallow copy, sharing channel and stubs."""
@@ -134,6 +222,8 @@ class Connection:
         *,
         timeout_s: float,
         credentials: Credentials | None = None,
+        login: Login | None = None,
+        silent_s: float = SILENT_S,
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is sent before the first call.
@@ -142,11 +232,16 @@ class Connection:
             endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster.
             timeout_s: For a call that names no timeout of its own.
             credentials: Login and TLS.
+            login: Shared with other connections to the same etcd.
+            silent_s: A call whose time is up gives the connection up if nothing was heard on it
+                for so long.
             on_move: Called when a connection was given up for a new one.
         """
         self.endpoints = parse_endpoints(endpoints)
         self.timeout_s = timeout_s
         self._credentials = credentials or Credentials()
+        self.login = login or Login(self._credentials)
+        self._silent_s = silent_s
         self._on_move = on_move
         self._lock = threading.Lock()
         self._closed = False
@@ -169,7 +264,8 @@ class Connection:
         """Make one call, wherever it is answered, within one deadline.
 
         Each endpoint is tried once, and the first a second time: its connection may have
-        broken while nobody used it.
+        broken while nobody used it. A call that may be carried out twice waits at an endpoint for
+        half of the time that is left, as long as there is another one to ask.
 
         Args:
             send: Makes the call on an etcd3 client.
@@ -184,14 +280,17 @@ class Connection:
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         failures: list[str] = []
         while True:
-            session = self._session
+            session, began_s = self._session, time.monotonic()
+            more = repeatable and len(failures) + 1 < len(self.endpoints)
             try:
-                return self._send(session, send, deadline)
-            except (grpc.RpcError, etcd3.Etcd3Exception) as error:
-                failure = self.failed(session, rpc_error(error))
+                answer = self._send(session, send, (began_s + deadline) / 2 if more else deadline)
+                session.heard()
+                return answer
+            except (grpc.RpcError, etcd3.Etcd3Exception, NoAnswer) as error:
+                failure = self.failed(session, error, began_s)
                 failures.append(str(failure))
                 tried_enough = len(failures) > len(self.endpoints) or time.monotonic() > deadline
-                if tried_enough or not _may_repeat(rpc_error(error), failure, repeatable):
+                if tried_enough or not _may_repeat(error, failure, repeatable):
                     raise type(failure)("; ".join(dict.fromkeys(failures))) from error
             except ValueError as error:  # gRPC's error for a channel closed under a call
                 if not self._closed:
@@ -204,19 +303,38 @@ class Connection:
         Raises:
             StoreUnavailable, StoreRefused: The login failed.
         """
-        session = self._session
+        session, began_s = self._session, time.monotonic()
         try:
-            self._login(session, self.timeout_s)
-        except grpc.RpcError as error:
-            raise self.failed(session, error) from error
+            self.login.ensure(session, self.timeout_s)
+        except (grpc.RpcError, NoAnswer) as error:
+            raise self.failed(session, error, began_s) from error
         return session
 
-    def failed(self, session: Session, error: grpc.RpcError) -> StoreError:
-        """What an error means; gives `session` up if it was for want of an answer."""
-        failure = store_error(error.code(), error.details(), session.endpoint)
-        if isinstance(failure, StoreUnavailable):
+    def failed(self, session: Session, error: Exception, began_s: float = 0.0) -> StoreError:
+        """What an error means; gives `session` up if that is of no more use.
+
+        Args:
+            session: On which it came.
+            error: Of gRPC or etcd3, or a NoAnswer.
+            began_s: When that was asked for which there was no answer in time.
+        """
+        code, text = _facts(error)
+        failure = store_error(code, text, session.endpoint)
+        if not isinstance(failure, StoreUnavailable):
+            session.heard()
+        elif self._is_useless(session, code, text, began_s):
             self.give_up(session)
         return failure
+
+    def _is_useless(
+        self, session: Session, code: grpc.StatusCode, text: str, began_s: float
+    ) -> bool:
+        """Whether a connection without an answer is better left."""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return time.monotonic() - max(session.heard_s, began_s) >= self._silent_s
+        if "etcdserver:" in text:  # an answer: this member can not now, another one may
+            return len(self.endpoints) > 1 and "too many requests" not in text
+        return True
 
     def give_up(self, session: Session) -> None:
         """Go on at the next endpoint, unless another thread has done so already.
@@ -248,37 +366,38 @@ class Connection:
             cert_key=who.key,
             grpc_options=_CHANNEL_OPTIONS,
         )
-        return Session(endpoint, client)
+        return Session(endpoint, client, self.login)
 
     def _send(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
         if self._closed:
             raise StoreUnavailable("this store is closed")
+        token = self.login.token
         try:
             return self._send_once(session, send, deadline)
         except grpc.RpcError as error:
             # Tokens expire. A call refused for that was not carried out: any may be repeated.
             if not login_again(error.details()):
                 raise
-            session.token = None
+            # A server that was started again has forgotten those of all agents at once.
+            left_s = max(0.0, deadline - time.monotonic())
+            time.sleep(random.uniform(0, min(RELOGIN_S, left_s / 4)))
+            self.login.forget(token)
             return self._send_once(session, send, deadline)
 
     def _send_once(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
-        self._login(session, deadline - time.monotonic())
+        self.login.ensure(session, deadline - time.monotonic())
         return send(session.with_deadline(deadline - time.monotonic()))
 
-    def _login(self, session: Session, timeout_s: float) -> None:
-        """Fetch a token, if there is a user to log in and none was fetched before.
 
-        Raises:
-            grpc.RpcError: As any call.
-        """
-        who = self._credentials
-        if who.user is not None and session.token is None:
-            request = rpc.AuthenticateRequest(name=who.user, password=who.password)
-            stub = rpc.AuthStub(session.client.channel)
-            session.token = stub.Authenticate(request, max(0.0, timeout_s)).token
+def _facts(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """The code and the words of what gRPC, etcd3 or a wait has raised."""
+    if isinstance(error, NoAnswer):
+        return grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
+    cause = rpc_error(error)
+    return cause.code(), cause.details() or ""
 
 
-def _may_repeat(error: grpc.RpcError, failure: StoreError, repeatable: bool) -> bool:
+def _may_repeat(error: Exception, failure: StoreError, repeatable: bool) -> bool:
     """Whether another try could succeed, and cannot carry out a write twice."""
-    return isinstance(failure, StoreUnavailable) and (repeatable or never_sent(error.details()))
+    _, text = _facts(error)
+    return isinstance(failure, StoreUnavailable) and (repeatable or never_sent(text))

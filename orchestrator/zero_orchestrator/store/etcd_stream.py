@@ -44,6 +44,8 @@ class Stream:
         self._heard_s = time.monotonic()
         self._asked_s: float | None = None
         self._over = False
+        self.token = session.login.token
+        """With which it was opened."""
         self._call = rpc.WatchStub(session.client.channel).Watch(
             self._sent(), metadata=(*session.metadata, _NO_LEADER)
         )
@@ -57,6 +59,7 @@ class Stream:
         try:
             for response in self._call:
                 self._heard_s, self._asked_s = time.monotonic(), None
+                self.session.heard()
                 yield response
         finally:
             self.end()

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _RESUME_PAUSE_S = 0.1
 """At most so long until a broken stream is resumed: random, so that agents do not come at once."""
 
+_YOUNG_S = 30.0
+"""A token that is fresh has not expired."""
 _SHORT_LIFE_S = 2.0
 """A stream that breaks sooner counts as a failed try: the next one waits longer."""
 
@@ -239,7 +241,8 @@ class EtcdWatches:
         number = response.watch_id
         watch = self._watches.get(number)
         if response.canceled and not response.compact_revision and (watch or number < 0):
-            stream.session.token = None  # an expired token is refused in the same words
+            # An expired token is refused in the same words as a user without the permission.
+            self._connection.login.forget(stream.token, younger_s=_YOUNG_S)
             raise store_error(None, response.cancel_reason, stream.session.endpoint)
         if watch is None:
             return  # a sign of life, or about a watch that was cancelled
