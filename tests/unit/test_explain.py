@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -217,3 +219,13 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
         f"python -m zero_engine.config: config {str(path)!r} is read as DeepSpeed reads it, with "
         "comments (line 1), a comma after the last entry (line 2)\n"
     )
+
+
+@pytest.mark.full
+def test_a_closed_pipe_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "zero_engine.config", '{"train_batch_size": 8}']
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

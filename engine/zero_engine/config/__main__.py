@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from zero_engine.config.parse import AUTO, load_config
 from zero_engine.config.schema import Config
 from zero_engine.errors import ConfigError
 from zero_engine.optim.sections import check_sections
+
+_BROKEN_PIPE = 141
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `python -m zero_engine.config ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     return 0
 
 
