@@ -3,12 +3,14 @@
     rank 0 makes a new directory                    announce: its name
     each rank writes and fsyncs its own file        vote: size, digests, fragments; or its error
     rank 0 checks the votes, writes and fsyncs
-    MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not
+    MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not, or unknown
 
 Must always hold: the rename is the only commit point. Whoever dies before it leaves a directory
 without a manifest, which no load chooses; whoever dies after it leaves a whole checkpoint. A
 rank that has voted removes its file only when it hears "not published": without a verdict the
-rename may have happened. Earlier checkpoints are never touched.
+rename may have happened, and where the storage has failed in it, rank 0 does not know either.
+Then nobody removes anything: a load takes what is whole, a later sweep what has no manifest.
+Earlier checkpoints are never touched.
 
 Called by the engine on every rank, in step, on the thread of its saves. Source of the protocol:
 two-phase commit with the rename as its decision record; torchsnapshot writes its metadata last
@@ -31,12 +33,24 @@ from zero_engine.checkpoint.format.layout import FileLayout, block_bytes_for, la
 from zero_engine.checkpoint.format.manifest import MANIFEST, directory_name, file_name
 from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.publish import Fence, Header, assemble, publish, vote_for, withdraw
+from zero_engine.checkpoint.publish import (
+    Fence,
+    Header,
+    Unsure,
+    assemble,
+    publish,
+    vote_for,
+    withdraw,
+)
 from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
 
 _NONCES = 16
 """Directory names to try: each is taken once in 65536 times, and only within one step."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_UNKNOWN = (
+    "; it is not known whether this checkpoint was committed, so nothing of it was removed: a load "
+    "takes it if it was, a later save or zero-ckpt repair removes it if not"
+)
 
 
 def save(
@@ -72,7 +86,8 @@ def save(
         DiskFull: Nothing but room was missing, on one rank or several; nothing is published.
             On every rank.
         CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
-            On every rank. Or: no verdict came, and the outcome is unknown.
+            On every rank. Or: no verdict came, or the storage failed in the commit itself, and the
+            outcome is unknown.
         PeerLost: The store of the ballot is gone.
     """
     disk = disk or disk_of(root)
@@ -91,7 +106,7 @@ def save(
         if ballot.world == 1 and not (directory / MANIFEST).exists():  # else it is not ours to undo
             withdraw(directory, disk)
         raise
-    if "problem" in verdict:
+    if "problem" in verdict and not verdict.get("unknown"):
         _remove_own(path, disk)
     _raise_problem(verdict)
     return directory
@@ -179,7 +194,7 @@ def _judge(
     fence: Fence | None,
     disk: Disk,
 ) -> Record:
-    """Rank 0: publish what all ranks wrote, or remove it all."""
+    """Rank 0: publish what all ranks wrote, or remove it all, unless it may be published."""
     try:
         publish(directory, assemble(state, header, votes), fence, disk)
         return {}
@@ -187,6 +202,11 @@ def _judge(
         verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
     except CheckpointError as error:
         verdict = {"problem": f"{directory} was not saved: {error}", "full": _lack_room(votes)}
+    except Unsure as error:
+        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error.failure)
+        if not withdraw(directory, disk, committing=True):
+            return {"problem": verdict["problem"] + _UNKNOWN, "unknown": True}
+        return verdict
     except Exception as error:
         verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
     withdraw(directory, disk)

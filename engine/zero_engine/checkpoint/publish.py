@@ -43,6 +43,14 @@ _OWN = tuple(name for name in COLUMNS if name != "file")
 """The columns of fragments that a rank votes with, one after the other."""
 
 
+class Unsure(Exception):
+    """Something failed while the manifest was given its name: it may have it, or get it yet."""
+
+    def __init__(self, failure: OSError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What the ranks agreed on before they wrote: the part of a manifest that no vote changes."""
@@ -133,7 +141,9 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
     Raises:
         CommitRefused: By the fence, before anything is visible.
         CheckpointError: A file is not visible from here.
-        OSError: An operation failed; `withdraw` what may be there.
+        FileExistsError: Another manifest is there, or a tombstone: this attempt was swept.
+        OSError: An operation failed before the commit.
+        Unsure: One failed at the commit, or right after.
     """
     _check_visible(directory, manifest)
     text, digest = encode(manifest)
@@ -142,9 +152,14 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
     _write_whole(temporary, text, disk)
     if fence is not None:
         fence(digest)
-    disk.publish(temporary, final)
-    disk.sync_directory(directory)
-    disk.sync_directory(directory.parent)
+    try:
+        disk.publish(temporary, final)
+        disk.sync_directory(directory)
+        disk.sync_directory(directory.parent)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise Unsure(error) from error
     _write_hints(directory, manifest.tag, disk)
 
 
@@ -191,16 +206,27 @@ def _can_stand_beside(tag: str) -> bool:
     return not tag.startswith(ours) and "/" not in tag
 
 
-def withdraw(directory: Place, disk: Disk) -> None:
+def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
     """Remove a failed attempt; what cannot be removed is left for a later sweep.
 
     The manifest goes first, durably: it may have got its final name before a later fsync failed,
     and a manifest must never outlive a file that it names.
+
+    Args:
+        directory: Of the attempt.
+        disk: File operations.
+        committing: The manifest was on its way to its final name.
+
+    Returns:
+        Whether it surely has no manifest, and will have none; if not, everything is left.
     """
+    if committing and disk.publishes_late:
+        return False
     try:
         disk.remove(directory / MANIFEST)
         disk.sync_directory(directory)
     except OSError as error:
         _log.warning("the failed checkpoint %s could not be removed: %s", directory, error)
-        return
+        return not committing
     disk.remove_tree(directory)
+    return True

@@ -107,6 +107,43 @@ def test_a_failed_operation_fails_every_rank_and_leaves_nothing(old, operation, 
     check_only_the_old_one(old, before)
 
 
+class AnswerLost(SmallBlocks):
+    """Renames the manifest, or not, and fails; from then on nothing there can be removed."""
+
+    def __init__(self, *, renames: bool) -> None:
+        self.renames, self.failed = renames, False
+
+    def _fail(self, path):
+        self.failed = True
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def publish(self, temporary, final, *, replace=False):
+        if final.name != "MANIFEST.json" or self.renames:
+            super().publish(temporary, final, replace=replace)
+        if final.name == "MANIFEST.json":
+            self._fail(final)
+
+    def remove(self, path):
+        if self.failed and path.name == "MANIFEST.json":
+            self._fail(path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_nobody_removes_a_file_of_what_may_be_committed(old, renames):
+    before, new = names(old), adam_state(seed=2)
+
+    errors = save_all(old, new, 3, step=2, disk=AnswerLost(renames=renames))
+
+    assert len({str(error) for error in errors}) == 1
+    assert "it is not known whether this checkpoint was committed" in str(errors[0])
+    left = [name for name in names(old) if name not in before and ".safetensors" in name]
+    assert len(left) == 3
+    target = blank(new)
+    assert {r.manifest.step for r in load_all(old, target, 3)} == {2 if renames else 1}
+    assert same_bits(target, new if renames else adam_state(seed=1))
+
+
 class Interrupted(Failing):
     """Ctrl-C in the same operations."""
 

@@ -48,6 +48,8 @@ class ObjectDisk(Disk):
 
     part_bytes = 32 << 20
     """What is uploaded at once; S3 allows 10,000 parts, so 312 GiB a rank."""
+    publishes_late = True
+    """A request whose answer is lost may be under way still."""
 
     def make_directories(self, path: Place) -> None:
         """Directories are but names."""

@@ -30,6 +30,8 @@ class Disk:
 
     block_bytes: int | None = None
     """What is hashed, and read back, as one unit; None: as `layout.block_bytes_for` says."""
+    publishes_late = False
+    """Whether a `publish` that has failed may still happen, after what was done since."""
 
     def make_directories(self, path: Place) -> None:
         """Create a directory and its parents, each durable in its parent; no error if there."""

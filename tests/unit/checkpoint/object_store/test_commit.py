@@ -8,7 +8,16 @@ import fsspec
 import pytest
 
 from tests.support.s3_server import s3_server
-from tests.unit.checkpoint.support import SmallObjects, adam_state, names, save_all, saved
+from tests.unit.checkpoint.support import (
+    SmallObjects,
+    adam_state,
+    blank,
+    load_all,
+    names,
+    same_bits,
+    save_all,
+    saved,
+)
 from zero_engine.checkpoint.files.object_disk import OBJECTS, _create
 from zero_engine.checkpoint.format.manifest import MANIFEST
 from zero_engine.checkpoint.place import place
@@ -43,7 +52,7 @@ class Failing(SmallObjects):
 
 @pytest.mark.parametrize(
     ("operation", "name"),
-    [("write", "r00001"), ("sync", "r00001"), ("sync", "MANIFEST"), ("publish", "MANIFEST")],
+    [("write", "r00001"), ("sync", "r00001"), ("sync", "MANIFEST")],
 )
 def test_a_failed_operation_fails_every_rank_and_leaves_nothing(root, operation, name):
     saved(root, OLD, 2, step=1)
@@ -52,6 +61,28 @@ def test_a_failed_operation_fails_every_rank_and_leaves_nothing(root, operation,
         assert type(error) is CheckpointError
         assert name in str(error)
     assert names(root) == before
+
+
+def test_a_manifest_that_arrives_late_finds_all_its_files(root):
+    """The answer to the conditional put is lost, and the store takes the request only later."""
+    saved(root, OLD, 2, step=1)
+    late = []
+
+    class Late(SmallObjects):
+        def publish(self, temporary, final, *, replace=False):
+            if final.name == MANIFEST:
+                late.append((final, temporary.read_bytes()))
+                raise OSError(110, "Connection timed out", str(final))
+            super().publish(temporary, final, replace=replace)
+
+    for error in save_all(root, NEW, 2, step=2, disk=Late()):
+        assert "it is not known whether this checkpoint was committed" in str(error)
+    target = blank(NEW)
+    assert {r.manifest.step for r in load_all(root, target, 2)} == {1}
+    ((final, text),) = late
+    _create(final, text)
+    assert {r.manifest.step for r in load_all(root, target, 2)} == {2}
+    assert same_bits(target, NEW)
 
 
 def test_a_failed_save_leaves_no_part_of_an_upload_behind(s3, s3_root):
