@@ -259,9 +259,8 @@ class AgentLink:
     def _note(self, message: Message) -> None:
         match message:
             case Leave(round=self.round):
-                _log.info(
-                    "asked to leave round %d, %s: %s", message.round, message.when, message.reason
-                )
+                when = "at once" if message.when is When.NOW else "at the end of a step"
+                _log.info("asked to leave round %d %s: %s", message.round, when, message.reason)
                 self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
                 self._leave.set()
                 if message.when is When.NOW:
@@ -341,7 +340,10 @@ def choose_departure(
         engines: How many train in this process; the rest is what is so of any of them.
     """
     if script_has_state:
-        return Departure.AWAIT_SAVE, "what it keeps of its own is known to the script alone"
+        return Departure.AWAIT_SAVE, (
+            "its client_state is known to the script alone; engine.keep_client_state() lets the "
+            "engine save at once"
+        )
     if script_asks and not script_has_saved:
         return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
     if directory_known and engines > 1:
@@ -351,7 +353,10 @@ def choose_departure(
         )
     if directory_known:
         return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
-    return Departure.LEAVE, "no checkpoint directory is known: save_checkpoint was never called"
+    return Departure.LEAVE, (
+        "save_checkpoint() and load_checkpoint() were never called, so no directory is known: the "
+        "steps so far are lost"
+    )
 
 
 def leave(link: AgentLink, step: int) -> None:

@@ -299,17 +299,20 @@ class MicroSteps:
     def _tell_of_foreign_loader(self) -> None:
         if not self._warned and self._run.rank == 0:
             _log.warning(
-                "batches come from a loader of the script's own: its position is in no checkpoint, "
-                "and its order depends on the world; give initialize() the training_data, or your "
-                "DataLoader the engine.batch_sampler(dataset)"
+                "the batches come from your own DataLoader, and no checkpoint knows which samples "
+                "have been trained on: unless the script skips them, a run that resumes begins its "
+                "data again, and with another number of ranks in another order; for each sample "
+                "exactly once give initialize() the training_data, or your DataLoader "
+                "batch_sampler=engine.batch_sampler(dataset)"
             )
         self._warned = True
 
     def _warn_of_stale_batch(self, ticket: Ticket) -> None:
         if not self._warned:
             _log.warning(
-                "the batch begins at sample %d of the run, but the engine is at sample %d: samples "
-                "repeat or get lost; call backward()%s once per batch of the loader",
+                "this batch begins at sample %d of the run, but the batches before it have come to "
+                "sample %d: samples are trained on twice or not at all; call backward()%s once for "
+                "each batch of the loader",
                 ticket.start,
                 self._run.plan().position + self._run.leaf().start,
                 " and step()" if self._run.managed else "",

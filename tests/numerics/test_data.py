@@ -303,7 +303,9 @@ def test_a_loader_that_the_engine_knows_nothing_of_is_told_of_in_one_line(
     told, *others = worlds.run(3, lines_of_foreign_loader)
     assert others == [[], []]
     (line,) = told
-    assert line.startswith("batches come from a loader of the script's own: its position is in no")
+    assert line.startswith(
+        "the batches come from your own DataLoader, and no checkpoint knows which"
+    )
     assert worlds.run(1, lines_of_own_loader) == [[]]
 
 

@@ -42,10 +42,10 @@ def test_the_highest_round_that_executed_a_step_is_the_one_that_counts() -> None
     [
         ([*WHOLE[:2], entry(3, 0, 0, 1, {0: (2,)})], "step 2 is in no ledger"),
         (WHOLE[:1] + WHOLE[2:], "step 1: 1 of 2 ranks have an entry"),
-        ([entry(1, 0, 0, 1, {1: (0,)})], "step 1: leaf 0 ran on no rank"),
+        ([entry(1, 0, 0, 1, {1: (0,)})], "step 1: micro-batch 0 ran on no rank"),
         (
             [entry(1, 0, 0, 2, {0: (0,)}), entry(1, 0, 1, 2, {0: (1,)})],
-            "step 1: leaf 0 ran 2 times",
+            "step 1: micro-batch 0 ran 2 times",
         ),
         ([entry(1, 0, 0, 1, {0: (0, 1, 1, 2, 3)})], "epoch 0: sample 1 consumed 2 times"),
         ([entry(1, 0, 0, 1, {0: (0, 1, 1, 2, 3)})], "epoch 0: sample 4 never consumed"),

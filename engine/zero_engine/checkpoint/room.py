@@ -93,7 +93,9 @@ class SharedRoom:
         try:
             path, descriptor = self._create()
         except OSError as error:
-            raise NoArena(f"no arena in {self._directory}: {error.strerror}") from error
+            raise NoArena(
+                f"no memory for a copy of the state in {self._directory}: {error.strerror}"
+            ) from error
         self.path = path
         self._remove = weakref.finalize(self, _remove, path, descriptor, os.getpid())
         try:

@@ -141,9 +141,11 @@ def _leaves_in_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str
     """The samples of one execution in leaf order, and what is wrong with its leaves."""
     leaves = [(leaf, ids) for entry in ranks for leaf, ids in entry.leaves.items()]
     counts = Counter(leaf for leaf, _ in leaves)
-    problems = [f"step {step}: leaf {leaf} ran {n} times" for leaf, n in counts.items() if n > 1]
+    problems = [
+        f"step {step}: micro-batch {leaf} ran {n} times" for leaf, n in counts.items() if n > 1
+    ]
     absent = sorted(set(range(max(counts, default=-1) + 1)) - counts.keys())
-    problems += [f"step {step}: leaf {leaf} ran on no rank" for leaf in absent]
+    problems += [f"step {step}: micro-batch {leaf} ran on no rank" for leaf in absent]
     world = ranks[0].world
     if len(ranks) != world:
         problems.append(f"step {step}: {len(ranks)} of {world} ranks have an entry")

@@ -20,20 +20,40 @@ from zero_engine.samples.global_batch import BatchShape
 
 _log = logging.getLogger(__name__)
 
-_SAME_RESULT = (
-    "leaves",
-    "micro_batch",
-    "summed_over",
-    "dataset_size",
-    "seed",
-    "dtype",
-    "master",
-    "moments",
-    "optimizer",
-    "torch",
-    "threads",
-)
-"""What must not change in a run if its result is not to change; world and stage may."""
+_BY_ROUNDING = "from here on the results differ from those of the uninterrupted run by rounding"
+_CHANGES = "from here on the results are not those of the uninterrupted run"
+_SAME_RESULT = {
+    "dataset_size": (
+        "the number of samples in training_data",
+        "they are drawn in another order, so some are repeated or left out in this epoch; give the "
+        "same dataset, or begin a new run with load_checkpoint(load_module_only=True)",
+    ),
+    "seed": ("seed", f"order of the samples and dropout change, {_CHANGES}; set seed as it was"),
+    "dtype": (
+        "the dtype that the model computes in",
+        f"{_CHANGES}; set bf16.enabled and fp16.enabled as they were",
+    ),
+    "master": (
+        "the dtype of the master weights",
+        f"{_CHANGES}; set bf16_master_weights_and_grads, or fp16_master_weights_and_grads, as it "
+        "was",
+    ),
+    "moments": (
+        "the dtype of the optimizer's state",
+        f"{_CHANGES}; set bf16_optimizer_states as it was",
+    ),
+    "optimizer": ("the optimizer", f"{_CHANGES}; give the one that it was"),
+    "torch": (
+        "the version of torch",
+        f"{_BY_ROUNDING}; install the one that it was, if bits count",
+    ),
+    "threads": (
+        "torch's number of threads",
+        f"{_BY_ROUNDING}; set OMP_NUM_THREADS as it was, if bits count",
+    ),
+}
+"""What must not change in a run if its result is not to change, beside the batch; world and stage
+may. What it is to a user; what a change means for the run, and what to set."""
 
 
 def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
@@ -69,19 +89,52 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     if run.loader is not None and saved["dataset_size"]:
         run.loader.expect(saved["dataset_size"])
     if core.zero is not None:
-        _warn_of_differences(describe(config, core, run), saved)
+        lines = differences(describe(config, core, run), saved)
+        for line in lines if run.rank == 0 else ():
+            _log.warning("%s", line)
     cursor = run.cursor
     cursor.step, cursor.samples, cursor.skipped = saved["step"], saved["samples"], saved["skipped"]
 
 
-def _warn_of_differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for key in _SAME_RESULT:
-        # None: nobody knows, as after an import; missing: it was not written yet.
+def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What in a run changes its result at a load: what it was, what that means, what to set.
+
+    Args:
+        ours: What `describe` says now.
+        saved: What it said when the checkpoint was made. None: nobody knows, as after an import;
+            missing: it was not written yet.
+    """
+    found = [_batch_difference(ours, saved)] if saved.get("leaves") else []
+    if saved.get("summed_over") is not None and ours["summed_over"] is None:
+        found.append(
+            'gradient_allreduce_op was "sum" when the checkpoint was made: gradients are now '
+            f"{saved['summed_over']} times smaller; set it as it was"
+        )
+    for key, (what, meaning) in _SAME_RESULT.items():
         if saved.get(key) not in (None, ours[key]):
-            _log.warning(
-                "%s is %s, the checkpoint was made with %s: from here on the results are "
-                "not those of the uninterrupted run",
-                key,
-                ours[key],
-                saved[key],
-            )
+            then = f"was {saved[key]} when the checkpoint was made"
+            found.append(f"{what} is {ours[key]} and {then}: {meaning}")
+    return [line for line in found if line]
+
+
+def _shape(count: int, samples: int) -> str:
+    return f"{count} micro-batch{'' if count == 1 else 'es'} of {samples}"
+
+
+def _batch_difference(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    now, then = ((run["leaves"], run["micro_batch"]) for run in (ours, saved))
+    if now == then:
+        return ""
+    samples, samples_then = now[0] * now[1], then[0] * then[1]
+    if samples == samples_then:
+        return (
+            f"a step of {samples} samples is cut into {_shape(*now)}, and was cut into "
+            f"{_shape(*then)} when the checkpoint was made: {_BY_ROUNDING} and by dropout; "
+            f"set train_micro_batch_size_per_gpu to {then[1]}"
+        )
+    return (
+        f"a step trains on {samples} samples ({_shape(*now)}), and trained on {samples_then} "
+        f"({_shape(*then)}) when the checkpoint was made: schedule, steps per epoch and "
+        f"results change from here on; set train_batch_size to {samples_then} and "
+        f"train_micro_batch_size_per_gpu to {then[1]}, which any number of ranks can train"
+    )

@@ -1,0 +1,77 @@
+"""What a load says of a run that is not as it was: in the user's terms, with what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_engine.state.run_meta import differences
+
+RUN: dict[str, Any] = {
+    "leaves": 2,
+    "micro_batch": 2,
+    "summed_over": None,
+    "dataset_size": 23,
+    "seed": 42,
+    "dtype": "torch.float32",
+    "master": "fp32",
+    "moments": "fp32",
+    "optimizer": "AdamW",
+    "torch": "2.13.0",
+    "threads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("ours", "saved", "begins", "says"),
+    [
+        (
+            {"leaves": 1},
+            {},
+            "a step trains on 2 samples (1 micro-batch of 2), and trained on 4 (2 micro-batches of "
+            "2) when the checkpoint was made: ",
+            "set train_batch_size to 4 and train_micro_batch_size_per_gpu to 2",
+        ),
+        (
+            {"leaves": 1, "micro_batch": 4},
+            {},
+            "a step of 4 samples is cut into 1 micro-batch of 4, and was cut into 2 micro-batches ",
+            "set train_micro_batch_size_per_gpu to 2",
+        ),
+        ({}, {"summed_over": 3}, 'gradient_allreduce_op was "sum" when', "3 times smaller"),
+        (
+            {"dataset_size": 20},
+            {},
+            "the number of samples in training_data is 20 and was 23",
+            "give",
+        ),
+        ({"seed": 1}, {}, "seed is 1 and was 42 when the checkpoint was made: order", "set seed"),
+        (
+            {"dtype": "torch.bfloat16"},
+            {},
+            "the dtype that the model computes in is",
+            "bf16.enabled",
+        ),
+        (
+            {"optimizer": "SGD"},
+            {},
+            "the optimizer is SGD and was AdamW",
+            "give the one that it was",
+        ),
+        ({"threads": 4}, {}, "torch's number of threads is 4 and was 1", "set OMP_NUM_THREADS"),
+        ({"torch": "2.14.0"}, {}, "the version of torch is 2.14.0 and was 2.13.0", "by rounding"),
+    ],
+)
+def test_what_has_changed_is_said_with_its_meaning_and_what_to_set(
+    ours: dict[str, Any], saved: dict[str, Any], begins: str, says: str
+) -> None:
+    (line,) = differences({**RUN, **ours}, {**RUN, **saved})
+    assert line.startswith(begins)
+    assert says in line.removeprefix(begins)
+
+
+def test_what_nobody_knows_is_no_difference() -> None:
+    assert differences(RUN, RUN) == []
+    assert differences(RUN, {}) == []
+    assert differences(RUN, dict.fromkeys(RUN)) == []
