@@ -303,7 +303,7 @@ class Agent:
     # ---- actions ----
 
     def _start(self, reason: str) -> None:
-        self._crew.start(self._rdzv.snapshot, self._rdzv.node)
+        self._crew.start(self._rdzv.snapshot, self._rdzv.node, self._rdzv.secret)
 
     def _kill(self, reason: str) -> None:
         hang = any(failure.hang for failure in self._rdzv.snapshot.failures)

@@ -191,10 +191,10 @@ class Crew:
 
     def host_store(self, n: int) -> None:
         """Open a TCPStore for round n; `on_port` is called when it listens."""
-        self._stores[self._nursery.host_store()] = n
+        self._stores[self._nursery.host_store(self._config.address)] = n
 
-    def start(self, job: Snapshot, node: Node) -> None:
-        """Start the workers of the job's round on this node."""
+    def start(self, job: Snapshot, node: Node, secret: str) -> None:
+        """Start the workers of the job's round on this node, given the job's secret."""
         self._forget_last_round(job.n)
         self._group = WorkerGroup(
             self._nursery, self._hub, job.n, fence=job.fence, clock=self._clock
@@ -202,7 +202,7 @@ class Crew:
         self._host_timers()
         self.steps.begin(self._orders.pulses(job, node))
         self._askings = Askings(self._orders.askings(job, node))
-        orders = self._orders.of(job, node)
+        orders = self._orders.of(job, node, secret)
         self._group.start(self._config.program, orders)
         self._journal.tell(
             "start",

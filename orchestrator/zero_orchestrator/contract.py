@@ -17,6 +17,7 @@ other.
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 from enum import IntEnum, StrEnum
 from typing import get_args
@@ -29,7 +30,14 @@ ENV_FENCE = "ZERO_FENCE"
 ENV_COMMITTED = "ZERO_COMMITTED_STEP"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
 ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
+ENV_VOTE_KEY = "ZERO_VOTE_KEY"
+"""Signs what the ranks of this round write into its store: anybody can connect to that."""
 ENV_LEAVE = "ZERO_LEAVE_FILE"
+
+
+def derived_key(secret: str, purpose: str) -> str:
+    """A key that opens one thing alone, and tells nothing of the secret."""
+    return hmac.new(secret.encode(), purpose.encode(), "sha256").hexdigest()
 
 
 class ExitCode(IntEnum):

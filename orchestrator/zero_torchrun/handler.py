@@ -16,6 +16,7 @@ Source of the interface: torch.distributed.elastic.rendezvous.api.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import secrets
 import socket
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -51,6 +53,8 @@ log = logging.getLogger("zero")
 BACKEND = "zero-etcd"
 RESTARTS = 1_000_000
 """torchrun has its own budget, one for each agent; ours must not end the job before."""
+_BACKLOG = 4096
+"""So many workers may connect to a round's store at once."""
 _POLL_S = 0.05
 _FINISH_S = 2.0
 
@@ -246,8 +250,7 @@ class EtcdV3Handler(RendezvousHandler):
     def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
         address = self._rdzv.node.address
         if index == 0 and self._hosted[0] != job.n:
-            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-            self._hosted = (job.n, store)
+            self._hosted = (job.n, _host_store(address))
         if index == 0 and job.master is None:
             self._rdzv.publish_master(job.n, f"{address}:{self._hosted[1].port}")
         if job.master is None:
@@ -299,3 +302,32 @@ def _address_towards(endpoint: str) -> str:
         except (OSError, ValueError):
             return socket.getfqdn()
         return str(probe.getsockname()[0])
+
+
+def _host_store(address: str) -> TCPStore:
+    """A store on this address alone: it asks nobody who they are, and torch's listen everywhere."""
+    listener = _listen(address)
+    return TCPStore(
+        address,
+        int(listener.getsockname()[1]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        # It could not take a socket over before.
+        use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]
+    )
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        ipaddress.ip_address(address)  # a name may stand for the loopback here, and not elsewhere
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:
+        log.warning(
+            "cannot listen on %s alone (%s): the round's store listens on all addresses; name an "
+            "address of this machine with --local-addr",
+            address,
+            error,
+        )
+        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)

@@ -22,6 +22,9 @@ from zero_orchestrator.clock import ManualClock
 
 pytestmark = pytest.mark.processes
 
+LISTENING = "0A"
+"""In /proc/net/tcp."""
+
 
 @pytest.fixture
 def forking(tmp_path):
@@ -142,10 +145,23 @@ def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_p
     assert (tmp_path / "err").read_text() == ""
 
 
+def test_a_rounds_store_listens_on_the_nodes_own_address_alone(forking):
+    _, nursery, news = forking
+    nursery.host_store("127.0.0.2")
+    told = {}
+    while "port" not in told:
+        told |= news.get(timeout=120)
+    sockets = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    where = [fields[1] for fields in sockets if fields[3] == LISTENING]
+    assert [one for one in where if one.endswith(f":{told['port']:04X}")] == [
+        f"0200007F:{told['port']:04X}"
+    ]
+
+
 @pytest.mark.full
 def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks(forking):
     _, nursery, news = forking
-    store, told = nursery.host_store(), {}
+    store, told = nursery.host_store("127.0.0.1"), {}
     while not {"pid", "port"} <= told.keys():
         told |= news.get(timeout=120)
     assert told["id"] == store
@@ -221,7 +237,7 @@ def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its
     clock, hub = ManualClock(), Hub()
     nursery = Nursery(hub, env, ["endless"], lambda *news: None, clock)
     try:
-        nursery.host_store()
+        nursery.host_store("127.0.0.1")
         assert nursery.stuck_s(imports_s=60) is None
         clock.advance(60)
         assert nursery.stuck_s(imports_s=60) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from zero_agent.workers.worker_env import nursery_env, own_device, places, worker_env
@@ -25,11 +27,15 @@ JOB = Snapshot(
 
 
 FILES = {"socket_path": "/s", "error_file": "/e", "heartbeat_file": "/h", "leave_file": "/l"}
+SECRET = "of the job"
 
 
 def environments(index: int) -> list[dict[str, str]]:
     node = NODES[index]
-    return [worker_env(JOB, node, place, name="job", **FILES) for place in places(JOB, node)]
+    return [
+        worker_env(JOB, node, place, name="job", secret=SECRET, **FILES)
+        for place in places(JOB, node)
+    ]
 
 
 def test_ranks_are_contiguous_on_a_node_and_role_ranks_within_a_role():
@@ -52,7 +58,9 @@ def test_every_worker_of_a_round_reads_the_same_restart_count():
 
 
 def test_a_worker_finds_every_variable_of_torchrun():
-    assert environments(2)[1] == {
+    found = environments(2)[1]
+    assert len(found.pop("ZERO_VOTE_KEY")) == 64
+    assert found == {
         "RANK": "4",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "7",
@@ -79,6 +87,15 @@ def test_a_worker_finds_every_variable_of_torchrun():
         "ZERO_HEARTBEAT_FILE": "/h",
         "ZERO_LEAVE_FILE": "/l",
     }
+
+
+def test_the_ranks_of_a_round_and_no_others_have_its_key():
+    keys = {env["ZERO_VOTE_KEY"] for i in range(4) for env in environments(i)}
+    next_round = dataclasses.replace(JOB, n=8)
+    (later,) = places(next_round, NODES[0])
+    other = worker_env(next_round, NODES[0], later, name="job", secret=SECRET, **FILES)
+    assert len(keys) == 1
+    assert not keys & {other["ZERO_VOTE_KEY"], SECRET}
 
 
 def test_several_workers_get_one_thread_each_unless_told_otherwise():

@@ -12,7 +12,7 @@ imports it hears nothing, so then it dies with its agent.
 The socket carries one JSON object a packet. From the agent:
 
     {"op": "start", "id": 7, "program": {...}, "env": {...}}   + descriptors of stdout, stderr
-    {"op": "store", "id": 8}                    host a TCPStore, on a free port
+    {"op": "store", "id": 8, "address": ...}    host a TCPStore there, on a free port
     {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
 
@@ -124,7 +124,7 @@ class Nursery:
             os.dup2(source, target)
             os.close(source)
         if order["op"] == "store":
-            host_store(self._agent, order["id"])
+            host_store(self._agent, order["id"], order["address"])
         if order["op"] == "timers":
             host_timers(self._agent, order["path"])
         self._agent.close()
@@ -180,13 +180,15 @@ class Nursery:
             self._agent.send(json.dumps(news).encode())
 
 
-def host_store(agent: socket.socket, worker: int) -> None:
+def host_store(agent: socket.socket, worker: int, address: str) -> None:
     """Serve a round's TCPStore until killed; it outlives every worker of its round.
 
-    It listens at once, and imports torch, unless the nursery has, when the first worker connects:
+    It listens on the node's own address alone: torch's store asks nobody who they are. It does so
+    at once, and imports torch, unless the nursery has, when the first worker connects:
     programs without torch never do.
     """
-    listener = listen()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=WAITING)
     port = listener.getsockname()[1]
     agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()
@@ -194,7 +196,7 @@ def host_store(agent: socket.socket, worker: int) -> None:
     # By name: the agent's own code does not depend on torch, its children run on it.
     torch, distributed = map(importlib.import_module, ("torch", "torch.distributed"))
     store = distributed.TCPStore(
-        "0.0.0.0",
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -203,15 +205,6 @@ def host_store(agent: socket.socket, worker: int) -> None:
     )
     while store is not None:  # it serves as long as somebody holds it
         signal.pause()
-
-
-def listen() -> socket.socket:
-    """A free port of every address of this machine, of either family where there are both."""
-    if socket.has_dualstack_ipv6():
-        six = socket.AF_INET6
-        with contextlib.suppress(OSError):  # that family may be switched off
-            return socket.create_server(("", 0), family=six, backlog=WAITING, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=WAITING)
 
 
 def host_timers(agent: socket.socket, path: str) -> None:

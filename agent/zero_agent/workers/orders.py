@@ -43,13 +43,13 @@ class Orders:
         self._environ = environ
         self._socket_path = socket_path
 
-    def of(self, job: Snapshot, node: Node) -> list[Order]:
-        """The orders of a round's workers on this node, in local order.
+    def of(self, job: Snapshot, node: Node, secret: str) -> list[Order]:
+        """The orders of a round's workers on this node, in local order, given the job's secret.
 
         Raises:
             AgentFailed: There is no directory to be had for their files.
         """
-        return [self._order(job, node, place) for place in places(job, node)]
+        return [self._order(job, node, place, secret) for place in places(job, node)]
 
     def pulses(self, job: Snapshot, node: Node) -> dict[int, Path]:
         """Where each of these workers may show its pulse, by rank."""
@@ -66,7 +66,7 @@ class Orders:
         """Beside the socket: that is a local disk, wherever the logs go."""
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
-    def _order(self, job: Snapshot, node: Node, place: Place) -> Order:
+    def _order(self, job: Snapshot, node: Node, place: Place, secret: str) -> Order:
         config, directory = self._config, self._log_dir / f"round{job.n}"
         env = worker_env(
             job,
@@ -77,6 +77,7 @@ class Orders:
             error_file=str(_error_file(directory / f"rank{place.rank}")),
             heartbeat_file=str(self._file("heartbeat", job.n, place.rank)),
             leave_file=str(self._file("leave", job.n, place.rank)),
+            secret=secret,
         )
         if config.virtual_local_rank:
             env |= own_device(self._environ, place.local_rank)

@@ -20,6 +20,8 @@ from zero_orchestrator.contract import (
     ENV_NODE,
     ENV_ROUND,
     ENV_SOCKET,
+    ENV_VOTE_KEY,
+    derived_key,
 )
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import Node, Snapshot
@@ -54,6 +56,7 @@ def worker_env(
     error_file: str,
     heartbeat_file: str,
     leave_file: str,
+    secret: str,
 ) -> dict[str, str]:
     """What to add to the agent's own environment for one worker of the job's round.
 
@@ -66,6 +69,7 @@ def worker_env(
         error_file: Where it leaves its traceback.
         heartbeat_file: Which it touches to say that it gets on.
         leave_file: Where it looks whether it is to leave.
+        secret: The job's, of which the worker gets a key for its round.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
     host, _, port = job.master.rpartition(":")
@@ -96,6 +100,7 @@ def worker_env(
         ENV_SOCKET: socket_path,
         ENV_HEARTBEAT: heartbeat_file,
         ENV_LEAVE: leave_file,
+        ENV_VOTE_KEY: derived_key(secret, f"votes of round {job.n}"),
     }
     return {key: str(value) for key, value in values.items()}
 

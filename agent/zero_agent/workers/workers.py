@@ -92,9 +92,9 @@ class Nursery:
         err.started()
         return worker
 
-    def host_store(self) -> int:
-        """Fork a process that hosts a TCPStore; its id. News will have its port."""
-        return self._order({"op": "store"}, [])
+    def host_store(self, address: str) -> int:
+        """Fork a process that hosts a TCPStore on an address; its id. News will have its port."""
+        return self._order({"op": "store", "address": address}, [])
 
     def host_timers(self, path: str) -> int:
         """Fork a process that hosts torch's file timers at a path; its id."""

@@ -64,14 +64,22 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def group_store(name: str) -> Store:
+class GroupStore(PrefixStore):
+    """A part of the default group's store; `path` says which."""
+
+    def __init__(self, path: str, store: Store) -> None:
+        super().__init__(path, store)
+        self.path = path
+
+
+def group_store(name: str) -> GroupStore:
     """A part of the default group's store that nothing else uses.
 
     Every rank gets the same part for its first, second, ... call with this name.
     """
     store = dist.distributed_c10d._get_default_store()
     turn = store.add(f"zero/{name}/calls/{dist.get_rank()}", 1)
-    return PrefixStore(f"zero/{name}/{turn}", store)
+    return GroupStore(f"zero/{name}/{turn}", store)
 
 
 def local_rank() -> int:

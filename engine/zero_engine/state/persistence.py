@@ -86,8 +86,13 @@ class Persistence:
         self._core = core
         self._run = run
         self._link = link
+        store = group_store("ballot")
         self._ballot = checkpoint.Ballot(
-            group_store("ballot"), run.rank, run.world, on_wait=partial(link.heed, "loading")
+            store,
+            run.rank,
+            run.world,
+            on_wait=partial(link.heed, "loading"),
+            key=link.votes_key(store.path),
         )
         self._directory: Place | None = None
         self._ram_root: Place | None = None

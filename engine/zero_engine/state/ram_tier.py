@@ -74,7 +74,9 @@ class RamTier:
         self._world = world
         self._link = link
         self._line = line
-        self._ballot = checkpoint.Ballot(group_store("ram"), rank, world, on_wait=self._check_group)
+        store = group_store("ram")
+        key = link.votes_key(store.path)
+        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
         self._background = Background()
         self._peers = Neighbours(reply.key)
         self._search: RamSearch | None = None

@@ -65,9 +65,9 @@ class Saver:
         self._rank = rank
         self._link = link
         self._line = line
-        self._ballot = checkpoint.Ballot(
-            group_store("saves"), rank, world, on_wait=self._check_group
-        )
+        store = group_store("saves")
+        key = link.votes_key(store.path)
+        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
         self._background = Background()
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None

@@ -126,13 +126,14 @@ def on_ranks(
     work: Callable[[Ballot], T],
     timeout_s: float = 50,
     store: HashStore | None = None,
+    key: str = "",
 ) -> list[T]:
     """What `work` returns on each rank, or the exception it raised."""
     store, results = store or HashStore(), [None] * world
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Ballot(store, rank, world, timeout_s=timeout_s))
+            results[rank] = work(Ballot(store, rank, world, timeout_s=timeout_s, key=key))
         except Exception as error:
             results[rank] = error
 

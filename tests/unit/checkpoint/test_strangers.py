@@ -1,0 +1,60 @@
+"""Whoever can connect to the store of a round can neither vote nor make a torn checkpoint."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.unit.checkpoint.support import SMALL, blank, load_all, on_ranks, same_bits, share
+from zero_engine.checkpoint import Ballot, save
+from zero_engine.checkpoint.format.pieces import PARAM, TensorId
+
+KEY = "of the ranks"
+FULL = {TensorId(PARAM, "w"): torch.arange(1000, dtype=torch.float32)}
+
+
+def forged(name: str, record: dict, *, key: str = "", signed_as: str = "") -> dict[str, bytes]:
+    """What a stranger would write as `name`, perhaps what a rank once signed for another name."""
+    store = HashStore()
+    Ballot(store, 1, 2, key=key)._put(signed_as or name, record)
+    return {name: store.get(signed_as or name)}
+
+
+OPENING = {"round": 7, "nonce": "../../elsewhere"}
+FAILED = {"problem": "rank 1: forged"}
+WAYS = {
+    "unsigned": forged,
+    "signed with another key": lambda name, record: forged(name, record, key="guessed"),
+    "signed for another name": lambda n, r: forged(n, r, key=KEY, signed_as="ballot/9/1"),
+    "noise": lambda name, record: {name: b"\x00\xffnoise"},
+    "parts without end": lambda name, record: {name: b"99999999999999999999 x"},
+    "parts that are not there": lambda name, record: {name: b"4096 x"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_stranger_writes_into_the_store_changes_no_checkpoint(tmp_path, caplog, way):
+    store = HashStore()
+    for name, record in {"ballot/1": OPENING, "ballot/2": FAILED, "ballot/2/1": FAILED}.items():
+        for key, value in WAYS[way](name, record).items():
+            store.set(key, value)
+
+    def work(ballot):
+        state = share(FULL, ballot.rank, ballot.world)
+        return save(tmp_path / "c", state, ballot, step=1, tag="t", round=0, fence=None, disk=SMALL)
+
+    with caplog.at_level(logging.WARNING):
+        first, second = on_ranks(2, work, store=store, key=KEY)
+    assert first == second
+    target = blank(FULL)
+    load_all(tmp_path / "c", target)
+    assert same_bits(target, FULL)
+    assert sorted(path.name for path in first.iterdir()) == [
+        "MANIFEST.json",
+        "r00000.safetensors",
+        "r00001.safetensors",
+    ]
+    assert "is not signed by a rank of this job and is ignored" in caplog.text
