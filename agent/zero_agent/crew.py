@@ -99,7 +99,6 @@ class Crew:
             on_ram: Answers a worker that wants to keep checkpoints in memory.
         """
         self._config = config
-        self._log_dir = (config.log_dir or scratch / "logs") / job
         self._clock = clock
         self._journal = journal
         self._post = post
@@ -115,7 +114,10 @@ class Crew:
         if self._timers is not None:
             self._env[ENV_TIMER_FILE] = str(self._timers)
         self._installed = Installed()
-        self._orders = Orders(config, job, self._log_dir, self._env, self._channel.path)
+        log_dir = config.log_dir or scratch / "logs"
+        self._orders = Orders(config, job, log_dir, self._env, self._channel.path)
+        self._directory: Path | None = None
+        """Of the files of the last round."""
         self._nursery = self._open_nursery()
         self._imports_lost = False
         """The nursery before this one was killed while it imported."""
@@ -203,6 +205,7 @@ class Crew:
         self.steps.begin(self._orders.pulses(job, node))
         self._askings = Askings(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
+        self._tell_directory(self._orders.directory(job))
         self._group.start(self._config.program, orders)
         self._journal.tell(
             "start",
@@ -211,6 +214,11 @@ class Crew:
             round=job.n,
             world_size=job.members.world_size,
         )
+
+    def _tell_directory(self, directory: Path) -> None:
+        if self._config.log_dir is not None and directory != self._directory:
+            self._journal.tell("logs", f"the workers' output is kept in {directory}")
+        self._directory = directory
 
     def _host_timers(self) -> None:
         """Anew in each round: torch's server ends itself when it has ended a worker."""
@@ -249,7 +257,7 @@ class Crew:
         assert self._group is not None
         self._kill_s = self._clock.now()
         self._group.show_stacks()
-        self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._log_dir}")
+        self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._directory}")
 
     def check_limits(self) -> None:
         """Kill workers that were asked to stop too long ago, and a nursery that is stuck."""

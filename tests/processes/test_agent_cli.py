@@ -188,10 +188,11 @@ def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
         str(script),
     )
     assert done.returncode == 0
-    kept = {str(p.relative_to(logs / "j")): p.read_text() for p in logs.rglob("*.log")}
+    (own,) = logs.glob("j_*")
+    kept = {str(p.relative_to(own)): p.read_text() for p in logs.rglob("*.log")}
     assert kept == {
-        f"round{n}/rank0/{name}.log": text
-        for n in (1, 2)
+        f"attempt_{n}/0/{name}.log": text
+        for n in (0, 1)
         for name, text in (("stdout", "out 0\n"), ("stderr", "err\n"))
     }
 

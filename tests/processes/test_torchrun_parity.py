@@ -54,6 +54,18 @@ def agent(*arguments: object, **variables: str) -> subprocess.CompletedProcess[s
     )
 
 
+REDIRECTED = (
+    *("-r", "0:3,1:2", "--tee=2:1", "--local-ranks-filter=0,2"),
+    *("--duplicate-stdout-filters=out 0,out 2", "--role=chief", *TALK, "x${local_rank}"),
+)
+
+
+def kept(logs: Path) -> dict[str, str]:
+    """The log files of the one run below a directory."""
+    own = next(path for path in logs.glob("*_*"))
+    return {str(path.relative_to(own)): path.read_text() for path in own.rglob("*.log")}
+
+
 def printed(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
@@ -128,20 +140,47 @@ def test_an_address_of_another_machine_is_named(flags, message):
 def test_output_goes_where_redirects_tee_and_filters_send_it(tmp_path):
     done = agent(
         *("--standalone", "--nproc-per-node=3", "--rdzv-id=j", f"--log-dir={tmp_path}/logs"),
-        *("-r", "0:3,1:2", "--tee=2:1", "--local-ranks-filter=0,2"),
-        *("--duplicate-stdout-filters=out 0,2 two", "--role=chief", *TALK, "x${local_rank}"),
+        *REDIRECTED,
     )
     assert printed(done) == ["[chief2]:out 2 x2"]  # 0 is redirected, 1 is filtered out
     assert [line for line in done.stderr.splitlines() if line.startswith("err")] == ["err 2"]
-    found = tmp_path / "logs/j/round1"
-    kept = {str(p.relative_to(found)): p.read_text() for p in found.rglob("*.log")}
-    assert kept == {
-        "rank0/stdout.log": "out 0 x0\n",
-        "rank0/stderr.log": "err 0\n",
-        "rank1/stderr.log": "err 1\n",
-        "rank2/stdout.log": "out 2 x2\n",
-        "filtered_stdout.log": "out 0 x0\n",
+    assert kept(tmp_path / "logs") == {
+        "attempt_0/0/stdout.log": "out 0 x0\n",
+        "attempt_0/0/stderr.log": "err 0\n",
+        "attempt_0/1/stderr.log": "err 1\n",
+        "attempt_0/2/stdout.log": "out 2 x2\n",
+        "attempt_0/filtered_stdout.log": "[chief2]:out 2 x2\n",
     }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        REDIRECTED,
+        ("-r3", "--duplicate-stderr-filters=err", *TALK),
+        ("--tee=3", "--duplicate-stderr-filters=err 1", "--duplicate-stdout-filters=out", *TALK),
+        ("--local-ranks-filter=1", "-t", "0:1,1:1", *TALK),
+    ],
+)
+def test_the_files_are_those_of_torchrun(tmp_path, flags):
+    found, shown = [], []
+    for launcher in ("zero_agent", "torch.distributed.run"):
+        logs = tmp_path / launcher
+        command = [sys.executable, "-m", launcher, "--nproc-per-node=3", "--rdzv-id=j"]
+        done = subprocess.run(
+            [*command, f"--log-dir={logs}", *flags],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        files = kept(logs).items()
+        found.append({name: sorted(text.splitlines()) for name, text in files if text})
+        shown.append(sorted(done.stdout.splitlines()))
+    assert found[0] == found[1]
+    assert shown[0] == shown[1]
 
 
 def test_lines_are_copied_without_tee_or_a_log_directory():
@@ -150,7 +189,7 @@ def test_lines_are_copied_without_tee_or_a_log_directory():
     directory = re.search(r"output is kept in (\S+)", done.stderr)
     assert directory is not None
     copies = list(Path(directory[1]).rglob("filtered_stderr.log"))
-    assert [copy.read_text() for copy in copies] == ["err 0\n"]
+    assert [copy.read_text() for copy in copies] == ["[default0]:err 0\n"]
 
 
 def test_any_program_runs_without_python():
@@ -299,16 +338,18 @@ raise SystemExit(1)
 
 
 def test_a_run_of_the_same_name_keeps_the_output_and_the_errors_of_the_one_before(tmp_path):
-    script, own = tmp_path / "fails.py", tmp_path / "logs/j/round1/rank0"
+    script, logs = tmp_path / "fails.py", tmp_path / "logs"
     flags = ("--standalone", "--rdzv-id=j", f"--log-dir={tmp_path}/logs", "-r3", COLD, script)
     for number in (1, 2):
         script.write_text(FAILS.format(number))
         assert f"KeyError: {number}" in agent(*flags).stderr
     script.write_text("raise SystemExit(3)")
     assert "KeyError" not in agent(*flags).stderr
-    assert (own / "stdout.log").read_text() == "1\n2\n"
-    kept = sorted(file.name for file in own.glob("error*"))
-    assert kept == ["error.1.json", "error.2.json"]
+    for pattern, texts in {
+        "j_*/attempt_0/0/stdout.log": ["", "1\n", "2\n"],
+        "j_*/attempt_0/0/error.json": [f'{{"message": "KeyError: {n}"}}' for n in (1, 2)],
+    }.items():
+        assert sorted(path.read_text() for path in logs.glob(pattern)) == texts
 
 
 def test_every_agent_ends_with_the_job_and_its_cause_spares_too(cluster, etcd_store, tmp_path):

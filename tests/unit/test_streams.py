@@ -16,13 +16,15 @@ from zero_agent.workers.streams import (
 )
 from zero_orchestrator.errors import SpecError
 
-ROUND = Path("/logs/round1")
-OUT, ERR = ROUND / "rank5/stdout.log", ROUND / "rank5/stderr.log"
+ATTEMPT = Path("/logs/job_1a2b/attempt_0")
+OUT, ERR = ATTEMPT / "1/stdout.log", ATTEMPT / "1/stderr.log"
 
 
 def routes(streams: Streams, local_rank: int = 1) -> tuple[Route, Route]:
     """Of stdout and stderr of rank 5, a trainer."""
-    return tuple(streams.route(std, ROUND, 5, local_rank, "trainer") for std in (Std.OUT, Std.ERR))
+    return tuple(
+        streams.route(std, ATTEMPT, 5, local_rank, "trainer") for std in (Std.OUT, Std.ERR)
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,10 +85,12 @@ def test_ranks_that_are_not_to_be_shown_are_kept_all_the_same():
         parse_ranks("a")
 
 
-def test_filters_copy_lines_without_any_other_flag():
-    streams = Streams(filters={Std.ERR: ("error",)})
+def test_filters_copy_what_is_shown_with_the_workers_name_and_need_no_other_flag():
+    streams = Streams(filters={Std.ERR: ("error",)}, local_ranks=frozenset({1}))
+    copy = ATTEMPT / "filtered_stderr.log"
     assert routes(streams) == (
         Route(),
-        Route(copy=ROUND / "filtered_stderr.log", filters=("error",)),
+        Route(copy=copy, copy_prefix="[trainer1]:", filters=("error",)),
     )
+    assert routes(streams, local_rank=0)[1] == Route(shown=False)
     assert streams.needs_files

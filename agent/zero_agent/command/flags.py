@@ -205,7 +205,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=Path,
             default=None,
             metavar="DIR",
-            help="keep output and events here, by job, round and rank",
+            help="keep output here, where torchrun does, and events in JOB/events-NODE.jsonl",
         ),
         Flag(
             name="redirects",

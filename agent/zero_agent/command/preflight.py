@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero_agent.command.resolve import count_slots, wants_gpus
+from zero_agent.command.resolve import NO_FILES, count_slots, wants_gpus
 from zero_agent.etcd import etcd_clock, meeting
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import find_etcd
@@ -51,7 +51,7 @@ def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:
         slots=_slots(args.nproc_per_node),
         gpus=wants_gpus(args),
         address=args.local_addr or (address_towards(access.first) if named else ""),
-        log_dir=args.log_dir,
+        log_dir=None if args.log_dir == NO_FILES else args.log_dir,
         command=args.health_check,
         command_timeout_s=args.health_check_timeout,
         ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,

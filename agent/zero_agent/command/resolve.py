@@ -43,6 +43,8 @@ SHORTEST_LEASE_S = 2
 LONGEST_LEASE_S = 15
 NODES_PER_LEASE_S = 200
 """So many more nodes have leases that are one second longer."""
+NO_FILES = Path(os.devnull)
+"""As --log-dir: everything is shown and nothing kept, as with torchrun."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -249,6 +251,8 @@ def _check_module(name: str) -> None:
 def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
     redirects = parse_selection("--redirects", args.redirects)
     tee = parse_selection("--tee", args.tee)
+    if args.log_dir == NO_FILES:
+        return Streams()
     return Streams(
         redirects=redirects,
         tee=tee,
@@ -268,11 +272,10 @@ def _log_dir(path: Path | None, streams: Streams) -> Path | None:
     Raises:
         SpecError: It cannot be written to.
     """
+    if path == NO_FILES or (path is None and not streams.needs_files):
+        return None
     if path is None:
-        if not streams.needs_files:
-            return None
-        path = Path(tempfile.mkdtemp(prefix="zero-agent-logs-"))
-        log.info("the workers' output is kept in %s", path)
+        path = Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's: people look there
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,7 +7,7 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,12 +85,12 @@ def fresh_error_file(directory: Path) -> Path:
     return path
 
 
-def read_stacks(paths: Sequence[Path]) -> str:
-    """What hung workers wrote of their stacks, one after the other; nothing from a stopped one."""
+def read_stacks(paths: Mapping[int, Path]) -> str:
+    """What hung workers, by rank, wrote of their stacks; nothing from a stopped one."""
     found = []
-    for path in paths:
+    for rank, path in paths.items():
         text = path.read_text(errors="replace") if path.exists() else ""
-        found.append(f"{path.parent.name}:\n{text or '(no answer: the process is stopped)'}")
+        found.append(f"rank {rank}:\n{text or '(no answer: the process is stopped)'}")
     return "\n".join(found)[-TRACEBACK_LIMIT:]
 
 

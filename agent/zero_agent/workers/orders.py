@@ -5,6 +5,7 @@ Who calls it: the crew, when a round begins.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,13 +34,13 @@ class Orders:
         Args:
             config: Of the agent.
             job: The job's name.
-            log_dir: Where the workers leave their error files, and their output if it is kept.
+            log_dir: Below it the workers leave their error files, and their output if it is kept.
             environ: What the workers inherit.
             socket_path: Where they reach the agent.
         """
         self._config = config
         self._job = job
-        self._log_dir = log_dir
+        self._run_dir = log_dir / f"{job}_{secrets.token_hex(4)}"
         self._environ = environ
         self._socket_path = socket_path
 
@@ -50,6 +51,13 @@ class Orders:
             AgentFailed: There is no directory to be had for their files.
         """
         return [self._order(job, node, place, secret) for place in places(job, node)]
+
+    def directory(self, job: Snapshot) -> Path:
+        """Of this round's files, where torchrun has them; rounds without a new restart share it.
+
+        Each agent process has a directory of its own, so that none writes over what another left.
+        """
+        return self._run_dir / f"attempt_{job.members.restarts}"
 
     def pulses(self, job: Snapshot, node: Node) -> dict[int, Path]:
         """Where each of these workers may show its pulse, by rank."""
@@ -67,14 +75,14 @@ class Orders:
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: Place, secret: str) -> Order:
-        config, directory = self._config, self._log_dir / f"round{job.n}"
+        config, directory = self._config, self.directory(job)
         env = worker_env(
             job,
             node,
             place,
             name=self._job,
             socket_path=self._socket_path,
-            error_file=str(_error_file(directory / f"rank{place.rank}")),
+            error_file=str(_error_file(directory / str(place.local_rank))),
             heartbeat_file=str(self._file("heartbeat", job.n, place.rank)),
             leave_file=str(self._file("leave", job.n, place.rank)),
             secret=secret,

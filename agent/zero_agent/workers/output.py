@@ -202,7 +202,8 @@ class Tap:
             tap._by_line.append(Prefixed(terminal, prefix) if prefix else terminal)
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
-            tap._by_line.append(Matching(File(route.copy), texts))
+            copy = Prefixed(File(route.copy), route.copy_prefix.encode())
+            tap._by_line.append(Matching(copy, texts))
         return tap
 
     def started(self) -> None:

@@ -90,7 +90,8 @@ class Route:
     """Before each line that is shown."""
     file: Path | None = None
     copy: Path | None = None
-    """Where lines that contain one of `filters` go as well."""
+    """Where lines that are shown and contain one of `filters` go as well, from all workers."""
+    copy_prefix: str = ""
     filters: tuple[str, ...] = ()
 
 
@@ -117,7 +118,7 @@ class Streams:
 
         Args:
             stream: OUT or ERR.
-            directory: Of the round; a worker's files are in `rank<N>` below it.
+            directory: Of the attempt; a worker's files are in `<local rank>` below it.
             rank: The worker's.
             local_rank: The worker's.
             role: The worker's.
@@ -126,13 +127,15 @@ class Streams:
         redirected = bool(self.redirects.of(local_rank) & stream)
         filtered_out = self.local_ranks is not None and local_rank not in self.local_ranks
         filters = self.filters.get(stream, ())
+        shown = (teed or not redirected) and not filtered_out
         names = {"role_name": role, "local_rank": local_rank, "rank": rank}
+        name = Template(self.prefix).safe_substitute(names)
+        kept, copied = teed or redirected or self.keep_all, bool(filters) and shown
         return Route(
-            shown=(teed or not redirected) and not filtered_out,
-            prefix=Template(self.prefix).safe_substitute(names) if teed else "",
-            file=directory / f"rank{rank}" / FILES[stream]
-            if teed or redirected or self.keep_all
-            else None,
-            copy=directory / FILTERED[stream] if filters else None,
-            filters=filters,
+            shown=shown,
+            prefix=name if teed else "",
+            file=directory / str(local_rank) / FILES[stream] if kept else None,
+            copy=directory / FILTERED[stream] if copied else None,
+            copy_prefix=name if copied else "",
+            filters=filters if copied else (),
         )

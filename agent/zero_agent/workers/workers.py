@@ -205,7 +205,7 @@ class WorkerGroup:
         self._condemned: Exit | None = None
         self.hung = False
         """Its workers took no step for too long."""
-        self._stacks: list[Path] = []
+        self._stacks: dict[int, Path] = {}
         self._oom = OomKills()
 
     def start(self, program: Program, orders: Sequence[Order]) -> None:
@@ -227,7 +227,9 @@ class WorkerGroup:
 
     def show_stacks(self) -> None:
         """Have every worker write down where it is; it is to be killed soon after."""
-        self._stacks = [stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()]
+        self._stacks = {
+            order.rank: stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()
+        }
         self.stop(STACKS_SIGNAL)
 
     def condemn(self, rank: int, reason: str) -> None:
