@@ -191,6 +191,7 @@ def main() -> None:
     digest = engine.weight_hash()
     if first:
         print(f"done: {engine.global_steps} steps, weight hash {digest}", flush=True)
+    engine.destroy()  # waits for the last checkpoint, also for room on a disk that is full
 
 
 if __name__ == "__main__":

@@ -277,5 +277,8 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
 
 
 def _event(item: KeyValue) -> Event:
-    record = json.loads(item.value)
+    try:
+        record = dict(json.loads(item.value))
+    except (ValueError, TypeError):  # one that nobody can read hides no other
+        record = {"event": "?", "text": item.value}
     return Event(record.pop("revision", item.create_revision), record)

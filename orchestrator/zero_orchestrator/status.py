@@ -233,7 +233,15 @@ def _latest(*times_s: float | None) -> float | None:
 def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:
     prefix = progress_prefix(job)
     found = store.range(prefix).items
-    return {item.key.removeprefix(prefix): json.loads(item.value) for item in found}
+    return {item.key.removeprefix(prefix): _record(item) for item in found}
+
+
+def _record(item: KeyValue) -> dict[str, Any]:
+    """What an agent has told of itself; nothing, if it cannot be understood."""
+    try:
+        return dict(json.loads(item.value))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _below_progress(key: str) -> str:

@@ -353,8 +353,12 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
     told = capsys.readouterr()
     assert told.out.splitlines()[-1] == "the newest event was 5 min ago"
     assert ("new is done" in told.out, told.err) == (True, "zero-ctl: events of job new\n")
+    memory.put(f"{events_prefix('old')}a.1.000000", "not JSON")
+    memory.put(f"{progress_prefix('new')}a", "[]")
+    assert status.read(memory, "new").members[0].step is None
     memory.delete(Keys("old").spec)
     assert cli._events(ask(["events", "old"]), memory, views.TableView()) == 0
-    assert "old is done" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert ("old is done" in told, "not JSON" in told) == (True, True)
     with pytest.raises(NoSuchJob, match="there is no job older; there are: new"):
         cli._events(ask(["events", "older"]), memory, views.TableView())

@@ -1,0 +1,51 @@
+"""A checkpoint disk that is full while a job runs: said, waited out, and charged to nobody."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import LONG_S, STEPS, final_hash, run_alone
+from tests.support.waiting import wait_for
+from zero_orchestrator import status
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB where the checkpoints go."""
+    where = tmp_path / "checkpoints"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs privileges")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all the room there is."""
+    done = subprocess.run(["cp", "/dev/zero", str(path)], capture_output=True, check=False)
+    assert b"No space left" in done.stderr
+
+
+def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbed_run(
+    cluster, etcd_store, disk, tmp_path_factory
+):
+    job = cluster(flags=("--nnodes=2", "--max-restarts=0"))
+    job.start("a", "b")
+    job.wait_for_step(1, world=2)
+    fill(disk / "somebody-else")
+    wait_for(lambda: "was not saved; training goes on" in job.output, 150, "a save without room")
+    job.pace(LONG_S)
+    missed = max(step for step, _ in job.last_steps().values())
+    job.wait_for_step(missed + 2, world=2)
+    (disk / "somebody-else").unlink()
+    job.wait_for_end()
+    ended = status.read(etcd_store, job.job)
+    assert (ended.state, ended.restarts, ended.checkpoint["step"]) == ("DONE", 0, STEPS)
+    assert final_hash(job.output) == run_alone(tmp_path_factory.mktemp("alone"))
