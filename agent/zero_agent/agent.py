@@ -334,6 +334,8 @@ class Agent:
         self.took_part |= job.state not in ENDED
         self._journal.round, self._journal.nodes = job.n, len(job.members.nodes)
         self._publisher.alive(nodes=len(job.members.nodes))
+        if self._crew.steps.begun:
+            self._rdzv.stepped(self._crew.round)
         if (last := self._crew.steps.last) is not None:
             nodes = len(job.members.nodes)
             lease, use = self._rdzv.lease, self._ram.use

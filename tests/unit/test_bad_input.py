@@ -24,6 +24,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "refill-after-steps": (("x", COUNT), ("-1", "must not be negative; write 0")),
     "max-restarts-without-progress": (("x", COUNT), ("-1", "must not be negative; write 0")),
     "exclude-after": (("x", COUNT), ("-1", "must not be negative; write 0")),
+    "grow-every": (("1y", LENGTH),),
     "exclude-for": (("1y", LENGTH), ("0", "write more than 0 seconds")),
     "node-unit": (("x", COUNT), ("0", "from 1"), ("3", "write --nnodes=3:3")),
     "rdzv-id": (("a/b", NAME), ("-x", NAME)),

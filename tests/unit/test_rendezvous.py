@@ -9,6 +9,7 @@ from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
+from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.runs import current_run
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv_memory import MemoryStore
@@ -24,6 +25,10 @@ class Cluster:
         self.store = MemoryStore(self.clock)
         self.spec = JobSpec(**{"min_nodes": 1, "max_nodes": 4, "max_restarts": 3, **spec})
         self.agents: dict[str, Rendezvous] = {}
+        self.timing = Timing()
+        self.quiet_s = 0.0
+        """How long workers take to leave."""
+        self.leaving: dict[tuple[str, int], float] = {}
 
     def join(self, name: str, incarnation: str = "1", spec: JobSpec | None = None) -> Rendezvous:
         agent = self.agent(name, incarnation, spec)
@@ -40,6 +45,7 @@ class Cluster:
             Node(id=name, incarnation=incarnation, address=name, slots=1),
             clock=self.clock,
             journal=Journal(name),
+            timing=self.timing,
         )
 
     def kill(self, name: str) -> None:
@@ -58,7 +64,9 @@ class Cluster:
         job = agent.poll()
         leaving = job.state is State.FORMING or job.yielding is not None
         if leaving and job.has_member(agent.node) and agent.node.id not in job.quiet:
-            agent.report_quiet(job.n)
+            since = self.leaving.setdefault((agent.node.id, job.n), self.clock.now())
+            if self.clock.now() >= since + self.quiet_s:
+                agent.report_quiet(job.n)
 
     @property
     def view(self):
@@ -121,6 +129,21 @@ def test_a_late_node_joins_and_costs_nothing():
     cluster.join("b")
     cluster.settle()
     assert (cluster.view.n, cluster.order(), cluster.view.charges) == (2, "ab", 0)
+
+
+@pytest.mark.parametrize(("every_s", "rounds"), [(0.0, 15), (None, 8)])
+def test_nodes_that_come_one_after_the_other_do_not_end_a_round_each(every_s, rounds):
+    """Every 10 s one comes, and it takes 5 s to leave a round."""
+    cluster = Cluster(max_nodes=20)
+    cluster.quiet_s, cluster.timing = 5.0, Timing(grow_every_s=every_s)
+    cluster.join("n00")
+    for number in range(1, 15):
+        cluster.settle(10.0)
+        cluster.join(f"n{number:02}")
+    cluster.settle(120.0)
+    assert len(cluster.view.members.nodes) == 15
+    assert cluster.view.took_s >= 5.0
+    assert cluster.view.n == rounds
 
 
 def test_a_drained_node_leaves_and_costs_nothing():

@@ -223,6 +223,43 @@ def test_a_job_that_is_to_stop_begins_no_round_and_ends_when_all_workers_have():
     assert verdict(replace(forming("a", low=2), stop="enough"))[0] is Move.HALT
 
 
+def test_a_round_grows_at_once_where_no_re_forming_was_needed_to_begin_it():
+    assert verdict(active("ab", live="abc"), replace(STEADY, round_s=0.0)) == (
+        Move.YIELD,
+        "c joins",
+    )
+
+
+def test_a_round_grows_again_when_the_additional_nodes_are_worth_the_last_re_forming():
+    job = replace(active("abc", live="abcd", high=9), took_s=20.0)
+    waits = (
+        None,
+        "d will join when round 1 has run for 60 s: a re-forming takes 3 nodes 20.0 s "
+        "(--grow-every)",
+    )
+    assert verdict(job, replace(STEADY, round_s=59.0)) == waits
+    assert verdict(job, replace(STEADY, round_s=60.0)) == (Move.YIELD, "d joins")
+    three = replace(job, nodes=tuple(map(node, "abcdef")))
+    assert verdict(three, replace(STEADY, round_s=20.0)) == (Move.YIELD, "d, e, f join")
+    measured = replace(STEADY, round_s=100.0, reform_s=40.0)  # up to the first step: it is more
+    assert "a re-forming takes 3 nodes 40.0 s" in verdict(job, measured)[1]
+
+
+def test_a_node_that_could_take_part_waits_for_ten_minutes_at_most():
+    many = tuple(node(f"n{i:04}") for i in range(1000))
+    job = replace(active("a", high=2000), nodes=(*many, node("z")), members=Members(many))
+    late = replace(job, took_s=60.0)
+    assert "has run for 600 s" in verdict(late, replace(STEADY, round_s=599.0))[1]
+    assert verdict(late, replace(STEADY, round_s=600.0))[0] is Move.YIELD
+
+
+@pytest.mark.parametrize(("round_s", "grows"), [(29.0, False), (30.0, True)])
+def test_how_often_a_job_grows_can_be_said(round_s, grows):
+    seen, timing = replace(STEADY, round_s=round_s), Timing(grow_every_s=30.0)
+    decision = decide(replace(active("ab", live="abc"), took_s=1000.0), seen, timing)
+    assert (decision.transition is not None) is grows
+
+
 def test_what_is_lost_while_the_job_stops_is_named_and_costs_nothing():
     job = replace(active("abc", live="ab"), stop="enough", charged=(CHARGE,))
     assert verdict(job) == (Move.FORM, "lost node c; nothing restarts, enough")

@@ -132,6 +132,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             default=int(AgentExit.STOPPED),
             help="exit code after `zero-ctl stop` (5); 0 for a cluster that knows no other success",
         ),
+        Flag(
+            name="grow-every",
+            kind=seconds,
+            default=None,
+            help="a round runs for so long before nodes that come later join it (as long as a "
+            "re-forming is worth, up to 600)",
+        ),
         Flag(name="node-unit", kind=_whole, default=1, help="rounds of a multiple of N nodes (1)"),
         Flag(name="rdzv-id", metavar="NAME", help="the job's name (derived from the command)"),
         Flag(name="role", default="default", help="what this node's workers are called (default)"),
@@ -333,7 +340,7 @@ OURS = frozenset(
         *("refill-after-steps", "max-restarts-without-progress", "node-unit"),
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
-        *("etcd-wait", "etcd-grace", "lease-ttl"),
+        *("etcd-wait", "etcd-grace", "lease-ttl", "grow-every"),
         *("ram-budget", "preload", "stop-exit-code"),
     }
 )

@@ -69,7 +69,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host="" if args.node_id else socket.gethostname(),
         address=args.local_addr,
-        timing=_timing(conf, lease_ttl_s),
+        timing=_timing(args, conf, lease_ttl_s),
         role=args.role,
         gpus=wants_gpus(args),
         health_check=args.health_check,
@@ -100,11 +100,12 @@ def _lease_ttl_s(args: argparse.Namespace, conf: RdzvConf) -> int:
     return int(args.lease_ttl or conf.lease_ttl_s or usual_s)
 
 
-def _timing(conf: RdzvConf, lease_ttl_s: int) -> Timing:
+def _timing(args: argparse.Namespace, conf: RdzvConf, lease_ttl_s: int) -> Timing:
     """A lost peer is expected to show within the time to live of its lease, and a moment."""
     usual = Timing()
     return Timing(
         settle_s=_first(conf.settle_s, usual.settle_s),
+        grow_every_s=args.grow_every,
         symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
         return_within_s=max(usual.return_within_s, lease_ttl_s + 1.0),
     )

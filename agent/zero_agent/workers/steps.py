@@ -36,6 +36,11 @@ class Steps:
             return self.last.step
         return 0 if self._promised else None
 
+    @property
+    def begun(self) -> bool:
+        """Whether a worker has finished a step of this round."""
+        return bool(self._clocks)
+
     def begin(self, pulses: Mapping[int, Path]) -> None:
         """A round begins.
 

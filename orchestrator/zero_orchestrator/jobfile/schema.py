@@ -175,6 +175,7 @@ class JobFile:
     max_restarts_without_progress: int | None = entry(scalar(whole), "in a row", None)
     exclude_after: int | None = entry(scalar(whole), "failures in a row of one host", None)
     exclude_for: str | None = entry(scalar(more_than_none), "at first: 60, 10m", None)
+    grow_every: str | None = entry(scalar(duration), "between growths: 60, 10m", None)
     node_unit: int | None = entry(scalar(positive), "rounds of a multiple of so many nodes", None)
     join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
     etcd_wait: str | None = entry(scalar(duration), "for etcd at the start: 30, 10m", None)

@@ -9,6 +9,7 @@ from zero_orchestrator.jobfile.schema import JobFile
 
 FLAGS = (
     *("refill_after_steps", "max_restarts_without_progress", "exclude_after", "exclude_for"),
+    *("grow_every",),
     *("node_unit", "join_timeout", "etcd_wait", "etcd_grace", "lease_ttl", "preload"),
     *("hang_timeout", "health_check", "health_check_timeout", "numa_binding"),
 )

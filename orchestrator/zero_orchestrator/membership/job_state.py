@@ -170,6 +170,8 @@ class Snapshot:
     """Reports of round n, first one first."""
     charged: tuple[Charge, ...] = ()
     """To the restart budget, in order of rounds."""
+    took_s: float = 0.0
+    """Since the workers of the round before were asked to leave; 0 if they were not."""
     by: str = ""
     """The move that led to the state."""
     committed: int = 0

@@ -80,6 +80,7 @@ def transaction(
     lease: int = NO_LEASE,
     *,
     at_s: float = 0.0,
+    took_s: float = 0.0,
 ) -> tuple[list[Compare], list[Write]]:
     """The one transaction that carries out a transition, and only on this very snapshot.
 
@@ -89,6 +90,8 @@ def transaction(
         transition: What to carry out.
         lease: Of the exclusion, if there is one.
         at_s: The writer's wall clock, for people and for `zero-ctl gc`; no decision looks at it.
+
+        took_s: Since the workers of the round before were asked to leave, if the next one begins.
 
     Raises:
         ValueError: The move is not legal in the snapshot's state; nothing is to be written.
@@ -104,6 +107,8 @@ def transaction(
     n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
     record = {"n": n, "state": target, "cause": transition.cause, "by": transition.move}
     record |= {"at": at_s} if at_s else {}
+    if transition.move is Move.ACTIVATE and took_s:
+        record["took_s"] = round(took_s, 3)
     writes: list[Write] = [Put(keys.round, json.dumps(record))]
     if transition.charge is not None:
         writes.append(Put(keys.charged(job.n), transition.charge.to_json()))

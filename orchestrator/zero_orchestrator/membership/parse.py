@@ -62,6 +62,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         done=_names(reports, keys.report(n, "done/")),
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
         charged=_charges(kinds["charged"]),
+        took_s=float(record.get("took_s", 0.0)),
         by=record.get("by", ""),
         committed=json.loads(latest.value)["step"] if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,

@@ -228,6 +228,10 @@ class Rendezvous:
         self._store.txn([absent(key)], [Put(key, address)])
         self._seeing.distrust()
 
+    def stepped(self, n: int) -> None:
+        """This node's workers have finished a step of round n; told as often as one likes."""
+        self._ages.stepped(n)
+
     def report_quiet(self, n: int) -> None:
         """This node's workers of round n are gone."""
         self._report(n, "quiet")
@@ -297,7 +301,10 @@ class Rendezvous:
         exclusion = decision.transition.exclusion
         # Nobody keeps this lease alive: what it holds ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
-        move = transaction(self.keys, job, decision.transition, lease, at_s=time.time())
+        took_s = self._ages.left_s(job.n)
+        move = transaction(
+            self.keys, job, decision.transition, lease, at_s=time.time(), took_s=took_s
+        )
         done = self._store.txn(*move)
         self._seeing.distrust()
         if done.succeeded:

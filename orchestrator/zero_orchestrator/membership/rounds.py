@@ -47,6 +47,10 @@ class Timing:
     """No node came or went for so long before a round begins below the maximum with newcomers."""
     grow_after_s: float = 2.0
     """No node came or went for so long before a running round is asked to make room."""
+    grow_every_s: float | None = None
+    """A round runs for so long before it is asked to; None: as long as a re-forming is worth."""
+    longest_growth_wait_s: float = 600.0
+    """No node that could take part waits for longer because of what a re-forming costs."""
     return_within_s: float = 4.0
     """After the store was silent, nodes whose leases lapsed meanwhile have so long to return."""
     symptom_patience_s: float = 6.0
@@ -63,6 +67,10 @@ class Observed:
     """Since it first saw a symptom in this round; 0 without one."""
     heard_s: float = float("inf")
     """Since the store answered it again after a silence; 0 during one."""
+    round_s: float = float("inf")
+    """Since it first saw this round run."""
+    reform_s: float = 0.0
+    """From when workers were asked to leave to the first step after; 0: it does not know."""
 
 
 def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
@@ -219,7 +227,28 @@ def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision
         )
     if seen.nodes_s < timing.grow_after_s:
         return Decision(None, f"{names} will join when the set of nodes is steady")
+    wait_s, why = _growth_wait(job, seen, timing)
+    if seen.round_s < wait_s:
+        when = f"when round {job.n} has run for {wait_s:.0f} s"
+        return Decision(None, f"{names} will join {when}: {why} (--grow-every)")
     return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
+
+
+def _growth_wait(job: Snapshot, seen: Observed, timing: Timing) -> tuple[float, str]:
+    """For how long a round runs before it is left for more nodes, and why.
+
+    A re-forming costs all its nodes a while, which the additional ones must earn back. How long the
+    next round will last nobody knows; so this one first runs for as long as that would take, and
+    nodes that come one after the other cost at most about half of the time. The first growth, and
+    one after a failure, wait for nothing.
+    """
+    if timing.grow_every_s is not None:
+        return timing.grow_every_s, "growth was asked to be no more frequent"
+    here = len(job.members.nodes)
+    more = job.spec.usable(here + len(job.joiners)) - here
+    cost_s = max(job.took_s, seen.reform_s)
+    wait_s = min(cost_s * here / more, timing.longest_growth_wait_s)
+    return wait_s, f"a re-forming takes {here} nodes {cost_s:.1f} s"
 
 
 def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
