@@ -25,6 +25,7 @@ from zero_engine.checkpoint.tools.deepspeed import read_deepspeed
 from zero_engine.checkpoint.tools.foreign import Foreign, read_hf, read_torch
 from zero_engine.checkpoint.tools.tensors import read_tensors
 from zero_engine.errors import CheckpointError
+from zero_engine.state.client_state import unpack
 
 DEEPSPEED = Path(__file__).parents[2] / "data" / "deepspeed"
 
@@ -57,9 +58,11 @@ def from_torch(path, **options):
 def test_a_state_dict_keeps_its_ties_and_its_running_statistics_are_buffers(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
-    torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
 
-    checkpoint, tensors = adopted(tmp_path / "ck", from_torch(tmp_path / "m.pt", key="model"))
+    foreign = from_torch(tmp_path / "m.pt", key="model")
+    assert foreign.left_out == ["epoch"]
+    checkpoint, tensors = adopted(tmp_path / "ck", foreign)
 
     assert checkpoint.manifest.aliases == {"2.weight": "0.weight"}
     kinds = {t.fqn: t.kind for t in tensors}
@@ -183,6 +186,22 @@ def test_deepspeeds_groups_counters_and_batch_come_along(tmp_path, stage):
     run = foreign.run
     assert (run["step"], run["samples"], run["world"], run["stage"]) == (3, 12, 2, stage)
     assert (run["leaves"], run["micro_batch"]) == (2, 2)
+
+
+def test_a_deepspeed_scripts_own_state_and_schedule_come_along(tmp_path):
+    source = shutil.copytree(DEEPSPEED / "stage2", tmp_path / "ds")
+    path = source / "t" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content |= {"lr_scheduler": {"last_batch_iteration": 2}, "epoch": 4, "best": torch.tensor(0.5)}
+    torch.save(content | {"samples": torch.zeros(300_000)}, path)
+
+    foreign = read_deepspeed(source, allow_pickle=False)
+
+    assert list(foreign.left_out) == ["samples"]
+    checkpoint, _ = adopted(tmp_path / "ck", foreign)
+    meta = checkpoint.manifest.meta
+    assert unpack(meta["client"]) == {"epoch": 4, "best": torch.tensor(0.5)}
+    assert meta["engine"]["scheduler"] == {"last_batch_iteration": 2}
 
 
 def test_a_deepspeed_checkpoint_with_a_rank_missing_is_refused(tmp_path):

@@ -81,7 +81,7 @@ def adopt(
         tensors={t: TensorInfo(tuple(data.shape), data.dtype) for t, data in tensors.items()},
         pieces=tuple(Piece(t, 0, data.reshape(-1)) for t, data in tensors.items()),
         aliases=dict(foreign.aliases),
-        meta={"engine": engine, "client": {}, "imported_from": source},
+        meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
     )
     alone = Ballot(HashStore(), 0, 1)
     committed = save(root, state, alone, step=run["step"], tag=tag, round=0, fence=None)

@@ -27,10 +27,8 @@ _UNEXPLAINED = (
     "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
 )
 _SHARD_BYTES = 5 * 10**9
-_LEFT_OUT = (
-    "not imported, because a checkpoint has no place for it, or it does not fit the model: %s. If "
-    "the model or its optimizer is among these, say so with --model-key or --optimizer-key"
-)
+_LEFT_OUT = "not imported, because there is no place for it, or it does not fit the model: %s%s"
+_KEYS = ". If the model or its optimizer is among these, name it with --model-key, --optimizer-key"
 _NO_STEP = "it is not said how many steps were trained: counts as step 0; else say --step N"
 _log = logging.getLogger(__name__)
 
@@ -177,7 +175,8 @@ def run_import(options: argparse.Namespace) -> None:
     foreign = adopt.tie(_read(options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
     if foreign.left_out:
-        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out))
+        hint = _KEYS if options.kind == "dcp" else ""
+        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out), hint)
     if foreign.moments and options.step is None and "step" not in foreign.run:
         _log.warning(_NO_STEP)
     if loose := adopt.unexplained(foreign):

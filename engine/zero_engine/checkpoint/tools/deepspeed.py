@@ -32,6 +32,7 @@ from zero_engine.checkpoint.tools.hyper import group_record
 from zero_engine.checkpoint.tools.locate import absence
 from zero_engine.checkpoint.tools.pickles import load_torch
 from zero_engine.errors import CheckpointError
+from zero_engine.state.client_state import pack
 
 _INERT = (
     "deepspeed.utils.tensor_fragment.fragment_address",
@@ -41,11 +42,28 @@ _INERT = (
 )
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(?:model|optim)_states\.pt$")
 _MASTER = "param"
+_NO_PLACE = ("data_sampler", "random_ltd")
+"""What DeepSpeed keeps for features that are not there."""
+_DEEPSPEEDS = frozenset(
+    {
+        *(
+            "buffer_names",
+            "checkpoint_parallel_dimensions",
+            "dp_world_size",
+            "ds_config",
+            "ds_version",
+        ),
+        *("frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps"),
+        *("lr_scheduler", "module", "mp_world_size", "optimizer", "param_shapes", "shared_params"),
+        *("skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info", *_NO_PLACE),
+    }
+)
+"""What DeepSpeed writes into a model file; the rest is the script's."""
 _COMPUTE = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
 def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
-    """A checkpoint directory of DeepSpeed, or one tag in it, with optimizer state.
+    """A checkpoint directory of DeepSpeed, or one tag in it: optimizer, schedule, client state.
 
     Raises:
         CheckpointError: It is none, it is of a layout that is not read here, or files of it are
@@ -69,6 +87,7 @@ def _read(parts: _Parts) -> Foreign:
     params = {name: data for (kind, name), data in flats.items() if kind == _MASTER}
     elsewhere = {*params, *shared, *model["buffer_names"]}
     frozen = parts.frozen(elsewhere)
+    client, left_out = _of_the_script(model)
     return Foreign(
         params=params | frozen,
         buffers={name: model["module"][name] for name in model["buffer_names"]},
@@ -81,7 +100,32 @@ def _read(parts: _Parts) -> Foreign:
         groups=parts.groups(),
         frozen=frozenset(frozen),
         run=parts.run(),
+        client=client,
+        left_out=left_out,
     )
+
+
+def _of_the_script(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The script's own state, and what of it, or of DeepSpeed's, cannot come along."""
+    client = {}
+    left_out = [name for name in _NO_PLACE if model.get(name)]
+    for name in model.keys() - _DEEPSPEEDS:
+        try:
+            client[str(name)] = pack(model[name])
+        except CheckpointError:
+            left_out.append(str(name))
+    if model.get("lr_scheduler") is not None and _schedule(model) is None:
+        left_out.append("lr_scheduler")
+    return client, sorted(left_out)
+
+
+def _schedule(model: Mapping[str, Any]) -> Any:
+    """The state of its learning-rate schedule, if it is plain: ours have the same."""
+    state = model.get("lr_scheduler")
+    try:
+        return state if pack(state) == state else None
+    except CheckpointError:
+        return None
 
 
 def _tag_directory(source: Path) -> Path:
@@ -250,6 +294,7 @@ class _Parts:
             "stage": _int(config.get("zero_optimization", {}).get("stage")),
             "leaves": world * accumulation if micro and accumulation else None,
             "micro_batch": micro if accumulation else None,
+            "scheduler": _schedule(model),
             "dtype": next((str(d) for k, d in _COMPUTE.items() if _enabled(config, k)), None),
         }
 

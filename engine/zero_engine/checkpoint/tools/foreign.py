@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Foreign:
     """Parameters that are not trained."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """What the source knows of the engine's counters."""
+    client: Mapping[str, Any] = field(default_factory=dict)
+    """What the script had saved beside the model, as `client_state.pack` writes it."""
     left_out: Sequence[str] = ()
     """What else is in the source, and no checkpoint of ours has a place for."""
 
@@ -59,7 +61,7 @@ def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[st
     Raises:
         CheckpointError: It is no state_dict.
     """
-    content = load_torch(path, str(path), allow_pickle=allow_pickle)
+    whole = content = load_torch(path, str(path), allow_pickle=allow_pickle)
     for part in key.split(".") if key else ():
         content = _member(content, part, path)
     if not isinstance(content, Mapping) or not content:
@@ -70,7 +72,8 @@ def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[st
             f"{path}: {odd[0]!r} is not a tensor; if the state_dict is below one of "
             f"{', '.join(odd[:5])}, name it with --key"
         )
-    return sort_out(content, buffers)
+    beside = [name for name in whole if name != key.partition(".")[0]] if key else []
+    return replace(sort_out(content, buffers), left_out=[str(name) for name in beside])
 
 
 def _member(content: Any, name: str, path: Path) -> Any:
