@@ -35,6 +35,7 @@ from zero_agent.ring import Ring
 from zero_agent.saying import Sayings
 from zero_agent.scratch import Scratch
 from zero_agent.supervise import BUSY, Action, Situation, Workers, next_action
+from zero_agent.suspects import Suspects
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
@@ -90,6 +91,7 @@ class Agent:
             config.node_id, events, publish=self._publisher.event, unsaid=SAID_BY_ALL
         )
         self._limits = Limits(config, clock, self._journal)
+        self._suspects = Suspects(self._journal, clock)
         self._errands = Errands(self._journal, clock, self._limits.store_fails)
         self._crew = Crew(
             config,
@@ -104,7 +106,7 @@ class Agent:
             on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )
         self._ram = Ram(job, config.node_id, config.address, limit_bytes=config.ram_budget_bytes)
-        self._ring = Ring(config.address, self._post(self._errands.dead))
+        self._ring = Ring(config.address, self._post(self._suspects.add))
         self._store = AttendedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
             self._store,
@@ -228,6 +230,7 @@ class Agent:
         self._turned_s = self._clock.now()
         try:
             self._errands.run(self._rdzv, self._crew.fence if self._crew.state in BUSY else 0)
+            self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_agent import identity
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
@@ -89,4 +90,6 @@ class AgentConfig:
             role=self.role,
             host=self.host,
             protocol=PROTOCOL,
+            process=identity.own(),
+            lease_ttl_s=self.lease_ttl_s,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from zero_agent.limits import STORE_FAILS
@@ -20,7 +19,6 @@ from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreError, StoreRefused
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
 Reply = Callable[[bool, str, bool], None]
@@ -58,7 +56,6 @@ class Errands:
         self._on_failure = on_failure
         self._commits: list[_Commit] = []
         self._master: tuple[int, str] | None = None
-        self._dead: list[Node] = []
         self._refused = False
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
@@ -79,10 +76,6 @@ class Errands:
         """The TCPStore of round n listens there."""
         self._master = (n, address)
 
-    def dead(self, node: Node) -> None:
-        """Nothing listens where the agent of this node was."""
-        self._dead.append(node)
-
     def run(self, rdzv: Rendezvous, fence: int) -> None:
         """Tell all of it.
 
@@ -96,9 +89,6 @@ class Errands:
                 self._publish(rdzv, commit)
         if self._master is not None:
             self._publish_master(rdzv, *self._master)
-        while self._dead:
-            with suppress(*STORE_FAILS):  # its lease will say the same
-                self._evict(rdzv, self._dead.pop())
 
     def _publish(self, rdzv: Rendezvous, commit: _Commit) -> None:
         request = commit.request
@@ -159,11 +149,3 @@ class Errands:
             return
         if self._master == (n, address):  # not another round's, which came meanwhile
             self._master = None
-
-    def _evict(self, rdzv: Rendezvous, node: Node) -> None:
-        if rdzv.evict(node):
-            self._journal.tell(
-                "dead",
-                f"node {node.id} refuses connections at {node.ring}: it is taken for gone before "
-                "its lease ends; if its agent lives, it registers again",
-            )

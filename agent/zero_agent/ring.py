@@ -1,15 +1,17 @@
 """The liveness ring: each agent holds a TCP connection to the next, and hears at once if it ends.
 
 A lease says that a node is gone some seconds after it is; a kernel says so in a millisecond, by
-closing the sockets of a dead process. A closed connection alone is a *suspicion*: networks and
-middle boxes close connections of healthy nodes. So the agent dials again, and only one of two
-answers is a *verdict*: nothing listens there any more (connection refused), or another process
-does. Anything else (no answer, no route) proves nothing and is left to the lease.
+closing the sockets of a dead process. A closed connection alone says nothing: networks and
+middle boxes close connections of healthy nodes. So the agent dials again. If another process of
+the same node answers, or the process was one of this machine and is gone, its death is *certain*.
+If nothing listens there (connection refused) that is a *suspicion*: a firewall that rejects looks
+the same, and the lease is the counter-evidence (`suspects`). Anything else (no answer, no route)
+proves nothing and is left to the lease.
 
-Must always hold: a verdict is given only on a process that this very agent has talked to, at
-that address, so a firewall in the way can never be mistaken for a death. Both ends prove that
-they know the job's secret (HMAC over the other's nonce); nothing else is ever sent, and nothing
-received is interpreted. Who calls it: the agent's loop.
+Must always hold: only a process that this very agent has talked to, at that address, is reported,
+and as long as it is not talked to again only once. Both ends prove that they know the job's secret
+(HMAC over the other's nonce); nothing else is ever sent, and nothing received is interpreted. Who
+calls it: the agent's loop.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -26,6 +28,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Sequence
 
+from zero_agent import identity
 from zero_agent.network import PatientServer
 from zero_orchestrator.membership.job_state import Node
 
@@ -35,7 +38,9 @@ HANDSHAKE_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 """Between two attempts to reach a neighbour that was never met."""
 CONFIRM_S = 0.02
-"""The same for one whose connection has just ended."""
+"""The same for one whose connection has just ended..."""
+CONFIRM_GROWTH = 1.2
+"""...and so many times longer after each attempt, up to `RETRY_S`."""
 _LINE_BYTES = 512
 
 
@@ -49,12 +54,13 @@ def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
 class Ring:
     """This agent's place in the ring: one listener, one connection to a neighbour."""
 
-    def __init__(self, address: str, on_dead: Callable[[Node], None]) -> None:
+    def __init__(self, address: str, on_dead: Callable[[Node, bool], None]) -> None:
         """Listen, on a free port; nobody is answered or watched before `start`.
 
         Args:
             address: The node's own address; the ring listens there and nowhere else.
-            on_dead: Called with the verdict, on the ring's thread.
+            on_dead: Called with a neighbour that seems to be dead, and whether that is certain, on
+                the ring's thread.
         """
         self._on_dead = on_dead
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -67,7 +73,9 @@ class Ring:
         self._open = True
         self._connection: socket.socket | None = None
         self._met: tuple[str, str] | None = None
-        """The last process that was talked to."""
+        """The last process that was talked to, and not reported since."""
+        self._misses = 0
+        """Attempts in vain since then."""
 
     def start(self, me: Node, secret: str) -> None:
         """Answer and watch from now on."""
@@ -107,19 +115,35 @@ class Ring:
 
     def _watch(self) -> None:
         while (target := self._wait_for_target()) is not None:
-            met = self._met == _key(target)
+            refused, by = False, ""
             try:
                 with self._dial(target) as connection:
-                    self._met = _key(target)
+                    self._met, self._misses = _key(target), 0
                     self._stay_on(connection, target)
-            except (ConnectionRefusedError, _AnotherProcess):
-                if met and self._wants(target):
-                    self._on_dead(target)
-                self._pause(RETRY_S)
+                continue
+            except ConnectionRefusedError:
+                refused = True
+            except _AnotherProcess as error:
+                refused, by = True, error.node
             except OSError as error:
-                # A dying process may still accept: look again soon, it will refuse then.
                 log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
-                self._pause(CONFIRM_S if met else RETRY_S)
+            if self._met == _key(target):
+                gone = by == target.id or identity.is_gone(target.process)
+                self._report(target, refused=refused, gone=gone)
+            self._misses += 1
+            quick_s = CONFIRM_S * CONFIRM_GROWTH ** min(self._misses, 100)
+            self._pause(min(quick_s, RETRY_S) if self._met == _key(target) else RETRY_S)
+
+    def _report(self, target: Node, *, refused: bool, gone: bool | None) -> None:
+        """Say once what is known of a neighbour that was met; None: it is not of this machine.
+
+        One that is neither known to be gone nor refuses may be dying: it is dialled again soon.
+        """
+        if not gone and (gone is False or not refused):
+            return
+        if self._wants(target):
+            self._on_dead(target, bool(gone))
+        self._met = None
 
     def _wait_for_target(self) -> Node | None:
         with self._changed:
@@ -171,7 +195,7 @@ class Ring:
             if not hmac.compare_digest(proof, expected):
                 raise ConnectionAbortedError("it does not know the job's secret")
             if (node, incarnation) != (target.id, target.incarnation):
-                raise _AnotherProcess(f"node {node} answers")
+                raise _AnotherProcess(node)
         except ValueError as error:
             connection.close()
             raise ConnectionAbortedError("it does not speak the ring's protocol") from error
@@ -183,6 +207,10 @@ class Ring:
 
 class _AnotherProcess(ConnectionError):
     """The address belongs to another process of the job now."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(f"node {node} answers")
+        self.node = node
 
 
 class _Server(PatientServer):

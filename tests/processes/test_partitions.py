@@ -212,6 +212,25 @@ def leads(member: EtcdServer) -> bool:
     return status["leader"] == status["header"]["member_id"]
 
 
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""As on another machine: one agent does not see the process of the other."""
+
+
+def test_a_firewall_that_rejects_costs_no_restart_while_the_other_node_keeps_its_lease(machines):
+    """The ring is cut as well, by a middle box that restarts: only the lease says who lives."""
+    machines.job.prefix = APART
+    machines.start("a", "b")
+    machines.job.wait_for_round(1, world=2)
+    for here, there in (("a", "b"), ("b", "a")):
+        machines.net.refuse(here, there)
+        machines.net.drop_connections(here, there)
+    wait_for(lambda: len(machines.job.events("ring")) == 2, 60, "both to be found alive")
+    machines.job.goes_on(1, world=2)
+    assert machines.job.finish() == 1
+    assert machines.job.events("interrupt") == []
+    assert "keeps its lease alive although" in machines.job.output
+
+
 def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):
     job, members = own
     job.start("a", "b")

@@ -156,6 +156,8 @@ class Cluster:
     script: Sequence[str] = ()
     pause_s: float = 0.2
     """Added to each `paced` step until the test says otherwise, or waits for the end."""
+    prefix: Sequence[str] = ()
+    """What each agent's command is given to."""
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     everyone: list[AgentProcess] = field(default_factory=list)
 
@@ -181,7 +183,8 @@ class Cluster:
                 *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}"),
                 *(f"--node-id={node}", f"--log-dir={self.directory}/logs"),
             ]
-            command = [sys.executable, "-m", "zero_agent", *self.flags, *flags, *script]
+            words = [sys.executable, "-m", "zero_agent", *self.flags, *flags, *script]
+            command = [*self.prefix, *words]
             log = self.directory / f"{node}.{len(self.everyone)}.log"
             with log.open("wb") as file:
                 process = subprocess.Popen(

@@ -58,6 +58,24 @@ class Network:
             self._drop(one, other)
             self._drop(other, one)
 
+    def refuse(self, here: str, there: str) -> None:
+        """From now on the kernel answers each attempt to connect to a machine with a reset.
+
+        As a firewall does that rejects with `tcp-reset`: the address leads nowhere, and nothing
+        listens there. Idle connections live on, until `drop_connections`.
+        """
+        _ip("-n", self._namespace(here), "addr", "add", f"{self.address(there)}/32", "dev", "lo")
+
+    def drop_connections(self, here: str, there: str) -> None:
+        """End those between two machines, as a middle box that restarts."""
+        if shutil.which("ss") is None:
+            pytest.skip("ending connections needs ss, of iproute2")
+        kill = ["ip", "netns", "exec", self._namespace(here), "ss", "-K", "dst"]
+        done = subprocess.run(
+            [*kill, self.address(there)], check=True, capture_output=True, text=True
+        )
+        assert self.address(there) in done.stdout, "no connection was ended"
+
     def heal(self, one: str, *others: str) -> None:
         for other in others:
             for here, there in ((one, other), (other, one)):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.ring import Ring, neighbour
+from zero_agent.ring import RETRY_S, Ring, neighbour
 from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"
@@ -90,8 +90,8 @@ def ring() -> Iterator[Callable[..., Ring]]:
     made: list[Ring] = []
 
     def make(name: str, incarnation: str = "1", secret: str = SECRET) -> Ring:
-        dead: queue.SimpleQueue[Node] = queue.SimpleQueue()
-        one = Ring("127.0.0.1", dead.put)
+        dead: queue.SimpleQueue[tuple[Node, bool]] = queue.SimpleQueue()
+        one = Ring("127.0.0.1", lambda node, certain: dead.put((node, certain)))
         one.dead = dead
         one.node = node(name, one.address, incarnation)
         one.start(one.node, secret)
@@ -109,24 +109,29 @@ def watching(ring: Ring) -> bool:
 
 _AGENT = """
 import sys, time
+from zero_agent import identity
 from zero_agent.ring import Ring
 from zero_orchestrator.membership.job_state import Node
 ring = Ring("127.0.0.1", print)
 ring.start(Node(id="b", incarnation="1", address="127.0.0.1", slots=1), sys.argv[1])
-print(ring.address, flush=True)
+print(ring.address, identity.own(), flush=True)
 time.sleep(60)
 """
 
 
-def test_a_killed_agent_is_known_to_be_dead(ring):
+@pytest.mark.parametrize("here", [True, False], ids=["of this machine", "of another"])
+def test_a_killed_agent_is_reported_once_and_for_certain_if_its_own_kernel_is_asked(ring, here):
     a = ring("a")
     command = [sys.executable, "-c", _AGENT, SECRET]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        b = node("b", process.stdout.readline().strip())
+        address, process_name = process.stdout.readline().split()
+        b = replace(node("b", address), process=process_name if here else "")
         a.follow(a.node, [a.node, b])
         wait_for(lambda: watching(a), 60, "the connection")
         process.kill()
-        assert a.dead.get(timeout=120) == b
+        assert a.dead.get(timeout=120) == (b, here)
+        with pytest.raises(queue.Empty):
+            a.dead.get(timeout=1.5 * RETRY_S)
 
 
 def test_a_cut_connection_to_a_living_agent_is_no_verdict(ring):
@@ -142,6 +147,22 @@ def test_a_cut_connection_to_a_living_agent_is_no_verdict(ring):
         wire.kill()
 
 
+def test_a_living_agent_whose_port_refuses_after_a_cut_is_suspected_and_no_more(ring):
+    """A proxy that restarts; a firewall that rejects with a reset looks the same."""
+    a, b = ring("a"), ring("b")
+    wire = Proxy(b.address)
+    try:
+        there = replace(b.node, ring=wire.address)
+        a.follow(a.node, [a.node, there])
+        assert [next(wire.connections) for _ in range(2)] == ["connected\n"] * 2
+        wait_for(lambda: watching(a), 60, "the connection")
+    finally:
+        wire.kill()
+    assert a.dead.get(timeout=120) == (there, False)
+    with pytest.raises(queue.Empty):
+        a.dead.get(timeout=1.5 * RETRY_S)
+
+
 def test_an_address_where_nobody_was_ever_met_is_no_verdict(ring):
     """A firewall that rejects connections must not make healthy nodes look dead."""
     a = ring("a")
@@ -151,12 +172,16 @@ def test_an_address_where_nobody_was_ever_met_is_no_verdict(ring):
         a.dead.get(timeout=0.5)
 
 
-def test_another_process_at_the_address_of_one_that_was_met_means_that_it_is_gone(ring):
-    a, b = ring("a"), ring("b", incarnation="2")
-    former = replace(b.node, incarnation="1")
+@pytest.mark.parametrize(("name", "certain"), [("b", True), ("c", False)])
+def test_another_process_where_one_was_met_means_that_it_is_gone_if_it_is_the_nodes(
+    ring, name, certain
+):
+    """That of another node may answer because a route has changed."""
+    a, other = ring("a"), ring(name, incarnation="2")
+    former = replace(other.node, id="b", incarnation="1")
     a._met = ("b", "1")
     a.follow(a.node, [a.node, former])
-    assert a.dead.get(timeout=120) == former
+    assert a.dead.get(timeout=120) == (former, certain)
 
 
 def test_a_process_that_dies_while_it_is_dialled_is_still_found_dead(ring):
@@ -167,7 +192,7 @@ def test_a_process_that_dies_while_it_is_dialled_is_still_found_dead(ring):
         a._met = ("b", "1")
         a.follow(a.node, [a.node, b])
         dying.accept()[0].close()
-    assert a.dead.get(timeout=120) == b
+    assert a.dead.get(timeout=120) == (b, False)
 
 
 def test_who_does_not_know_the_secret_is_neither_answered_nor_believed(ring):

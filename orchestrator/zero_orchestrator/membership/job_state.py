@@ -56,6 +56,12 @@ class Node:
     """Why it cannot take part in a round now, by its own judgement."""
     protocol: int = FIRST_PROTOCOL
     """The version of the protocol that it speaks."""
+    process: str = ""
+    """Which process it is, for other agents of the same machine."""
+    lease_ttl_s: int = 3
+    """The time to live of the lease that it is registered under."""
+    evicted: int = 0
+    """How often others have removed this very process, and it was alive."""
 
     @property
     def machine(self) -> str:

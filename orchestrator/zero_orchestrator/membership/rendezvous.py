@@ -183,8 +183,8 @@ class Rendezvous:
             self._announce()
             self._journal.tell("lease", f"node {self.node.id} has registered again")
         job = self._look()
-        if job.node(self.node.id) is None:
-            self._announce()  # somebody took this agent for dead
+        if job.node(self.node.id) is None:  # somebody took this agent for dead
+            self._announce(evicted=self.node.evicted + 1)
             self._look()
         while self._advance():
             self._look()
@@ -206,6 +206,13 @@ class Rendezvous:
         if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
             return False
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
+
+    def lease_left_s(self, node: Node) -> float | None:
+        """The rest of another agent's lease; None if that very agent is not registered."""
+        held = self._store.get(self.keys.node(node.id))
+        if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
+            return None
+        return self._store.time_left(held.lease)
 
     def drain(self) -> int:
         """Ask to leave: no further round includes this node. Returns the revision of the wish."""

@@ -1,0 +1,53 @@
+"""Which process this is, so that another agent of the same machine can see its end for certain.
+
+Must always hold: a process is said to be gone only by one that would see it. Who calls it: the
+agent, for its registration; `ring`, for that of a neighbour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def own() -> str:
+    """`MACHINE/PID/START`: the kernel and its pid namespace, the process, its start there.
+
+    Empty where /proc is not that of this process's own pid namespace.
+    """
+    pid = os.getpid()
+    try:
+        if os.readlink("/proc/self") != str(pid):
+            return ""
+        return f"{_machine()}/{pid}/{_start(pid)}"
+    except OSError:
+        return ""
+
+
+def is_gone(identity: str) -> bool | None:
+    """Whether the process of this identity has ended; None if it is, or may be, elsewhere."""
+    machine, _, process = identity.partition("/")
+    mine, _, _ = own().partition("/")
+    if not mine or machine != mine:
+        return None
+    pid, _, start = process.partition("/")
+    try:
+        return _start(int(pid)) != start
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except (OSError, ValueError):
+        return None
+
+
+def _machine() -> str:
+    """The same for all processes that see each other in /proc, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:12]
+
+
+def _start(pid: int) -> str:
+    """When a process began, in ticks since boot; empty for one that has ended (a zombie)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
