@@ -6,6 +6,9 @@ Who calls it: the agent's loop, when `supervise` says REPORT_FAILURE or EXIT.
 from __future__ import annotations
 
 import logging
+import signal
+import socket
+import textwrap
 
 from zero_agent.crew import Crew
 from zero_agent.supervise import Workers
@@ -16,6 +19,8 @@ from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
 log = logging.getLogger("zero")
+
+_RULE = "=" * 60
 
 
 def root_cause(job: Snapshot) -> Failure | None:
@@ -34,6 +39,11 @@ def failure_of(crew: Crew, node: str) -> Failure:
         traceback=end.traceback,
         hang=crew.hung,
         step=crew.steps.finished,
+        host=socket.gethostname(),
+        local_rank=end.local_rank,
+        pid=end.pid,
+        status=end.status,
+        error_file=end.error_file,
     )
 
 
@@ -41,6 +51,36 @@ def tell_traceback(cause: Failure) -> None:
     """Show where a worker failed, if it has left that."""
     if cause.traceback:
         log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
+
+
+def root_cause_block(job: Snapshot) -> str:
+    """The end of a failed job, to be found by a search: as torchrun writes it, word for word."""
+    cause = root_cause(job)
+    facts = {"cause": job.cause} if cause is None else _facts(cause)
+    lines = (f"  {name:<10}: {value}" for name, value in facts.items())
+    return "\n".join((_RULE, "Root Cause (first observed failure):", *lines, _RULE))
+
+
+def _facts(cause: Failure) -> dict[str, str]:
+    """What is known of a failure, by torchrun's names; what is not known is left out."""
+    local = "" if cause.local_rank is None else f" (local_rank: {cause.local_rank})"
+    traceback = textwrap.indent(cause.traceback.rstrip(), "    ")
+    found = {
+        "host": cause.host,
+        "node": cause.node,
+        "rank": f"{cause.rank}{local}" if cause.rank >= 0 else "",
+        "exitcode": "" if cause.status is None else _exit_code(cause.status, cause.pid),
+        "error_file": cause.error_file,
+        "traceback": f"\n{traceback}" if traceback else f"none; {cause.summary}",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _exit_code(status: int, pid: int | None) -> str:
+    process = "" if pid is None else f" (pid: {pid})"
+    named = -status in list(signal.Signals)
+    name = f" ({signal.Signals(-status).name})" if named else ""
+    return f"{status}{process}{name}"
 
 
 def tell_end(
@@ -74,5 +114,4 @@ def tell_end(
 
 def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:
     journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
-    if cause := root_cause(job):
-        tell_traceback(cause)
+    log.error("%s", root_cause_block(job))

@@ -171,7 +171,7 @@ def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
     done = agent(*flags, str(script), env=light_imports(tmp_path))
     assert done.returncode == AgentExit.JOB_FAILED
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.splitlines()[-1].startswith("KeyError: ")
+    assert done.stderr.splitlines()[-2].startswith("    KeyError: ")
     assert done.stderr.count("(exit code 1) on node ") == 1
     assert done.stderr.count("; no restarts are allowed (--max-restarts)") == 1
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,14 @@ def test_who_started_the_agent_finds_the_root_cause_in_the_agents_own_error_file
     assert "rank 1: KeyError: 'why' (exit code 1)" in message["message"]
     assert message["extraInfo"]["py_callstack"].endswith("KeyError: 'why'\n")
     assert message["errorCode"] == AgentExit.JOB_FAILED
+    start = "Root Cause (first observed failure):"
+    block = done.stderr[done.stderr.index(start) :].splitlines()
+    assert [re.sub(r"pid: \d+", "pid: 7", line) for line in block[1:5] if "node" not in line] == [
+        f"  host      : {socket.gethostname()}",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : 1 (pid: 7)",
+    ]
+    assert block[-2:] == ["    KeyError: 'why'", "=" * 60]
 
 
 def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):

@@ -100,6 +100,23 @@ def test_the_exit_code_says_how_it_ended(state, by, code, caplog):
     assert ("KeyError: 1" in caplog.text) == (state is State.FAILED)
 
 
+def test_the_root_cause_is_one_block_with_torchruns_words():
+    facts = {"host": "h", "rank": 3, "local_rank": 1, "pid": 77, "status": -9, "error_file": "/e"}
+    killed = replace(cause("a", 1), **facts)
+    job = Snapshot(SPEC, cause="why", failures=(killed,))
+    assert ending.root_cause_block(job).splitlines()[1:-1] == [
+        "Root Cause (first observed failure):",
+        "  host      : h",
+        "  node      : a",
+        "  rank      : 3 (local_rank: 1)",
+        "  exitcode  : -9 (pid: 77) (SIGKILL)",
+        "  error_file: /e",
+        "  traceback : none; a broke",
+    ]
+    lost = Snapshot(SPEC, cause="node a is lost")
+    assert "\n  cause     : node a is lost\n" in ending.root_cause_block(lost)
+
+
 @pytest.mark.parametrize(
     ("named", "remedy"), [(True, "give another --rdzv-id"), (False, "type the command again")]
 )

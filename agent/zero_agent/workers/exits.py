@@ -47,6 +47,10 @@ class Exit:
     message: str
     """The exception in one line, if it left one."""
     traceback: str
+    local_rank: int | None = None
+    pid: int | None = None
+    error_file: str = ""
+    """Empty: it left none."""
 
     @classmethod
     def of(

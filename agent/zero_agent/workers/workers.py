@@ -235,13 +235,26 @@ class WorkerGroup:
     def condemn(self, rank: int, reason: str) -> None:
         """Take the group for hung: it has failed, by this rank, whatever its processes do."""
         self.hung = True
-        self._condemned = _verdict(rank, -signal.SIGKILL, reason)
+        self._condemned = self._verdict(rank, -signal.SIGKILL, reason)
         self.show_stacks()
+
+    def _verdict(self, rank: int, status: int, reason: str) -> Exit:
+        """The end of a worker that this agent takes for failed."""
+        end = Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
+        of_rank = (worker for worker, order in self._running.items() if order.rank == rank)
+        worker = next(of_rank)
+        return self._placed(end, worker, self._running[worker])
+
+    def _placed(self, end: Exit, worker: int, order: Order) -> Exit:
+        """With where it was: people look for its process and its files."""
+        file, pid = Path(order.env[ENV_ERROR_FILE]), self._pids.get(worker)
+        left = str(file) if file.exists() else ""
+        return replace(end, local_rank=order.local_rank, pid=pid, error_file=left)
 
     def store_ended(self, status: int) -> None:
         """It has failed: without the round's TCPStore no worker can find its peers, or save."""
         rank = min(order.rank for order in self._running.values())
-        self._condemned = _verdict(rank, status, "the process with the round's TCPStore ended")
+        self._condemned = self._verdict(rank, status, "the process with the round's TCPStore ended")
         self.stop(signal.SIGKILL)
 
     @property
@@ -276,6 +289,7 @@ class WorkerGroup:
         wanted = self._stopping
         killer = self._oom.blame() if status == -signal.SIGKILL and not wanted else ""
         end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
+        end = self._placed(end, worker, order)
         self.exits.append(end)
         if status not in (ExitCode.OK, ExitCode.LEFT):
             self.stop(signal.SIGKILL)
@@ -308,11 +322,6 @@ class WorkerGroup:
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if end.status not in set(ExitCode)]
         return (failures or unwanted or self.exits)[0]
-
-
-def _verdict(rank: int, status: int, reason: str) -> Exit:
-    """The end of a worker that this agent takes for failed."""
-    return Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
 
 
 def _with_local_rank(program: Program, local_rank: int) -> Program:

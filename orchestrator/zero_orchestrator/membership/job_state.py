@@ -131,6 +131,14 @@ class Failure:
     """They ran and took no step: the others write down where they are before they are killed."""
     step: int | None = None
     """The last step that they have finished, 0 before the first; None: they do not say."""
+    host: str = ""
+    """Where it was, by the name that the machine has for itself."""
+    local_rank: int | None = None
+    pid: int | None = None
+    status: int | None = None
+    """Exit code, or the negative number of the signal that ended the worker; None: it did not."""
+    error_file: str = ""
+    """On that host; empty: the worker left none."""
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 
