@@ -28,6 +28,14 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def in_words(length_s: float) -> str:
+    """A length of time for people: `40 s`, `31 minutes`, `3 days`."""
+    for unit, unit_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if length_s >= 2 * unit_s:
+            return f"{length_s / unit_s:.0f} {unit}"
+    return f"{max(length_s, 0):.0f} s"
+
+
 def with_dashes(argument: str) -> str:
     """`--rdzv_endpoint` as `--rdzv-endpoint`, as torchrun reads its flags; else unchanged."""
     name, equals, value = argument.partition("=")

@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from zero_orchestrator import events
+from zero_orchestrator.arguments import in_words
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JOBS_PREFIX
@@ -74,7 +75,7 @@ def due(
         if not (remains.ended or lost):
             continue
         age_s = now_s - remains.last_s if remains.last_s else 0.0
-        since = f"for {_length(age_s)}" if remains.last_s else "since nobody knows when"
+        since = f"for {in_words(age_s)}" if remains.last_s else "since nobody knows when"
         what = f"{remains.state} {since}" if remains.ended else f"without an agent {since}"
         if age_s >= older_than_s:
             doomed.append(Doomed(remains=remains, reason=what))
@@ -83,13 +84,6 @@ def due(
         else:
             kept += remains.ended
     return doomed
-
-
-def _length(seconds: float) -> str:
-    for unit, length_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def look(store: KeyValueStore) -> list[Remains]:

@@ -22,6 +22,7 @@ import dataclasses
 import json
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,8 @@ class Publisher:
         self._clock = clock
         self._count = 0
         self._shown: Progress | None = None
-        self._due_s = self._seen_due_s = clock.now()
+        self._due_s = clock.now()
+        self._seen_due_s: float | None = None
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -163,12 +165,14 @@ class Publisher:
         """Leave a sign of life, unless it is too soon; call it often.
 
         Args:
-            nodes: Of the job: the more there are, the rarer each writes.
+            nodes: Of the job's round, 0 before the first: the more, the rarer each writes.
         """
-        now_s = self._clock.now()
-        if now_s < self._seen_due_s:
+        now_s, every_s = self._clock.now(), max(SEEN_S, nodes * SEEN_PER_NODE_S)
+        if self._seen_due_s is None and nodes:  # a thousand that begin together write in turn
+            self._seen_due_s = now_s + random.uniform(0, every_s) * (nodes > 1)
+        if self._seen_due_s is None or now_s < self._seen_due_s:
             return
-        self._seen_due_s = now_s + max(SEEN_S, nodes * SEEN_PER_NODE_S)
+        self._seen_due_s = now_s + every_s
         value = json.dumps({"time": time.time()})
         self._enqueue(lambda: self._put(self._seen, value))
 

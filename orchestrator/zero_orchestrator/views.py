@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from zero_orchestrator.arguments import in_words
 from zero_orchestrator.events import Event
 from zero_orchestrator.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
 
@@ -39,7 +40,6 @@ _STYLES = {
     Condition.EXCLUDED: "red",
     Condition.UNFIT: "red",
 }
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _EVENT_STYLES = {
     "interrupt": "red",
     "fail": "red",
@@ -145,14 +145,10 @@ def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
 
 
 def age(time_s: float | None) -> str:
-    """How long ago something was, by this machine's clock: `31 min ago`."""
+    """How long ago something was, by this machine's clock: `31 minutes ago`."""
     if time_s is None:
         return "some time ago"
-    seconds = max(0.0, time.time() - time_s)
-    for unit_s, unit in _UNITS:
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    return f"{in_words(time.time() - time_s)} ago"
 
 
 def _styled(word: str) -> Text:

@@ -174,7 +174,9 @@ def test_a_job_that_all_agents_have_left_is_lost_and_says_since_when_and_what_br
     memory.put(seen_key("gpt"), json.dumps({"time": time.time() - 31 * 60}))
     assert (read(job).state, read(job).live_nodes) == ("LOST", ())
     assert conditions(job) == {"a": Condition.LOST, "b": Condition.LOST}
-    sentence = "no agent is alive; the job goes on when one is started; one was alive 31 min ago"
+    sentence = (
+        "no agent is alive; the job goes on when one is started; one was alive 31 minutes ago"
+    )
     assert sentence in shown(read(job))
     assert sentence in listed(status.read_all(memory))
 
@@ -190,8 +192,8 @@ def test_steps_checkpoints_and_states_have_an_age(memory):
     told = {"step": 44, "loss": 1.5, "time": time.time() - 40}
     memory.put(progress_prefix("gpt") + "a", json.dumps(told))
     page = shown(read(job))
-    assert "3 h ago: because" in page
-    assert "step 40, 320 samples (t), 10 min ago" in page
+    assert "3 hours ago: because" in page
+    assert "step 40, 320 samples (t), 10 minutes ago" in page
     assert page.splitlines()[-1].split()[-5:] == ["44", "40", "s", "ago", "1.5000"]
 
 
@@ -351,7 +353,7 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
     ask = cli._parser().parse_args
     assert cli._events(ask(["events"]), memory, views.TableView()) == 0
     told = capsys.readouterr()
-    assert told.out.splitlines()[-1] == "the newest event was 5 min ago"
+    assert told.out.splitlines()[-1] == "the newest event was 5 minutes ago"
     assert ("new is done" in told.out, told.err) == (True, "zero-ctl: events of job new\n")
     memory.put(f"{events_prefix('old')}a.1.000000", "not JSON")
     memory.put(f"{progress_prefix('new')}a", "[]")
