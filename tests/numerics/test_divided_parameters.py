@@ -110,6 +110,24 @@ def test_reading_offloaded_ones_at_any_moment_changes_no_bit(
     assert worlds.run(2, train_watched, settings, True) == undisturbed
 
 
+def train_by_a_method(beside_forward: bool) -> tuple[Any, ...]:
+    """As `engine.forward_value(...)` of DeepSpeed-Chat: no hook of the model itself runs."""
+    engine = make_engine(config(3))
+    engine.module.eval()  # dropout is seeded by the engine's own forward
+    for _ in range(7):
+        batch = next(iter(engine.training_dataloader))
+        with torch.no_grad():
+            assert engine.module.norm(engine.module.embed(batch)).isfinite().all()
+        run = engine.module.forward if beside_forward else engine
+        engine.backward(run(batch))
+        engine.step()
+    return fingerprint(engine)
+
+
+def test_a_method_beside_forward_trains_to_the_same_bits(worlds: WorldPool) -> None:
+    assert worlds.run(2, train_by_a_method, True) == worlds.run(2, train_by_a_method, False)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
 @pytest.mark.corners(whole=[False])
 def test_compiled_modules_train_to_the_bits_of_stage_2(worlds: WorldPool, whole: bool) -> None:

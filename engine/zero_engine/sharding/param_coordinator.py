@@ -4,7 +4,9 @@ Owns the gather and release hooks. Must always hold:
 
 - A unit is gathered before its module's forward and before the backward of that module's
   outputs, and is released when the pass through the module ends. The root stays gathered from the
-  beginning of forward to the end of backward, because tied and stray parameters live there.
+  beginning of forward to the end of backward, because tied and stray parameters live there. Where
+  a script runs modules without the model's own forward (a method beside it), it is gathered by the
+  first that owns one of those.
 - Every rank gathers every unit in the order of `gather_order`, the ones that its branch leaves out
   as well: it takes part and lets go. What is asked for out of that order is gathered on the spot;
   if the ranks do not agree in that, they wait for each other, and `collectives` says so.
@@ -81,6 +83,13 @@ class ParamCoordinator:
                 root.register_forward_hook(Hook(self._after_root)),
                 ModuleState(root, units),
             ]
+        self._host: nn.Module | None = None
+        """The module for which the root was gathered, without the model's own forward."""
+        for module in _owners(root, self._root_units):
+            self._hooks += [
+                module.register_forward_pre_hook(Hook(self._before_stray)),
+                module.register_forward_hook(Hook(self._after_stray)),
+            ]
         for module, members in _by_module(units):
             if module is not root:
                 after = Hook(self._after_forward, members)
@@ -154,6 +163,17 @@ class ParamCoordinator:
         if not torch.is_grad_enabled():
             self._release(self._root_units)
 
+    def _before_stray(self, module: nn.Module, _args: Any) -> None:
+        if not all(unit.gathered for unit in self._root_units):
+            self._host = module
+            self._gather(self._root_units)
+
+    def _after_stray(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._host is module:
+            self._host = None
+            if not torch.is_grad_enabled():
+                self._release(self._root_units)
+
     def _before_forward(self, units: Sequence[FlatUnit], _module: nn.Module, _args: Any) -> None:
         self._gather(units)
 
@@ -223,6 +243,17 @@ def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[Fla
     for unit in units:
         members[unit.module].append(unit)
     return ((module, tuple(group)) for module, group in members.items())
+
+
+def _owners(root: nn.Module, units: Sequence[FlatUnit]) -> list[nn.Module]:
+    """The modules below the root whose own parameters are in these units."""
+    within = {id(param) for unit in units for param in unit.params}
+    return [
+        module
+        for module in root.modules()
+        if module is not root
+        and any(id(param) in within for param in module.parameters(recurse=False))
+    ]
 
 
 def _differentiable(structure: Any) -> Iterator[Tensor]:
