@@ -31,7 +31,7 @@ def test_what_is_short_for_a_flag_in_torchrun_is_short_for_it_here(flag):
     for end in range(1, len(flag) + 1):
         fitting = [name for name in TORCHRUNS if name.startswith(flag[:end])]
         if flag[:end] == flag or fitting == [flag]:
-            assert _find(f"--{flag[:end]}").name == flag
+            assert _find(f"--{flag[:end]}")[0].name == flag
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,21 @@ def test_a_wrong_flag_is_named_with_the_right_form(line, message):
     with pytest.raises(SpecError) as refused:
         parse(line.split(), {})
     assert str(refused.value).startswith(message)
+
+
+def test_all_wrong_flags_are_named_at_once():
+    line = "--nprocs_per_node 2 --max-restart=x --foo=3 --master-port=-1 --standalone=1 s.py --tee"
+    with pytest.raises(SpecError) as refused:
+        parse(line.split(), {"PET_NO_PYTHON": "maybe", "PET_MONITOR_INTERVAL": "soon"})
+    assert [message.partition(" ")[0] for message in str(refused.value).splitlines()] == [
+        "--nprocs_per_node:",
+        "--foo:",
+        "--standalone=1:",
+        "PET_NO_PYTHON=maybe:",
+        "PET_MONITOR_INTERVAL:",
+        "--max-restarts:",
+        "--master-port:",
+    ]
 
 
 def test_torchruns_own_variable_opens_the_health_endpoint_and_the_flag_wins():

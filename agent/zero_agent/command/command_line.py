@@ -31,13 +31,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
     `variables` says which of the flags were set by which variable of the environment.
 
     Raises:
-        SpecError: A flag that does not exist, a value it cannot have, or no script.
+        SpecError: Flags that do not exist, values they cannot have, or no script; all of the
+            wrong ones are named, one a line.
     """
-    flags, command = _split(argv)
+    flags, command, wrong = _split(argv)
     typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     variables = {name: it for name in FLAGS if name not in typed and (it := _set_by(name, environ))}
     with named_as_set(variables):
-        args = _parser().parse_args([*_from_environment(variables, environ), *flags])
+        flags = [*_from_environment(variables, environ, wrong), *flags]
+        args = _values(flags, wrong)
     args.variables = variables
     if not command and not args.preflight:
         raise SpecError(f"no script is given; write {USAGE}; --help lists the flags")
@@ -45,9 +47,35 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
     return args
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags, each written in full as `--name=value`, and the program with its arguments."""
-    flags, rest = [], list(argv)
+def _values(flags: Sequence[str], wrong: Sequence[str]) -> argparse.Namespace:
+    """The values of flags that are written in full.
+
+    Args:
+        flags: `--name` or `--name=value` each.
+        wrong: What else is known to be wrong.
+
+    Raises:
+        SpecError: All that is wrong.
+    """
+    parser, found = _parser(), list(wrong)
+    for flag in flags:
+        try:
+            parser.parse_args([flag])
+        except SpecError as error:
+            found.append(str(error))
+    if found:
+        raise SpecError("\n".join(found))
+    return parser.parse_args(flags)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The flags, written in full as `--name=value`; the program with its arguments; what is wrong.
+
+    Whether a value follows a flag that does not exist is a guess, by the one that was meant.
+    """
+    flags: list[str] = []
+    wrong: list[str] = []
+    rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         token = rest.pop(0)
         if token == "--":
@@ -56,18 +84,27 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if name in _HELP:
             flags.append(name)
             continue
-        flag = _find(name)
-        if flag.kind is None:
-            if equals or value:
-                raise SpecError(f"{token}: a switch; write it without a value")
-            flags.append(f"--{flag.name}")
-            continue
-        if not equals and not value:
-            if not rest:
-                raise SpecError(f"{name}: a value must follow: {flag.help}")
-            value = rest.pop(0)
-        flags.append(f"--{flag.name}={value}")
-    return flags, rest
+        flag, problem = _find(name)
+        if problem:
+            wrong.append(problem)
+            if flag is not None and flag.kind is not None and not equals and rest:
+                rest.pop(0)
+        elif flag is not None:
+            written, problem = _in_full(token, flag, equals + value, rest)
+            (wrong if problem else flags).append(problem or written)
+    return flags, rest, wrong
+
+
+def _in_full(token: str, flag: Flag, value: str, rest: list[str]) -> tuple[str, str]:
+    """`--name=value` of a flag, whose value may be the first of the rest; or what is wrong."""
+    if flag.kind is None:
+        problem = f"{token}: a switch; write it without a value" if value else ""
+        return f"--{flag.name}", problem
+    if value:
+        return f"--{flag.name}={value.removeprefix('=')}", ""
+    if not rest:
+        return "", f"{token}: a value must follow: {flag.help}"
+    return f"--{flag.name}={rest.pop(0)}", ""
 
 
 def _taken_apart(token: str) -> tuple[str, str, str]:
@@ -78,22 +115,27 @@ def _taken_apart(token: str) -> tuple[str, str, str]:
     return token[:2], "", token[2:]
 
 
-def _find(name: str) -> Flag:
-    """The flag of this name, in either spelling, or of this unique beginning of one."""
+def _find(name: str) -> tuple[Flag | None, str]:
+    """The flag of this name, in either spelling, or of this unique beginning of one.
+
+    Otherwise what is wrong, with the flag that may have been meant.
+    """
     if name in _SHORT:
-        return _SHORT[name]
+        return _SHORT[name], ""
     words = name.removeprefix("--").replace("_", "-")
     if words in FLAGS and name.startswith("--"):
-        return FLAGS[words]
+        return FLAGS[words], ""
     fitting = [flag for flag in FLAGS if name.startswith("--") and flag.startswith(words)]
     for these in (fitting, [flag for flag in fitting if flag not in OURS]):
         if len(these) == 1:
-            return FLAGS[these[0]]
+            return FLAGS[these[0]], ""
     if fitting:
-        raise SpecError(f"{name}: could be any of {', '.join(f'--{flag}' for flag in fitting)}")
+        choice = ", ".join(f"--{flag}" for flag in fitting)
+        return FLAGS[fitting[0]], f"{name}: could be any of {choice}"
     near = difflib.get_close_matches(words, FLAGS, n=1)
     remedy = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-    raise SpecError(f"{name}: there is no such flag; {remedy}")
+    meant = FLAGS[near[0]] if near else None
+    return meant, f"{name}: there is no such flag; {remedy}"
 
 
 def _set_by(name: str, environ: Mapping[str, str]) -> str | None:
@@ -106,8 +148,10 @@ _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
 """Variables under which torchrun's agent looks for what is a flag here."""
 
 
-def _from_environment(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; switches read 0 and 1."""
+def _from_environment(
+    variables: Mapping[str, str], environ: Mapping[str, str], wrong: list[str]
+) -> list[str]:
+    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; a switch that is neither 0 nor 1 is wrong."""
     found = []
     for name, variable in variables.items():
         value = environ[variable]
@@ -116,7 +160,7 @@ def _from_environment(variables: Mapping[str, str], environ: Mapping[str, str]) 
         elif value == "1":
             found.append(f"--{name}")
         elif value != "0":
-            raise SpecError(f"{variable}={value}: write 1 for yes or 0 for no")
+            wrong.append(f"{variable}={value}: write 1 for yes or 0 for no")
     return found
 
 
