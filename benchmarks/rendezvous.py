@@ -13,7 +13,12 @@ they start at once and are gone at once. Measured:
   the next round.
 - changes, calls: what one agent is told by its watches, and what it asks the store, on average
   in that second round (leases apart). Both stay the same with N if a round costs O(N) in total.
+- events: what the agent's publisher writes of that round, with eight workers each; it has a
+  connection of its own.
 - floor: one key is written, and every agent has a watch on it: until the last one has been told.
+
+`--logins` measures instead how N agents log in with a password, each on connections of its own
+(`rendezvous_logins.py`).
 
 torch's c10d dynamic rendezvous does the same `join` with all its handlers in one process.
 """
@@ -36,6 +41,7 @@ from typing import Any
 
 from rendezvous_agents import Command, serve
 from rendezvous_c10d import c10d_join
+from rendezvous_logins import logins
 from rich.console import Console
 from rich.table import Table
 
@@ -57,6 +63,7 @@ class Trial:
     changes: float
     calls: float
     transactions: float
+    events: float
 
 
 @contextlib.contextmanager
@@ -149,7 +156,7 @@ def trial(endpoints: str, count: int) -> Trial:
         loss = hosts.wait_for_round(2, began)
         counts = [sum(kind) / count for kind in zip(*hosts.all(Command.COUNTS), strict=True)]
         floor = _floor(hosts, endpoints, job)
-    changes, calls, transactions = counts
+    changes, calls, transactions, events = counts
     return Trial(
         join_s=join,
         loss_s=loss,
@@ -157,6 +164,7 @@ def trial(endpoints: str, count: int) -> Trial:
         changes=changes,
         calls=calls,
         transactions=transactions,
+        events=events,
     )
 
 
@@ -182,7 +190,7 @@ def row(name: str, trials: Sequence[Trial]) -> list[str]:
         name,
         *(spread([quantile(trial.join_s, q) for trial in trials]) for q in (0.5, 0.99, 1.0)),
         spread([max(trial.loss_s) for trial in trials]),
-        *(mean(what) for what in ("changes", "calls", "transactions")),
+        *(mean(what) for what in ("changes", "calls", "transactions", "events")),
         spread([trial.floor_s for trial in trials]),
     ]
 
@@ -193,7 +201,30 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[math.ceil(q * len(ordered)) - 1]
 
 
-COLUMNS = ("agents", "join p50", "p99", "last", "loss", "changes", "calls", "txns", "floor")
+COLUMNS = (
+    "agents",
+    "join p50",
+    "p99",
+    "last",
+    "loss",
+    "changes",
+    "calls",
+    "txns",
+    "events",
+    "floor",
+)
+
+
+def show_logins(sizes: Sequence[int], bcrypt_cost: int) -> None:
+    """A line for each size."""
+    for count in sizes:
+        found = logins(count, bcrypt_cost)
+        print(
+            f"{count} agents: logged in after {found.p50_s:.1f} s (p50), {found.last_s:.1f} s "
+            f"(last); passwords checked for each: {found.checks:.2f}, and after a pause of etcd "
+            f"{found.checks_after_pause:.2f}; streams of keep-alives: {found.streams:.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -201,7 +232,12 @@ def main() -> None:
     parser.add_argument("--sizes", default="16,64,256,1000")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--c10d-up-to", type=int, default=64, help="agents; 0: not at all")
+    parser.add_argument("--logins", action="store_true", help="measure logins alone")
+    parser.add_argument("--bcrypt-cost", type=int, default=10, help="of passwords (etcd's is 10)")
     args = parser.parse_args()
+    if args.logins:
+        show_logins(list(map(int, args.sizes.split(","))), args.bcrypt_cost)
+        return
     table = Table(*COLUMNS, title="seconds: median (range); counts for each agent in one round")
     for count in map(int, args.sizes.split(",")):
         trials, peers = [], []

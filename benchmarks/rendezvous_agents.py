@@ -22,13 +22,14 @@ from typing import Any
 
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.events import Publisher
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.etcd import EtcdStore
-from zero_orchestrator.store.kv import Change, Range, Read, TxnResult, Watch, Write
+from zero_orchestrator.store.kv import NO_LEASE, Change, Range, Read, TxnResult, Watch, Write
 
 TICK_S = 0.25
 LANES = 20
@@ -36,6 +37,8 @@ LANES = 20
 LEASE_S = 30
 """Long, because all agents of all machines share this one: keep-alives are not measured."""
 TIMEOUT_S = 60.0
+WORKERS = 8
+"""Of each agent: what is told of them in a round is told as an agent does."""
 PATIENT = Timing(settle_s=1e9, grow_after_s=1e9)
 """No round begins before all are there."""
 
@@ -58,7 +61,11 @@ class CountingStore(EtcdStore):
 
     def __init__(self, endpoints: str) -> None:
         super().__init__(endpoints, timeout_s=TIMEOUT_S)
-        self.changes = self.calls = self.transactions = 0
+        self.changes = self.calls = self.transactions = self.puts = 0
+
+    def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
+        self.puts += 1
+        return super().put(key, value, lease=lease)
 
     def get(self, key: str) -> Any:
         self.calls += 1
@@ -90,12 +97,23 @@ class CountingStore(EtcdStore):
 class Hosted:
     """One agent with imaginary workers."""
 
-    def __init__(self, store: CountingStore, job: str, name: str, count: int, wake: Any) -> None:
+    def __init__(
+        self,
+        store: CountingStore,
+        telemetry: CountingStore,
+        job: str,
+        name: str,
+        count: int,
+        wake: Any,
+    ) -> None:
+        self.pen = Publisher(telemetry, job, name, "1", SystemClock())
+        self.journal = Journal(name, publish=self.pen.event)
+        self.journal.nodes = count
         node = Node(
             id=name,
             incarnation=f"{abs(hash(name)):016x}"[:8],
             address=f"{name}.cluster.local",
-            slots=8,
+            slots=WORKERS,
             ring=f"{name}.cluster.local:40000",
         )
         self.rdzv = Rendezvous(
@@ -104,7 +122,7 @@ class Hosted:
             JobSpec(min_nodes=max(1, count - 1), max_nodes=count, max_restarts=9),
             node,
             clock=SystemClock(),
-            journal=Journal(name),
+            journal=self.journal,
             timing=PATIENT,
             lease_ttl_s=LEASE_S,
             on_change=lambda: wake(self),
@@ -119,9 +137,16 @@ class Hosted:
         if index is None:
             return
         if job.state is State.FORMING and self._is_news(job):
+            for rank in range(WORKERS):
+                self.journal.tell("exit", f"rank {rank} lost its peers", symptom=True)
+            self.journal.tell("stop", job.cause)
             self.rdzv.report_quiet(job.n)
         elif job.state is State.ACTIVE and job.master is not None:
-            self.known_s.setdefault(job.n, time.monotonic())
+            if job.n not in self.known_s:
+                self.known_s[job.n] = time.monotonic()
+                self.journal.tell("start", f"round {job.n}: this node runs {WORKERS} ranks")
+                for rank in range(WORKERS):
+                    self.journal.tell("worker", f"rank {rank} runs", level=logging.DEBUG)
         elif job.state is State.ACTIVE and index == 0:
             self.rdzv.publish_master(job.n, "node:1")
 
@@ -187,9 +212,10 @@ class Process:
 
     def __init__(self, endpoints: str, job: str, names: Sequence[str], count: int) -> None:
         self._store = CountingStore(endpoints)
+        self._telemetry = CountingStore(endpoints)
         self._lanes = [Lane() for _ in range(min(LANES, len(names)))]
         self._agents = [
-            (lane, Hosted(self._store, job, name, count, lane.inbox.put))
+            (lane, Hosted(self._store, self._telemetry, job, name, count, lane.inbox.put))
             for name, lane in zip(names, itertools.cycle(self._lanes), strict=False)
         ]
         self._has_last = names[-1].endswith(f"{count - 1:05}")
@@ -232,9 +258,13 @@ class Process:
 
     def reset_counts(self) -> None:
         self._store.changes = self._store.calls = self._store.transactions = 0
+        self._telemetry.puts = 0
 
-    def counts(self) -> tuple[int, int, int]:
-        return self._store.changes, self._store.calls, self._store.transactions
+    def counts(self) -> tuple[int, int, int, int]:
+        for _, agent in self._agents:
+            agent.pen.close()  # what it has to tell is told
+        store, events = self._store, self._telemetry.puts
+        return store.changes, store.calls, store.transactions, events
 
     def watch(self, key: str) -> None:
         after = self._store.range(key).revision
