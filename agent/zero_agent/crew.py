@@ -381,6 +381,9 @@ class Crew:
     def _on_message(self, rank: int, message: Message) -> None:
         """What a worker says."""
         match message:
+            case Hello() | CommitRequest() if message.round not in (0, self.round):
+                # Nobody is left to be answered, and this round's fence is not that round's.
+                log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
             case Hello() if Ability.BOUNDARY in message.can:
                 self._can_leave.add(rank)
                 self.steps.promise()

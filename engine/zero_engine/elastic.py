@@ -113,7 +113,8 @@ class AgentLink:
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
-            self._send(contract.Hello(rank=rank, pid=os.getpid(), can=(Ability.BOUNDARY,)))
+            can = (Ability.BOUNDARY,)
+            self._send(contract.Hello(rank=rank, pid=os.getpid(), can=can, round=self.round))
 
     @property
     def leave_asked(self) -> bool:
@@ -176,6 +177,7 @@ class AgentLink:
             samples=samples,
             in_ram=in_ram,
             patience_s=patience_s,
+            round=self.round,
         )
         answer = self._ask(request, patience_s + timeout_s)
         if isinstance(answer, CommitReply):

@@ -58,4 +58,4 @@ def named_as_set(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     except SpecError as error:
         text = _FLAG.sub(lambda flag: variables.get(flag[1], flag[0]), str(error))
-        raise SpecError(text) from error
+        raise type(error)(text) from error

@@ -129,6 +129,8 @@ class Hello:
     rank: int
     pid: int
     can: tuple[str, ...] = ()
+    round: int = 0
+    """The round that it was started for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,8 @@ class CommitRequest:
     """It is one in the memory of the nodes, not on disk."""
     patience_s: float = 0.0
     """While etcd is away it may be asked again for so long."""
+    round: int = 0
+    """The asking worker's: only that round's fence answers. 0: from a worker that does not say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -251,7 +251,7 @@ def test_how_to_leave_follows_from_what_the_script_has_done(
 def test_the_agent_hears_a_hello_and_every_step(worlds: WorldPool, tmp_path: Path) -> None:
     first, second = worlds.run(2, two_steps, str(tmp_path))
     assert [message for message in first if isinstance(message, Hello)] == [
-        Hello(rank=0, pid=first[0].pid, can=("boundary",))
+        Hello(rank=0, pid=first[0].pid, can=("boundary",), round=ROUND)
     ]
     steps = [[m for m in heard if isinstance(m, Progress)] for heard in (first, second)]
     assert [(m.step, m.samples) for m in steps[0]] == [(1, 10), (2, 20)]

@@ -20,6 +20,7 @@ from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -158,7 +159,7 @@ def test_two_agents_that_disagree_about_the_job_are_told_the_difference(etcd, tm
         wait_for(lambda: job.output.count("works"), 150, "the worker")
         job.flags = ("--nnodes=1:3", "--max-restarts=4")
         job.start("b")
-        assert job.agents.pop("b").wait() == 2
+        assert job.agents.pop("b").wait() == AgentExit.MISMATCH
         assert (
             f"job {job.job} runs with another specification: max_nodes is 2 there and 3 here; "
             "max_restarts is 0 there and 4 here. Start this agent with the same values"

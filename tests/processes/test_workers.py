@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import descendants, environment, is_alive, kill_all
+from tests.support.cluster import COLD, agent, descendants, environment, is_alive, kill_all
 from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
@@ -250,3 +250,26 @@ def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its
         nursery.kill()
         nursery.close()
         hub.close()
+
+
+ASKS = """
+import os, socket
+from zero_orchestrator.contract import CommitReply, CommitRequest, Hello, decode, encode
+round = int(os.environ["ZERO_ROUND"])
+with socket.socket(socket.AF_UNIX) as agent:
+    agent.connect(os.environ["ZERO_AGENT_SOCKET"])
+    agent.sendall(encode(Hello(rank=0, pid=os.getpid(), round=round)))
+    for number, n in enumerate((round + 1, round - 1, round), start=1):
+        if n:
+            facts = dict(step=number, tag="t", digest="d", samples=0)
+            agent.sendall(encode(CommitRequest(request=number, round=n, **facts)))
+    answers = [decode(next(agent.makefile("rb")))]
+print([(answer.request, answer.granted) for answer in answers])
+"""
+
+
+def test_a_request_of_another_round_is_not_answered_by_the_fence_of_this_one(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    done = agent("--standalone", COLD, str(script))
+    assert (done.returncode, done.stdout) == (0, "[(3, True)]\n"), done.stderr

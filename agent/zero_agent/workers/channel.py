@@ -57,8 +57,10 @@ class Channel:
 
     def _heard(self, peer: _Peer, message: Message) -> None:
         if isinstance(message, Hello):
-            peer.rank = message.rank
-            self._peers[message.rank] = peer
+            peer.rank, peer.round = message.rank, message.round
+            held = self._peers.get(message.rank)
+            if held is None or held.round <= peer.round:  # not a latecomer of a round before
+                self._peers[message.rank] = peer
         if peer.rank is None:
             raise ContractError("the first message of a worker must be its hello")
         self._on_message(peer.rank, message)
@@ -71,6 +73,7 @@ class _Peer:
         self, hub: Hub, connection: socket.socket, heard: Callable[[_Peer, Message], None]
     ) -> None:
         self.rank: int | None = None
+        self.round = 0
         self._hub = hub
         self._connection = connection
         self._heard = heard
