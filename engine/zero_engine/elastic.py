@@ -152,6 +152,11 @@ class AgentLink:
             self._shown = number, mine
         self._send(self._shown[1])
 
+    def still_here(self) -> None:
+        """Tell the agent that this worker waits and does not hang: what it told last, again."""
+        if self._shown is not None:
+            self._send(self._shown[1])
+
     def left(self, step: int) -> None:
         """Tell the agent that the group is not used any more and `step` is saved."""
         self._send(contract.Left(round=self.round, step=step))

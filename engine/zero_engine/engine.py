@@ -261,7 +261,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
     def destroy(self) -> None:
         """Finish a save in flight; close curves and ledger, with the last engine the link.
 
-        If the disk was too full for the save of this very step, that is tried again for 4 minutes.
+        If the disk was too full for the save of this very step, that is tried again for an hour.
 
         Raises:
             CheckpointError: The disk is full still.

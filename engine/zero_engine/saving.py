@@ -73,8 +73,9 @@ class Checkpointing(Wrapper):
 
         Returns:
             Whether it was published, or in the background: begun. False if this worker's round
-            is over or its agent does not answer, if the disk is full (`checkpoint_due` is then true
-            again after a minute), or if the save before is in flight and checkpoint.when_busy is
+            is over or its agent does not answer, if the disk is full and the script asks
+            `checkpoint_due` (which is then true again after a minute; other scripts wait here for
+            room, up to an hour), or if the save before is in flight and checkpoint.when_busy is
             "skip": nothing was written, and the log says so.
 
         Raises:

@@ -55,6 +55,7 @@ def test_a_save_that_finds_no_room_costs_a_warning_and_the_script_goes_on_and_sa
 def save_while_the_disk_is_full(root: str) -> tuple[bool, bool, str, list[str]]:
     engine = make_engine(config(2))
     train(engine, 1)
+    assert not engine.checkpoint_due(every_steps=1000)
     engine.save_checkpoint(root)
     use(engine, FullFor(1))
     train(engine, 2)
@@ -71,22 +72,26 @@ def save_while_the_disk_is_full(root: str) -> tuple[bool, bool, str, list[str]]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize(("attempts", "saved"), [(3, True), (1000, False)])
 def test_the_last_save_of_a_script_waits_for_room_and_without_it_the_script_fails(
-    worlds: WorldPool, tmp_path: Path, attempts: int, saved: bool
+    worlds: WorldPool, tmp_path: Path, attempts: int, saved: bool, asks: bool
 ) -> None:
-    assert worlds.run(2, end_on_a_full_disk, str(tmp_path), attempts) == [saved] * 2
+    """And every save of a script that does not ask when to save: it relies on each."""
+    assert worlds.run(2, end_on_a_full_disk, str(tmp_path), attempts, asks) == [saved] * 2
     steps = [c.manifest.step for c in find(tmp_path).candidates]
     assert steps == ([ENDS_AT] if saved else [])
 
 
-def end_on_a_full_disk(root: str, attempts: int) -> bool:
+def end_on_a_full_disk(root: str, attempts: int, asks: bool) -> bool:
     persistence._PAUSE_S, persistence.ROOM_WAIT_S = 0.01, 1.0
     engine = make_engine(config(1))
     use(engine, FullFor(attempts))
     train(engine, ENDS_AT)
-    assert not engine.save_checkpoint(root)
+    if asks:
+        engine.checkpoint_due(every_steps=1000)
     try:
+        assert engine.save_checkpoint(root) is not asks
         engine.destroy()
     except DiskFull:
         return False
@@ -126,7 +131,8 @@ engine, *_ = zero_engine.initialize(
 engine.backward(engine(torch.ones(1, 2)).sum())
 engine.step()
 use(engine, Full())
-engine.save_checkpoint(sys.argv[1])
+if engine.checkpoint_due(every_steps=1):
+    engine.save_checkpoint(sys.argv[1])
 """
 
 

@@ -61,11 +61,10 @@ ClientSource = Callable[[], Mapping[str, Any]]
 _SCRIPT_ALONE = "client_state is known to the script alone; engine.keep_client_state() tells more"
 NOTES = 6
 """How many numbers `Persistence.notes` adds to the consensus of a step."""
-ROOM_WAIT_S = 240.0
-"""The last save of a script waits so long for room on a full disk: an agent takes workers for
-hung after 300 s at the earliest."""
+ROOM_WAIT_S = 3600.0
+"""A save that a script relies on waits so long for room on a full disk..."""
 LEAVING_WAIT_S = 10.0
-"""...and that of a worker that leaves, which its agent ends otherwise."""
+"""...and that of a worker that leaves so long, which its agent ends otherwise."""
 _PAUSE_S = 5.0
 
 
@@ -210,20 +209,24 @@ class Persistence:
             raise
 
     def _await_saved(self, request: Request) -> bool:
-        """Whether it was saved; a full disk is no fault of the script's, which goes on."""
+        """Whether it was saved; a full disk is no fault of the script's.
+
+        A script that asks `checkpoint_due()` goes on, and is told to save again. Any other takes a
+        save that returns for one that is there (and may delete the one before): it waits for room.
+        """
         try:
             return self.wait()
         except DiskFull as error:
-            if self._run.rank == 0:
-                _log.warning(
-                    "the checkpoint of step %d was not saved; training goes on, and "
-                    "checkpoint_due() is true again in %g s: %s; free some room",
-                    request.step,
-                    RETRY_S,
-                    error,
-                )
             self._owe(request)
-            return False
+            goes_on = self.leaving or (self._script_asks and not self._run.declared)
+            then = f"training goes on, and checkpoint_due() is true again in {RETRY_S:g} s"
+            self._warn(
+                f"the checkpoint of step {request.step} was not saved; "
+                f"{then if goes_on else 'training waits for room'}: {error}; free some room"
+            )
+            if not goes_on:
+                self._wait_for_room(request, ROOM_WAIT_S)
+            return not goes_on
 
     def close(self) -> None:
         """Finish the saves in flight, and the last one, if it has found no room.
@@ -256,15 +259,33 @@ class Persistence:
         # Where an exception ends the script, the other ranks do not come here.
         if request is None or request.step != self._run.cursor.step or sys.exc_info()[0]:
             return
-        limit_s = LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S
+        self._wait_for_room(request, LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S)
+
+    def _wait_for_room(self, request: Request, limit_s: float) -> None:
+        """Try a save again and again; all ranks do so together, as rank 0 decides.
+
+        Raises:
+            DiskFull: There was no room for so long, or the job wants its workers to leave.
+        """
         until_s = time.monotonic() + limit_s
-        if self._run.rank == 0:
-            _log.warning("waiting up to %g s for room in %s", limit_s, request.root)
+        self._warn(f"waiting up to {limit_s / 60:.0f} min for room in {request.root}")
         with peers_may_vanish(self._link):
             while not self._try_again(request):
-                if not self._ballot.announce(partial(_again, until_s))["again"]:
+                self._link.still_here()  # or its agent would take it for hung
+                if not self._ballot.announce(partial(self._may_wait, until_s))["wait"]:
                     self._settle()
-                    raise DiskFull(f"no room in {request.root} for the last checkpoint; free some")
+                    text = f"no room in {request.root} for the checkpoint of step {request.step}"
+                    raise DiskFull(f"{text} within {limit_s:g} s; free some")
+
+    def _may_wait(self, until_s: float) -> dict[str, bool]:
+        """On rank 0, a pause later: whether to try once more."""
+        time.sleep(_PAUSE_S)
+        asked = self._link.leave_asked and not self.leaving
+        return {"wait": time.monotonic() < until_s and not asked}
+
+    def _warn(self, text: str) -> None:
+        if self._run.rank == 0:
+            _log.warning("%s", text)
 
     def _try_again(self, request: Request) -> bool:
         self.saver.begin(request, copy=False)
@@ -530,9 +551,3 @@ class Persistence:
         # Rank 0 may host the store that the others still read the verdict from.
         self._core.collectives.barrier("leaving")
         leave(self._link, self.saver.last_step)
-
-
-def _again(until_s: float) -> dict[str, bool]:
-    """Rank 0's decision, a pause later, whether the last save is tried again."""
-    time.sleep(_PAUSE_S)
-    return {"again": time.monotonic() < until_s}
