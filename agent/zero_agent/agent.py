@@ -101,7 +101,7 @@ class Agent:
             journal=self._journal,
             environ=environ,
             post=self._post,
-            on_port=lambda n, port: self._errands.master(n, f"{config.address}:{port}"),
+            on_port=lambda n, port: self._errands.master(n, config.where_store_is(port)),
             on_commit=self._errands.commit,
             on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )

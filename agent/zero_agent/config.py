@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,8 @@ class AgentConfig:
     """What this node's workers are called, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""
     lease_ttl_s: int = 3
     """The node is lost so long after its last sign of life."""
+    show_store: Callable[[int], str] | None = None
+    """Makes the store of a round, at this port here, reachable elsewhere; where that is."""
     log_dir: Path | None = None
     streams: Streams = field(default_factory=Streams)
     cpus: tuple[Collection[int], ...] = ()
@@ -73,6 +75,10 @@ class AgentConfig:
     """With which this agent exits when the job was stopped."""
     join_timeout_s: float = 600.0
     """How long to wait for enough nodes."""
+
+    def where_store_is(self, port: int) -> str:
+        """The address of a round's store at a port of this node, for the workers of all nodes."""
+        return self.show_store(port) if self.show_store else f"{self.address}:{port}"
 
     def node(self, incarnation: str, ring: str) -> Node:
         """The agent as the others know it.

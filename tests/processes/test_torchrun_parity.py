@@ -34,8 +34,9 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 ranks = torch.tensor([dist.get_rank()])
 dist.all_reduce(ranks)
+where = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 names = "RANK LOCAL_RANK GROUP_RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE".split()
-print(*(os.environ[name] for name in names), "sum", ranks.item())
+print(*(os.environ[name] for name in names), "at", *where, "sum", ranks.item())
 dist.destroy_process_group()
 """
 
@@ -93,7 +94,8 @@ def start():
 def test_nodes_with_given_ranks_meet_without_an_etcd_of_the_users(tmp_path, start):
     script = tmp_path / "meet.py"
     script.write_text(MEET)
-    world = ["--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    port = free_port()
+    world = ["--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={port}"]
     roles = ["ps", "trainer", "trainer"]
     agents = [
         start(*world, f"--node-rank={n}", f"--nproc_per_node={n + 1}", f"--role={roles[n]}", script)
@@ -101,11 +103,26 @@ def test_nodes_with_given_ranks_meet_without_an_etcd_of_the_users(tmp_path, star
     ]
     ended = [process.communicate(timeout=120) for process in agents]
     assert [process.returncode for process in agents] == [0, 0, 0], ended
-    assert [sorted(out.splitlines()) for out, _ in reversed(ended)] == [
-        ["0 0 0 ps 0 1 sum 15"],
-        ["1 0 1 trainer 0 5 sum 15", "2 1 1 trainer 1 5 sum 15"],
-        ["3 0 2 trainer 2 5 sum 15", "4 1 2 trainer 3 5 sum 15", "5 2 2 trainer 4 5 sum 15"],
-    ]
+    places = ["0 0 0 ps 0 1", *(f"{n} {n - 1} 1 trainer {n - 1} 5" for n in (1, 2))]
+    places += [f"{n} {n - 3} 2 trainer {n - 1} 5" for n in (3, 4, 5)]
+    printed = [line for out, _ in reversed(ended) for line in sorted(out.splitlines())]
+    assert printed == [f"{place} at 127.0.0.1 {port} sum 15" for place in places]
+
+
+def test_the_master_port_of_a_single_node_is_that_of_its_workers_store():
+    shows = ("--no-python", "sh", "-c", "echo $MASTER_ADDR $MASTER_PORT")
+    port = free_port()
+    assert printed(agent(f"--master-port={port}", *shows)) == [f"127.0.0.1 {port}"]
+
+
+@pytest.mark.full
+def test_the_workers_of_the_next_round_find_their_store_at_the_same_port(tmp_path):
+    script, port = tmp_path / "meet.py", free_port()
+    fails = "\nraise SystemExit(int(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
+    script.write_text(MEET + fails)
+    flags = ("--max-restarts=1", "--nproc-per-node=2", f"--master-port={port}")
+    places = [f"{n} {n} 0 default {n} 2 at 127.0.0.1 {port} sum 1" for n in (0, 1)]
+    assert printed(agent(*flags, script)) == sorted(2 * places)
 
 
 def test_a_node_whose_first_node_never_comes_says_so_and_ends():

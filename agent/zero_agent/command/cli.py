@@ -27,6 +27,7 @@ from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd import etcd_clock, local_etcd, meeting
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
+from zero_agent.etcd.front import Front
 from zero_agent.etcd.meeting import Static, Way
 from zero_agent.etcd.rdzv_conf import check_backend, parse_rdzv_conf
 from zero_agent.fitness.fitness import await_fit, surroundings
@@ -120,10 +121,12 @@ def _obey(args: argparse.Namespace) -> int:
     signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
-        _endpoint(args, way, world) as where,
+        _endpoint(args, way, world) as (where, front),
     ):
         access = dataclasses.replace(access, endpoints=where)
         config = _placed(config, args, world)
+        if front is not None:
+            config = dataclasses.replace(config, show_store=front.show_store)
         if args.node_id or config.spec.max_nodes > 1:
             _sign_lines(config.node_id)
         with access.store() as store:
@@ -149,18 +152,20 @@ def _threads(config: AgentConfig) -> str:
 
 
 @contextlib.contextmanager
-def _endpoint(args: argparse.Namespace, way: Way, world: Static | None) -> Iterator[str]:
-    """Where etcd is, for as long as this agent needs it."""
+def _endpoint(
+    args: argparse.Namespace, way: Way, world: Static | None
+) -> Iterator[tuple[str, Front | None]]:
+    """Where etcd is, for as long as this agent needs it; and the port that others know here."""
     if world is not None:
-        with meeting.static_server(world) as endpoint:
-            yield endpoint
+        with meeting.static_server(world) as found:
+            yield found
     elif way is Way.PRIVATE:
-        with local_etcd.private_server() as endpoint:
-            yield endpoint
+        with meeting.own_port(args) as front, local_etcd.private_server() as endpoint:
+            yield endpoint, front
     elif way is Way.SHARED:
-        yield local_etcd.shared_server(meeting.SHARED_ENDPOINT)
+        yield local_etcd.shared_server(meeting.SHARED_ENDPOINT), None
     else:
-        yield args.rdzv_endpoint
+        yield args.rdzv_endpoint, None
 
 
 def _await_etcd(

@@ -167,7 +167,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(name="rdzv-conf", metavar="KEY=VALUE[,...]", help="torchrun's rendezvous settings"),
         Flag(name="standalone", kind=None, help="one node, with an etcd of its own"),
         Flag(name="master-addr", metavar="HOST", help="without etcd: where node 0 is"),
-        Flag(name="master-port", kind=_port, default=None, help="without etcd: its port (29500)"),
+        Flag(
+            name="master-port",
+            kind=_port,
+            default=None,
+            help="without etcd: its port, also of the workers' store (29500)",
+        ),
         Flag(
             name="node-rank", kind=_whole, default=None, help="without etcd: this node, from 0 (0)"
         ),

@@ -23,6 +23,7 @@ from enum import StrEnum
 from zero_agent.config import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
+from zero_agent.etcd.front import WAITING, Front
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
@@ -57,7 +58,7 @@ def choose(args: argparse.Namespace) -> tuple[Way, str]:
     if args.rdzv_endpoint:
         return Way.NAMED, _without_effect("--rdzv-endpoint", static)
     if parse_nnodes(args.nnodes)[1] == 1:
-        return Way.PRIVATE, ""  # also with --master-port: nobody else has to find this node
+        return Way.PRIVATE, ""  # with --master-port: that is the port of the workers' store
     if static:
         return Way.STATIC, ""
     return Way.SHARED, ""
@@ -113,8 +114,8 @@ class Static:
 
 
 @contextlib.contextmanager
-def static_server(world: Static) -> Iterator[str]:
-    """The etcd of node 0: run here by node 0, waited for by the others.
+def static_server(world: Static) -> Iterator[tuple[str, Front | None]]:
+    """The etcd of node 0: run here by node 0, waited for by the others; with node 0 its port.
 
     Raises:
         SpecError: Node 0 cannot listen there.
@@ -122,18 +123,46 @@ def static_server(world: Static) -> Iterator[str]:
     """
     if world.rank > 0:
         _await_node_0(world)
-        yield world.endpoint
+        yield world.endpoint, None
         return
-    addresses = _addresses(world.address)
-    for address in (LOOPBACK, *addresses):
-        _check_free(address, world.port)
-    with local_etcd.private_server(addresses, world.port):
-        yield world.endpoint
+    with (
+        _listening(world) as listeners,
+        local_etcd.private_server() as etcd,
+        contextlib.closing(Front(world.endpoint, listeners, etcd)) as front,
+    ):
+        yield world.endpoint, front
 
 
-def _check_free(address: str, port: int) -> None:
+@contextlib.contextmanager
+def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
+    """The port of the only node's workers, if one is named.
+
+    Raises:
+        SpecError: This node cannot listen there.
+    """
+    if args.standalone or args.master_port is None:
+        yield None
+        return
+    world = Static.of(args, join_timeout_s=0.0)
+    with (
+        _listening(world) as listeners,
+        contextlib.closing(Front(world.endpoint, listeners, etcd="")) as front,
+    ):
+        yield front
+
+
+@contextlib.contextmanager
+def _listening(world: Static) -> Iterator[list[socket.socket]]:
+    """Sockets at the port of node 0, on all of its addresses."""
+    with contextlib.ExitStack() as made:
+        addresses = (LOOPBACK, *_addresses(world.address))
+        yield [made.enter_context(_listen(address, world.port)) for address in addresses]
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        socket.create_server((address, port)).close()
+        return socket.create_server((address, port), family=family, backlog=WAITING)
     except OSError as error:
         remedy = "choose another port, the same on all nodes"
         if error.errno == errno.EADDRNOTAVAIL:
@@ -144,15 +173,22 @@ def _check_free(address: str, port: int) -> None:
 
 
 def _addresses(host: str) -> list[str]:
-    """The IP addresses of a host, without this machine's loopback."""
+    """The IP addresses of a host, without 127.0.0.1 and its like."""
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, socket.AF_INET)}
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise SpecError(
-            f"--master-addr={host}: {error.strerror}; write the IPv4 address or the name of the "
+            f"--master-addr={host}: {error.strerror}; write the address or the name of the "
             "machine with --node-rank=0"
         ) from error
-    return sorted(ip for ip in found if not ipaddress.ip_address(ip).is_loopback)
+    found = {str(info[4][0]).partition("%")[0] for info in infos}
+    return sorted(ip for ip in found if not _is_loopback(ip))
+
+
+def _is_loopback(ip: str) -> bool:
+    return (
+        isinstance(known := ipaddress.ip_address(ip), ipaddress.IPv4Address) and known.is_loopback
+    )
 
 
 def _await_node_0(world: Static) -> None:
