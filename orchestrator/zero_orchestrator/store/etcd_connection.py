@@ -40,7 +40,7 @@ rpc: Any = etcd3.etcdrpc
 
 DEFAULT_PORT = 2379
 
-LOGIN_S = 30.0
+LOGIN_S = 120.0
 """A server that many log in to at once takes its time; asking again would cost it more."""
 RELOGIN_S = 1.0
 """Those whose token is refused log in again within so long, not all at once."""
