@@ -166,6 +166,10 @@ class Login:
             raise
         self._settle(session, attempt, token)
 
+    def is_under_way(self, session: Session) -> bool:
+        """Whether the server has been asked, and has not answered."""
+        return session.endpoint in self._under_way
+
     def forget(self, token: str | None, *, younger_s: float = 0.0) -> None:
         """The server does not know this token any more.
 
@@ -331,6 +335,8 @@ class Connection:
     ) -> bool:
         """Whether a connection without an answer is better left."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if len(self.endpoints) == 1 and self.login.is_under_way(session):
+                return False  # it checks the passwords of others first; there is no other to ask
             return time.monotonic() - max(session.heard_s, began_s) >= self._silent_s
         if "etcdserver:" in text:  # an answer: this member can not now, another one may
             return len(self.endpoints) > 1 and "too many requests" not in text
