@@ -218,14 +218,14 @@ class Persistence:
             return self.wait()
         except DiskFull as error:
             self._owe(request)
-            goes_on = self.leaving or (self._script_asks and not self._run.declared)
+            goes_on = not self._run.declared and (self.leaving or self._script_asks)
             then = f"training goes on, and checkpoint_due() is true again in {RETRY_S:g} s"
             self._warn(
                 f"the checkpoint of step {request.step} was not saved; "
                 f"{then if goes_on else 'training waits for room'}: {error}; free some room"
             )
             if not goes_on:
-                self._wait_for_room(request, ROOM_WAIT_S)
+                self._wait_for_room(request, self._room_wait_s)
             return not goes_on
 
     def close(self) -> None:
@@ -259,7 +259,11 @@ class Persistence:
         # Where an exception ends the script, the other ranks do not come here.
         if request is None or request.step != self._run.cursor.step or sys.exc_info()[0]:
             return
-        self._wait_for_room(request, LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S)
+        self._wait_for_room(request, self._room_wait_s)
+
+    @property
+    def _room_wait_s(self) -> float:
+        return LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S
 
     def _wait_for_room(self, request: Request, limit_s: float) -> None:
         """Try a save again and again; all ranks do so together, as rank 0 decides.
