@@ -174,7 +174,10 @@ class MicroSteps:
 
     def _check_order(self) -> None:
         if self.awaits_step:
-            raise EngineError("backward() twice in one micro-step; call engine.step() after each")
+            raise EngineError(
+                "backward() twice in one micro-step; call engine.step() after each, add the losses "
+                "up, or say no_sync() around the first"
+            )
 
     # ---- where steps end ----
 

@@ -60,3 +60,31 @@ def test_a_fresh_start_beside_a_checkpoint_of_deepspeed_names_the_import(
         f"zero-ckpt import {tmp_path} DIR --from deepspeed"
     )
     assert worlds.run(2, load_beside, str(tmp_path)) == [(None, [told]), (None, [])]
+
+
+def save_to_names_of_their_own(root: str) -> tuple[list[str], bool]:
+    """As a script that names its directory after the time, and makes it on rank 0."""
+    engine = make_engine(config(1))
+    train(engine, 1)
+    rank = engine.global_rank
+    own = Path(root, f"run-{rank}")
+    if rank == 0:
+        own.mkdir()
+    with heard() as lines:
+        assert engine.save_checkpoint(own)
+    before = engine.weight_hash()
+    train(engine, 1)
+    engine.load_checkpoint(f"{root}/run-0")
+    return [line for line in lines if "rank 0 has named" in line], engine.weight_hash() == before
+
+
+def test_where_ranks_name_a_directory_apart_rank_0_s_is_taken(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (told_0, same_0), (told_1, same_1) = worlds.run(2, save_to_names_of_their_own, str(tmp_path))
+    assert same_0
+    assert same_1
+    assert told_0 == []
+    assert len(told_1) == 1
+    assert f"save_checkpoint('{tmp_path}/run-1'): rank 0 has named {tmp_path}/run-0" in told_1[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run-0"]

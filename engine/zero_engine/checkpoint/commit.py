@@ -20,9 +20,11 @@ in the same way.
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
@@ -43,6 +45,8 @@ from zero_engine.checkpoint.publish import (
     withdraw,
 )
 from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
+
+_log = logging.getLogger(__name__)
 
 _NONCES = 16
 """Directory names to try: each is taken once in 65536 times, and only within one step."""
@@ -68,7 +72,8 @@ def save(
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
     Args:
-        root: On storage that all ranks share; created if need be.
+        root: On storage that all ranks share; created if need be. Rank 0's is taken where a rank
+            names one in which nobody has opened this checkpoint.
         state: This rank's pieces; `tensors`, `aliases` and `meta` equal on every rank.
         ballot: The votes of this group.
         step: Steps done; the second key of the order among checkpoints.
@@ -94,8 +99,10 @@ def save(
     opened = ballot.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
     _raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
-    header = Header(tag=tag, step=step, block_bytes=block_bytes, **opened)
-    directory = root / directory_name(header.step, header.round, header.nonce)
+    number, nonce = opened["round"], opened["nonce"]
+    header = Header(tag=tag, step=step, block_bytes=block_bytes, round=number, nonce=nonce)
+    name = directory_name(step, number, nonce)
+    directory = _as_opened(root, opened["root"], name) / name
     path = directory / file_name(ballot.rank)
     try:
         verdict = ballot.ask(
@@ -144,7 +151,9 @@ class _Opening:
         try:
             number = generation(self.round, self.step, newest_committed(self.root))
             self.disk.make_directories(self.root)
-            return {"round": number, "nonce": self._make_directory(number)}
+            nonce = self._make_directory(number)
+            root = self.root.absolute() if isinstance(self.root, Path) else self.root
+            return {"round": number, "nonce": nonce, "root": str(root)}
         except Exception as error:
             return _problem(f"rank {COORDINATOR}: no new directory under {self.root}", error)
 
@@ -157,6 +166,25 @@ class _Opening:
                 continue
             return nonce
         raise CheckpointError(f"{_NONCES} names for step {self.step} are taken; remove some")
+
+
+def _as_opened(own: Place, first: str, name: str) -> Place:
+    """Where this rank writes: scripts name directories after the time, which ranks read apart.
+
+    Args:
+        own: The root that the script has named on this rank.
+        first: What it has named on rank 0, which has made the directory `name` there.
+        name: Of the checkpoint's directory.
+    """
+    if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
+        return own
+    _log.warning(
+        "save_checkpoint(%r): rank 0 has named %s, which is taken; name a directory after what is "
+        "the same on all ranks, as the time is not",
+        str(own),
+        first,
+    )
+    return Path(first)
 
 
 def own_layout(state: State, rank: int) -> FileLayout:

@@ -210,7 +210,9 @@ class GradReducer:
         if not self._running:
             raise EngineError(
                 "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
-                "call engine.scale(loss).backward()"
+                "call engine.scale(loss).backward(). Where another engine's backward goes through "
+                "this one's model, as a GAN's generator through its discriminator, call "
+                "model.requires_grad_(False) before that forward and (True) after"
             )
         assert param.grad is not None
         gradient = self._order[number]
