@@ -76,6 +76,11 @@ class AgentConfig:
     join_timeout_s: float = 600.0
     """How long to wait for enough nodes."""
 
+    @property
+    def store_listens_on(self) -> str:
+        """The one address of a round's store: behind this node's port, or the node's own."""
+        return "127.0.0.1" if self.show_store else self.address
+
     def where_store_is(self, port: int) -> str:
         """The address of a round's store at a port of this node, for the workers of all nodes."""
         return self.show_store(port) if self.show_store else f"{self.address}:{port}"

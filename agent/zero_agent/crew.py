@@ -193,7 +193,7 @@ class Crew:
 
     def host_store(self, n: int) -> None:
         """Open a TCPStore for round n; `on_port` is called when it listens."""
-        self._stores[self._nursery.host_store(self._config.address)] = n
+        self._stores[self._nursery.host_store(self._config.store_listens_on)] = n
 
     def start(self, job: Snapshot, node: Node, secret: str) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""

@@ -10,13 +10,16 @@ at; every mistake is one message and an exit code. Who calls it: the console scr
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import getpass
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +33,7 @@ from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JobStatus, NoSuchJob
 from zero_orchestrator.store import retry
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, write_certificates
 from zero_orchestrator.store.kv import KeyValueStore
 from zero_orchestrator.views import JsonView, TableView, View, age
 
@@ -44,8 +48,12 @@ OUTAGE_S = 30.0
 
 _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     "launch": ("zero_agent.launch", "start agents on the hosts of a hostfile"),
+    "certs": (
+        "zero_orchestrator.store.join_token",
+        "make the files with which an etcd lets in who has ZERO_JOIN_TOKEN",
+    ),
 }
-"""Commands that start processes, and so are the agent's: another program takes over."""
+"""Commands that ask no etcd anything: another program takes over."""
 _FOR = "for so long, such as 30, 10m or 2h (until it is included)"
 _ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
 
@@ -179,6 +187,11 @@ def _open(args: argparse.Namespace) -> EtcdStore:
     for name in _ETCD_FILES:
         _check_readable(name, getattr(args, name.replace("-", "_")))
     ca, cert, key, password = (getattr(args, name.replace("-", "_")) for name in _ETCD_FILES)
+    if not ca and (token := os.environ.get(ENV_JOIN_TOKEN)):
+        directory = tempfile.mkdtemp(prefix="zero-tls-")  # as long as a connection may be renewed
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        files = write_certificates(Path(directory), token)
+        ca, cert, key = str(files.ca), str(files.cert), str(files.key)
     credentials = Credentials(
         user=args.etcd_user or None,
         password=_first_line(Path(password)) if password else None,

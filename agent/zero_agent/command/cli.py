@@ -28,8 +28,9 @@ from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd import etcd_clock, local_etcd, meeting
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
 from zero_agent.etcd.front import Front
+from zero_agent.etcd.joining import Joining, joined
 from zero_agent.etcd.meeting import Static, Way
-from zero_agent.etcd.rdzv_conf import check_backend, parse_rdzv_conf
+from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.fitness.fitness import await_fit, surroundings
 from zero_agent.health import Health, served
 from zero_agent.network import address_towards
@@ -104,11 +105,21 @@ def _run(argv: Sequence[str]) -> int:
 
 def _obey(args: argparse.Namespace) -> int:
     backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
-    if args.preflight:
-        return preflight(args, conf)
     way, note = meeting.choose(args)
+    given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.STATIC)
+    with joined(args, os.environ, given=given, wanted=wanted) as joining:
+        if args.preflight:
+            return preflight(args, conf)
+        return _meet(args, conf, way, (backend, note), joining)
+
+
+def _meet(
+    args: argparse.Namespace, conf: RdzvConf, way: Way, notes: Sequence[str], joining: Joining
+) -> int:
+    """Find the other agents, and take part."""
+    backend, note = notes
     access = Access.of(args, conf, args.rdzv_endpoint)
-    if access.is_secure and way is not Way.NAMED:
+    if access.is_secure and way is not Way.NAMED and joining.tls is None:
         raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
     if way is Way.NAMED:
         _ = access.first  # is it written correctly?
@@ -121,7 +132,7 @@ def _obey(args: argparse.Namespace) -> int:
     signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
-        _endpoint(args, way, world) as (where, front),
+        _endpoint(args, way, world, joining) as (where, front),
     ):
         access = dataclasses.replace(access, endpoints=where)
         config = _placed(config, args, world)
@@ -153,11 +164,11 @@ def _threads(config: AgentConfig) -> str:
 
 @contextlib.contextmanager
 def _endpoint(
-    args: argparse.Namespace, way: Way, world: Static | None
+    args: argparse.Namespace, way: Way, world: Static | None, joining: Joining
 ) -> Iterator[tuple[str, Front | None]]:
     """Where etcd is, for as long as this agent needs it; and the port that others know here."""
     if world is not None:
-        with meeting.static_server(world) as found:
+        with meeting.static_server(world, joining) as found:
             yield found
     elif way is Way.PRIVATE:
         with meeting.own_port(args) as front, local_etcd.private_server() as endpoint:

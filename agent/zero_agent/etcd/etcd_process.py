@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 from zero_agent.signals import held
 from zero_agent.tether import tethered
 from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store.join_token import TlsFiles
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 20.0
@@ -82,6 +84,8 @@ class Member:
     """The --initial-cluster, NAME=URL,...; empty for a server without peers."""
     options: tuple[str, ...] = ()
     """Further options of etcd; they win over those set here."""
+    tls: TlsFiles | None = None
+    """Whoever talks to it proves that he belongs to the job; None: anybody is let in."""
 
     @property
     def endpoint(self) -> str:
@@ -91,15 +95,20 @@ class Member:
     @property
     def peer_url(self) -> str:
         """Where its peers find it."""
-        return f"http://{LOOPBACK}:{self.peer_port}"
+        return f"{self.scheme}://{LOOPBACK}:{self.peer_port}"
+
+    @property
+    def scheme(self) -> str:
+        """Of its URLs."""
+        return "https" if self.tls else "http"
 
     def command(self, binary: Path) -> list[str]:
         """The command line."""
         options = {
             "name": self.name,
             "data-dir": str(self.data),
-            "listen-client-urls": f"http://{self.endpoint}",
-            "advertise-client-urls": f"http://{self.endpoint}",
+            "listen-client-urls": f"{self.scheme}://{self.endpoint}",
+            "advertise-client-urls": f"{self.scheme}://{self.endpoint}",
             "listen-peer-urls": self.peer_url,
             "initial-advertise-peer-urls": self.peer_url,
             "initial-cluster": self.peers or f"{self.name}={self.peer_url}",
@@ -112,7 +121,21 @@ class Member:
             "log-level": "warn",
         }
         ours = [f"--{name}={value}" for name, value in options.items()]
-        return [str(binary), *ours, *self.options]
+        return [str(binary), *ours, *(tls_options(self.tls) if self.tls else ()), *self.options]
+
+
+def tls_options(files: TlsFiles) -> list[str]:
+    """The options of an etcd that lets in whom `files.ca` vouches for, and nobody else."""
+    return [
+        option
+        for role in ("", "peer-")
+        for option in (
+            f"--{role}cert-file={files.cert}",
+            f"--{role}key-file={files.key}",
+            f"--{role}trusted-ca-file={files.ca}",
+            f"--{role}client-cert-auth",
+        )
+    ]
 
 
 class Found(StrEnum):
@@ -126,10 +149,10 @@ class Found(StrEnum):
     """Something listens that does not answer: as etcd does, too, while it begins or is killed."""
 
 
-def probe(endpoint: str) -> Found:
+def probe(endpoint: str, tls: TlsFiles | None = None) -> Found:
     """What listens at HOST:PORT, within a second or two."""
     try:
-        answer = _get(endpoint, "/version")
+        answer = _get(endpoint, "/version", tls)
     except ConnectionRefusedError:
         return Found.NOTHING
     except (OSError, http.client.IncompleteRead):
@@ -139,18 +162,17 @@ def probe(endpoint: str) -> Found:
     return Found.ETCD if "etcdserver" in answer else Found.OTHER
 
 
-def is_healthy(endpoint: str) -> bool:
+def is_healthy(endpoint: str, tls: TlsFiles | None = None) -> bool:
     """Whether an etcd there has a leader and serves."""
     try:
-        return _get(endpoint, "/health").get("health") == "true"
+        return _get(endpoint, "/health", tls).get("health") == "true"
     except (OSError, http.client.HTTPException):
         return False
 
 
-def _get(endpoint: str, path: str) -> dict[str, object]:
+def _get(endpoint: str, path: str, tls: TlsFiles | None) -> dict[str, object]:
     """The JSON object at a path of etcd's HTTP side; empty when it is none."""
-    host, _, port = endpoint.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_HTTP_TIMEOUT_S)
+    connection = _connection(endpoint, tls)
     try:
         connection.request("GET", path)
         answer = json.loads(connection.getresponse().read(65536))
@@ -159,6 +181,16 @@ def _get(endpoint: str, path: str) -> dict[str, object]:
     finally:
         connection.close()
     return answer if isinstance(answer, dict) else {}
+
+
+def _connection(endpoint: str, tls: TlsFiles | None) -> http.client.HTTPConnection:
+    host, _, port = endpoint.rpartition(":")
+    where = (host.strip("[]"), int(port))
+    if tls is None:
+        return http.client.HTTPConnection(*where, timeout=_HTTP_TIMEOUT_S)
+    context = ssl.create_default_context(cafile=tls.ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    return http.client.HTTPSConnection(*where, timeout=_HTTP_TIMEOUT_S, context=context)
 
 
 class EtcdProcess:
@@ -208,7 +240,7 @@ class EtcdProcess:
             StoreUnavailable: It ended, or does not serve in time; with the end of its log.
         """
         deadline = time.monotonic() + timeout_s
-        while not is_healthy(self.member.endpoint):
+        while not is_healthy(self.member.endpoint, self.member.tls):
             if not self.running:
                 raise StoreUnavailable(self._complaint(f"ended ({self._process.returncode})"))
             if time.monotonic() > deadline:

@@ -39,6 +39,7 @@ from zero_agent.etcd.etcd_process import (
 from zero_agent.scratch import Scratch
 from zero_agent.signals import held
 from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 
@@ -55,7 +56,9 @@ _POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str]:
+def private_server(
+    addresses: Sequence[str] = (), port: int = 0, *, token: str = "", names: Sequence[str] = ()
+) -> Iterator[str]:
     """A new etcd that goes when the calling process does; the endpoint.
 
     Enter it from the main thread.
@@ -63,9 +66,11 @@ def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str
     Args:
         addresses: IP addresses on which other machines reach it, beside the loopback.
         port: 0: a free one.
+        token: The job's: nobody without it gets in. Empty: everybody does.
+        names: Of this machine, under which others reach it, beside the addresses.
 
     Raises:
-        SpecError: No etcd is installed.
+        SpecError: No etcd is installed; the token could be guessed.
         StoreUnavailable: It does not start; with the end of its log.
     """
     binary = find_etcd()
@@ -73,21 +78,30 @@ def private_server(addresses: Sequence[str] = (), port: int = 0) -> Iterator[str
     try:
         # What a killed agent leaves is large: etcd sets 64 MiB aside, often in memory.
         scratch = made.enter_context(contextlib.closing(Scratch("zero-etcd-")))
-        yield _start(made, scratch.path, binary, addresses, port).endpoint
+        directory = scratch.path
+        known_as = (*LOCAL_NAMES, *addresses, *names)
+        tls = write_certificates(directory, token, known_as) if token else None
+        yield _start(made, directory, binary, addresses, port, tls).endpoint
     finally:
         with held():
             made.close()
 
 
 def _start(
-    made: contextlib.ExitStack, directory: Path, binary: Path, addresses: Sequence[str], port: int
+    made: contextlib.ExitStack,
+    directory: Path,
+    binary: Path,
+    addresses: Sequence[str],
+    port: int,
+    tls: TlsFiles | None,
 ) -> Member:
     """Another process may take a free port first: then another one is tried."""
     for left in reversed(range(1 if port else _PORT_TRIES)):
         chosen = port or free_port()
-        urls = ",".join(f"http://{host}:{chosen}" for host in (LOOPBACK, *addresses))
+        scheme = "https" if tls else "http"
+        urls = ",".join(f"{scheme}://{host}:{chosen}" for host in (LOOPBACK, *addresses))
         options = (f"--listen-client-urls={urls}",)
-        member = Member(data=directory / "data", client_port=chosen, options=options)
+        member = Member(data=directory / "data", client_port=chosen, options=options, tls=tls)
         process = EtcdProcess(member, directory / "etcd.log", binary=binary)
         made.callback(process.kill)  # nothing it could still write is of use to anyone
         process.start()

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import errno
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,15 @@ from zero_agent.config import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
+from zero_agent.etcd.joining import Joining
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 from zero_orchestrator.store.kv import KeyValueStore
+
+log = logging.getLogger("zero")
 
 SHARED_ENDPOINT = f"{LOOPBACK}:2379"
 """etcd's own port: where agents without an endpoint meet on one machine."""
@@ -114,20 +119,32 @@ class Static:
 
 
 @contextlib.contextmanager
-def static_server(world: Static) -> Iterator[tuple[str, Front | None]]:
+def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front | None]]:
     """The etcd of node 0: run here by node 0, waited for by the others; with node 0 its port.
+
+    Args:
+        world: This node's place.
+        access: Who is let in; everybody without a token.
 
     Raises:
         SpecError: Node 0 cannot listen there.
         AgentFailed: Node 0 has not come in time.
     """
     if world.rank > 0:
-        _await_node_0(world)
+        _await_node_0(world, access)
         yield world.endpoint, None
         return
+    names = [world.address, *_addresses(world.address)]
+    if not access.token and len(names) > 1:
+        log.warning(
+            "the etcd of this job is open to everybody who reaches %s, and so is its secret: set "
+            "%s to the same random characters on all nodes",
+            world.endpoint,
+            ENV_JOIN_TOKEN,
+        )
     with (
         _listening(world) as listeners,
-        local_etcd.private_server() as etcd,
+        local_etcd.private_server(token=access.token, names=names) as etcd,
         contextlib.closing(Front(world.endpoint, listeners, etcd)) as front,
     ):
         yield world.endpoint, front
@@ -191,14 +208,15 @@ def _is_loopback(ip: str) -> bool:
     )
 
 
-def _await_node_0(world: Static) -> None:
+def _await_node_0(world: Static, access: Joining) -> None:
     deadline = time.monotonic() + world.join_timeout_s
-    while probe(world.endpoint) is not Found.ETCD:
+    while probe(world.endpoint, access.tls) is not Found.ETCD:
         if time.monotonic() > deadline:
             raise AgentFailed(
                 AgentExit.NO_NODES,
                 f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} s; "
-                "start it with --node-rank=0 and the same --master-addr and --master-port",
+                "start it with --node-rank=0 and the same --master-addr, --master-port and "
+                f"{ENV_JOIN_TOKEN} (if any node has one, all have the same)",
             )
         time.sleep(_POLL_S)
 

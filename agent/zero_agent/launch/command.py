@@ -28,11 +28,13 @@ from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
 from zero_agent.launch.session import Session
 from zero_agent.network import is_local, route_towards
+from zero_agent.scratch import Scratch
 from zero_orchestrator import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
 from zero_orchestrator.exit_codes import CtlExit
 from zero_orchestrator.membership.runs import command_name
 from zero_orchestrator.membership.spec import check_job_name
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token
 
 log = logging.getLogger("zero")
 
@@ -180,8 +182,23 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
             "known under which address the hosts reach this machine; write addresses into the "
             "hostfile, or name an etcd that they reach with --rdzv-endpoint"
         )
-    with private_server([] if address == LOOPBACK else [address]) as endpoint:
-        yield f"{address}:{endpoint.rpartition(':')[2]}"
+    token = exported(os.environ, _directories()).get(ENV_JOIN_TOKEN) or new_token()
+    os.environ[ENV_JOIN_TOKEN] = token  # for the hosts, and for `zero-ctl stop`
+    with private_server([] if address == LOOPBACK else [address], token=token) as local:
+        endpoint = f"{address}:{local.rpartition(':')[2]}"
+        with _kept(token) as file:
+            look = f"{ENV_JOIN_TOKEN}=$(cat {file}) zero-ctl status --rdzv-endpoint={endpoint}"
+            log.info("nobody else gets into its etcd; from another terminal: %s", look)
+            yield endpoint
+
+
+@contextlib.contextmanager
+def _kept(token: str) -> Iterator[Path]:
+    """A file that this user alone can read, with the token in it."""
+    with contextlib.closing(Scratch("zero-launch-")) as scratch:
+        file = scratch.path / "token"
+        file.write_text(f"{token}\n")
+        yield file
 
 
 def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:

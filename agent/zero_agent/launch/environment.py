@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 
-PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "TORCH_", "OMP_")
+PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "TORCH_", "OMP_", ENV_JOIN_TOKEN)
 FILES = (".deepspeed_env", ".zero_env")
 ENV_FILE_NAME = "DS_ENV_FILE"
 """DeepSpeed's variable for another file than `.deepspeed_env`."""
