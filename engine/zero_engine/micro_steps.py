@@ -2,7 +2,8 @@
 
 Owns what is known between the first backward of a step and its end: the weighted losses, the
 numbers of tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step
-has one backward; which of them is the last of a step is decided by the global batch, and a
+has one batch, of which there may be several losses, each with its backward; which of them is the
+last of a step is decided by the global batch, and a
 script that says otherwise is told so, unless that is left to the script; the samples in the
 ledger are those that were run.
 
@@ -65,7 +66,10 @@ class MicroSteps:
         self._run = run
         self._losses: list[Tensor] = []
         self._tokens: list[float] = []
+        self._ticket: Ticket | None = None
+        """Of the batch that the micro-step under way has consumed."""
         self._warned = False
+        self._warned_of_more = False
 
     # ---- before backward ----
 
@@ -86,7 +90,6 @@ class MicroSteps:
         zero = self._core.zero
         if zero is None:
             raise EngineError("backward(): nothing is trained; give initialize() an optimizer")
-        self._check_order()
         if self.without_step and self.at_boundary:
             self._go_beyond_the_batch()
         value, tokens = loss if isinstance(loss, tuple) else (loss, tokens)
@@ -117,8 +120,13 @@ class MicroSteps:
 
     def backward(self, loss: Weighted, *, retain_graph: bool) -> None:
         """Run the whole backward of a micro-step."""
-        self._begin()
-        loss.scaled.backward(retain_graph=retain_graph)
+        self._begin(loss)
+        assert self._core.reducer is not None
+        try:
+            loss.scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._core.reducer.break_off()
+            raise
         self._finish(loss)
 
     def await_plain_backward(self, loss: Weighted) -> Tensor:
@@ -128,11 +136,12 @@ class MicroSteps:
 
     def _on_plain_backward(self, loss: Weighted, _gradient: Tensor) -> None:
         """The first thing that a backward of the script's own reaches."""
-        self._check_order()
-        self._begin()
+        self._begin(loss)
         Variable._execution_engine.queue_callback(partial(self._finish, loss))
 
-    def _begin(self) -> None:
+    def _begin(self, loss: Weighted) -> None:
+        if self.awaits_step:
+            self._check_further_loss(loss.tokens)
         self._check_boundary()
         self.applied = False
         core, run = self._core, self._run
@@ -141,7 +150,7 @@ class MicroSteps:
         if live < 1:
             raise EngineError(f"backward(): {PAST_THE_EPOCH}")
         core.coordinator.begin_backward()
-        core.reducer.begin(live, first=run.cursor.micro == 0)
+        core.reducer.begin(live, first=run.cursor.micro == 0 and not self.awaits_step)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core
@@ -152,7 +161,11 @@ class MicroSteps:
             core.reducer.finish()
         core.coordinator.end_backward()
         core.zero.accumulating = True
-        self._losses.append(loss.share.detach().float())
+        share = loss.share.detach().float()
+        if self.awaits_step:  # a further loss of this micro-step
+            self._losses[-1] = self._losses[-1] + share
+            return
+        self._losses.append(share)
         self._tokens.append(loss.tokens)
         self._note_samples()
         awaited = self._run.managed and not self.without_step
@@ -172,12 +185,30 @@ class MicroSteps:
         self.ended += 1
         self._run.cursor.micro += 1
 
-    def _check_order(self) -> None:
-        if self.awaits_step:
+    def _check_further_loss(self, tokens: float) -> None:
+        """A backward before the step() of the last one: a further loss of the same micro-batch.
+
+        Raises:
+            EngineError: It is of another micro-batch, or has another number of tokens.
+        """
+        loader = self._run.loader
+        if loader is not None and loader.last != self._ticket:
             raise EngineError(
-                "backward() twice in one micro-step; call engine.step() after each, add the losses "
-                "up, or say no_sync() around the first"
+                "backward() of another batch before the step() of the last one; call engine.step() "
+                "after each batch: it updates the weights only when the global batch is complete"
             )
+        if tokens != self._tokens[-1]:
+            raise EngineError(
+                "backward() twice before step(), with another number of tokens or another "
+                "scale_wrt_gas; give the same to every loss of a micro-batch"
+            )
+        if loader is None and not self._warned_of_more and self._run.rank == 0:
+            _log.warning(
+                "backward() more than once before step(): the gradients are added, as in "
+                "DeepSpeed, and count as those of one micro-batch; if they are of several, call "
+                "engine.step() after each"
+            )
+        self._warned_of_more = True
 
     # ---- where steps end ----
 
@@ -287,7 +318,7 @@ class MicroSteps:
         run = self._run
         if run.loader is None:
             self._tell_of_foreign_loader()
-        ticket = run.loader.last if run.loader is not None else None
+        ticket = self._ticket = run.loader.last if run.loader is not None else None
         leaf = run.leaf()
         if ticket is not None and ticket.start != run.plan().position + leaf.start:
             self._warn_of_stale_batch(ticket)

@@ -120,6 +120,9 @@ class _Exchange:
     sent: Tensor
 
 
+_REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()
+
+
 class GradReducer:
     """Reduces the gradients of the trained units of one model."""
 
@@ -167,6 +170,7 @@ class GradReducer:
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
         self._pool = BufferPool(device)
+        _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
                 partial(_tell, weakref.ref(self), number, position)
@@ -192,6 +196,10 @@ class GradReducer:
         self._next = 0
         self._running = True
 
+    def break_off(self) -> None:
+        """Expect no more gradients: the backward pass has failed."""
+        self._running = False
+
     def finish(self) -> None:
         """Complete the units that lack gradients and end every exchange."""
         for gradient in self._order[self._next :]:
@@ -207,12 +215,15 @@ class GradReducer:
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
         """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
+        if not self._running and any(other._running for other in _REDUCERS):
+            # The loss of another engine goes through this one's module: a generator's through the
+            # discriminator. These are not gradients of this engine's own loss.
+            param.grad = None
+            return
         if not self._running:
             raise EngineError(
                 "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
-                "call engine.scale(loss).backward(). Where another engine's backward goes through "
-                "this one's model, as a GAN's generator through its discriminator, call "
-                "model.requires_grad_(False) before that forward and (True) after"
+                "call engine.scale(loss).backward()"
             )
         assert param.grad is not None
         gradient = self._order[number]
