@@ -23,8 +23,11 @@ def server(name: str) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 while True:
                     connection, _ = listener.accept()
-                    with connection, connection.makefile("rb") as heard:
-                        connection.sendall(name.encode() + heard.read())
+                    threading.Thread(target=answer, args=[connection], daemon=True).start()
+
+        def answer(connection: socket.socket) -> None:
+            with connection, connection.makefile("rb") as heard:
+                connection.sendall(name.encode() + heard.read())
 
         threading.Thread(target=serve, daemon=True).start()
         yield listener.getsockname()[1]
@@ -67,3 +70,16 @@ def test_who_connects_and_says_nothing_holds_up_nobody(front):
         for _ in range(50):
             silent.enter_context(socket.create_connection((host, int(port)), timeout=120))
         assert say(front, b"GET /") == b"etcd GET /"
+
+
+def test_its_end_ends_the_conversations_under_way_without_a_word(caplog):
+    with server("etcd ") as etcd, socket.create_server((HOST, 0)) as listener:
+        where = listener.getsockname()
+        front = Front(f"{HOST}:{where[1]}", [listener], f"{HOST}:{etcd}")
+        with socket.create_connection(where, timeout=120) as caller:
+            caller.sendall(b"PRI")
+            with socket.create_connection(where, timeout=120):
+                assert say(front, b"GET") == b"etcd GET"
+                front.close()
+            assert caller.recv(1) == b""
+    assert caplog.records == []

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zero_agent.etcd.etcd_process import LOOPBACK
 
@@ -67,15 +67,14 @@ class Front:
         loop.run_until_complete(_all(*serving))
         started.set()
         loop.run_forever()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
         for sock in listeners:
             sock.close()
-        loop.run_until_complete(asyncio.sleep(0))  # the cancelled hang up
+        loop.run_until_complete(_hang_up(asyncio.all_tasks(loop)))
         loop.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError), contextlib.closing(writer):
+        ends = (OSError, TimeoutError, asyncio.CancelledError)
+        with contextlib.suppress(*ends), contextlib.closing(writer):
             first = await asyncio.wait_for(reader.read(1), FIRST_BYTE_S)
             target = self._store if first == _STORES else self._etcd
             if not (first and target):
@@ -86,6 +85,12 @@ class Front:
             with contextlib.closing(their_writer):
                 their_writer.write(first)
                 await _all(_pump(reader, their_writer), _pump(their_reader, writer))
+
+
+async def _hang_up(calls: Collection[asyncio.Task[None]]) -> None:
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _all(*work: object) -> None:
