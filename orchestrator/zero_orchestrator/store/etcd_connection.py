@@ -42,6 +42,8 @@ DEFAULT_PORT = 2379
 
 LOGIN_S = 120.0
 """A server that many log in to at once takes its time; asking again would cost it more."""
+PATIENT_LOGIN_S = 15.0
+"""After so long without an answer to a login another endpoint is asked, if there is one."""
 RELOGIN_S = 1.0
 """Those whose token is refused log in again within so long, not all at once."""
 SILENT_S = 1.0
@@ -128,7 +130,8 @@ class Login:
         self._who = credentials
         self._lock = threading.Lock()
         self._fetched_s = 0.0
-        self._under_way: dict[str, Any] = {}
+        self._under_way: dict[str, tuple[Any, float]] = {}
+        """By endpoint: the request, and since when."""
         self.token: str | None = None
         """None: there is no user, or no token yet."""
 
@@ -152,11 +155,11 @@ class Login:
             return
         request = rpc.AuthenticateRequest(name=self._who.user, password=self._who.password)
         with self._lock:
-            attempt = self._under_way.get(session.endpoint)
+            attempt, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if attempt is None:
                 stub = rpc.AuthStub(session.client.channel)
                 attempt = stub.Authenticate.future(request, LOGIN_S)
-                self._under_way[session.endpoint] = attempt
+                self._under_way[session.endpoint] = (attempt, time.monotonic())
         try:
             token = attempt.result(max(0.0, timeout_s)).token
         except grpc.FutureTimeoutError:
@@ -166,9 +169,10 @@ class Login:
             raise
         self._settle(session, attempt, token)
 
-    def is_under_way(self, session: Session) -> bool:
-        """Whether the server has been asked, and has not answered."""
-        return session.endpoint in self._under_way
+    def under_way_s(self, session: Session) -> float | None:
+        """For how long the server has been asked; None: it has not, or has answered."""
+        found = self._under_way.get(session.endpoint)
+        return None if found is None else time.monotonic() - found[1]
 
     def forget(self, token: str | None, *, younger_s: float = 0.0) -> None:
         """The server does not know this token any more.
@@ -184,7 +188,8 @@ class Login:
 
     def _settle(self, session: Session, attempt: Any, token: str | None) -> None:
         with self._lock:
-            if self._under_way.get(session.endpoint) is attempt:
+            found, _ = self._under_way.get(session.endpoint, (None, 0.0))
+            if found is attempt:
                 del self._under_way[session.endpoint]
             if token is not None and self.token is None:
                 self.token, self._fetched_s = token, time.monotonic()
@@ -286,6 +291,7 @@ class Connection:
         while True:
             session, began_s = self._session, time.monotonic()
             more = repeatable and len(failures) + 1 < len(self.endpoints)
+            more = more and self.login.under_way_s(session) is None
             try:
                 answer = self._send(session, send, (began_s + deadline) / 2 if more else deadline)
                 session.heard()
@@ -335,8 +341,9 @@ class Connection:
     ) -> bool:
         """Whether a connection without an answer is better left."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            if len(self.endpoints) == 1 and self.login.is_under_way(session):
-                return False  # it checks the passwords of others first; there is no other to ask
+            login_s = self.login.under_way_s(session)
+            if login_s is not None:  # it checks the passwords of others first; so would another one
+                return login_s > PATIENT_LOGIN_S and len(self.endpoints) > 1
             return time.monotonic() - max(session.heard_s, began_s) >= self._silent_s
         if "etcdserver:" in text:  # an answer: this member can not now, another one may
             return len(self.endpoints) > 1 and "too many requests" not in text
