@@ -134,7 +134,7 @@ def _serve(pipe: Connection, endpoint: str, count: int) -> None:
 
 def _begin(store: EtcdStore) -> tuple[int, float]:
     lease = retry.within(LIMIT_S)(store.grant, 60)
-    store.keep_alive(lease)
+    retry.within(LIMIT_S)(store.keep_alive, lease)
     return lease, time.monotonic()
 
 
