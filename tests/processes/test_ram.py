@@ -80,12 +80,19 @@ def memories(job: Cluster) -> list[Path]:
 
 
 def kept_step(job: Cluster, least: int, world: int) -> int:
-    """The newest step in memory as soon as it is the last one that is done, and `least` or more."""
+    """The newest step in memory as soon as it is the last one that is done, and `least` or more.
+
+    In the memory of every node: if the node of rank 0 is killed before the others have heard its
+    verdict, they never do.
+    """
+
+    def newest(memory: Path) -> int:
+        manifests = memory.glob("*/step-*/MANIFEST.json")
+        return max((int(manifest.parent.name[5:14]) for manifest in manifests), default=0)
 
     def kept() -> int | None:
         job.check_agents()
-        manifests = [m for memory in memories(job) for m in memory.glob("*/step-*/MANIFEST.json")]
-        step = max((int(m.parent.name[5:14]) for m in manifests), default=0)
+        step = min(map(newest, memories(job)), default=0)
         return step if step >= least and step == done_steps(job, world) else None
 
     return wait_for(kept, 150, f"step {least} in memory")
