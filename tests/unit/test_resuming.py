@@ -18,7 +18,7 @@ from zero_engine.as_deepspeed.resuming import (
     Seen,
     Start,
     check_loop,
-    check_steps,
+    check_schedule,
     choose,
     look,
     others,
@@ -181,9 +181,11 @@ def test_a_world_that_cannot_share_a_step_is_refused_with_the_remedy(world: int)
 
 
 def test_another_schedule_is_refused() -> None:
-    check_steps(RUN, start(world=3), 6)
+    check_schedule(RUN, start(world=3), steps=6, samples=12)
     with pytest.raises(CannotGoOn, match="this run has 6 steps on 2 ranks and would have 4 on 3"):
-        check_steps(RUN, start(world=3), 4)
+        check_schedule(RUN, start(world=3), steps=4, samples=12)
+    with pytest.raises(CannotGoOn, match="takes 12 samples, and would take 18 on 3 ranks"):
+        check_schedule(RUN, start(world=3), steps=6, samples=18)
 
 
 # ---- other loops of accelerate ----

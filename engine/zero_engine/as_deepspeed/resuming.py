@@ -137,12 +137,18 @@ def share(record: Record, start: Start) -> Batch:
     return Batch(micro_batch=micro_batch, accumulation=accumulation, reason=reason)
 
 
-def check_steps(record: Record, start: Start, steps: int) -> None:
-    """The schedule is that of the first start.
+def check_schedule(record: Record, start: Start, *, steps: int, samples: int) -> None:
+    """The run has the steps of its first start, and each of them its samples.
 
     Raises:
-        CannotGoOn: It is not.
+        CannotGoOn: It has not.
     """
+    if samples != record.samples:
+        raise CannotGoOn(
+            f"a step of this run takes {record.samples} samples, and would take {samples} on "
+            f"{start.world} ranks. Let TrainingArguments have output_dir from the beginning, so "
+            "that they set gradient_accumulation_steps, and change nothing of the batch afterwards"
+        )
     if steps != record.steps:
         raise CannotGoOn(
             f"this run has {record.steps} steps on {record.world} ranks and would have {steps} on "

@@ -28,7 +28,7 @@ from zero_engine.as_deepspeed.resuming import (
     Choice,
     Record,
     Start,
-    check_steps,
+    check_schedule,
     choose,
     look,
     others,
@@ -76,7 +76,7 @@ def _settling(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @wraps(original)
     def post_init(args: Any) -> None:
         start = _start()
-        if start is not None and args.output_dir and args.deepspeed:
+        if start is not None and args.output_dir:
             _keep_batch(args, start)
         original(args)
 
@@ -192,13 +192,16 @@ class _Guide(TrainerCallback):
     def _settle(self, steps: int) -> None:
         """Check the schedule against the first start's; if this is that, write it down."""
         args, known = self._trainer.args, self._record
-        if known is not None and not args.auto_find_batch_size:  # which begins again with less
-            check_steps(known, self._start, steps)
-            return
         micro_batch = self._trainer._train_batch_size
+        samples = micro_batch * args.gradient_accumulation_steps * self._start.world
+        if known is not None and not args.auto_find_batch_size:  # which begins again with less
+            splits = self._trainer.accelerator.split_batches  # the loader's batch is the step's
+            samples = known.samples if splits else samples
+            check_schedule(known, self._start, steps=steps, samples=samples)
+            return
         self._record = Record(
             run=self._start.run,
-            samples=micro_batch * args.gradient_accumulation_steps * self._start.world,
+            samples=samples,
             micro_batch=micro_batch,
             world=self._start.world,
             steps=steps,
