@@ -322,7 +322,8 @@ def drain(world: World, index: int) -> Iterator[World]:
     if world.drains and not agent.draining and still_registered(world, agent):
         told = replace(agent, draining=True, plan=None)
         says = Put(KEYS.node(agent.id), told.node.to_json(), agent.lease)
-        wishes = write(world, [], [says])[0]
+        notes = KEYS.report(world.job.n, "leaving", agent.id)
+        wishes = write(world, [], [says, Put(notes, "")])[0]
         yield wishes.with_agent(index, told, drains=world.drains - 1)
 
 

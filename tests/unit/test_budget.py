@@ -7,7 +7,7 @@ import pytest
 from tests.unit.test_rounds import STEADY, TIMING, active, failed, forming, node, verdict
 from zero_orchestrator.membership.budget import Charge, fruitless, in_force
 from zero_orchestrator.membership.exclusion import LONGEST_S, Exclusion, cooldown_s, due
-from zero_orchestrator.membership.job_state import Members, Snapshot, State
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import Move, decide, transaction
 from zero_orchestrator.membership.spec import JobSpec
@@ -127,6 +127,77 @@ def test_a_host_is_excluded_when_its_workers_fail_in_a_row_and_longer_each_time(
     assert due(past[:3], "b", after=2, first_s=60) is None, "another host failed in between"
     assert due(past, "", after=2, first_s=60) is None, "nobody can be blamed"
     assert due(past, "b", after=0, first_s=60) is None, "it is switched off"
+
+
+LOST, BROKE = {"host": "b", "workers": False}, {"host": "b"}
+NOBODY = {"host": "", "workers": False}
+
+
+@pytest.mark.parametrize(
+    ("past", "lost", "why"),
+    [
+        ((), True, None),
+        ((LOST,), True, "it was lost 2 times in a row"),
+        ((LOST, NOBODY), True, "it was lost 2 times in a row"),
+        ((BROKE,), True, "it was lost, or its workers failed, 2 times in a row"),
+        ((LOST,), False, "it was lost, or its workers failed, 2 times in a row"),
+        ((LOST, {"host": "a", "workers": False}), True, None),
+        ((LOST, {"host": ""}), True, None),
+    ],
+)
+def test_a_host_that_is_lost_again_is_excluded_as_one_whose_workers_fail(past, lost, why):
+    found = due(charges(*past), "b", after=2, first_s=60, lost=lost)
+    assert (found and found.why) == why
+
+
+def test_a_machine_that_is_lost_once_is_never_excluded_for_it():
+    assert due((), "b", after=1, first_s=60, lost=True) is None
+    assert due((), "b", after=1, first_s=60) is not None
+
+
+def on_machine(name: str, machine: str) -> Node:
+    return replace(node(name), host=machine)
+
+
+def test_the_next_pod_on_a_machine_that_was_lost_twice_is_excluded_with_it():
+    """Kubernetes gives the replacement another name."""
+    pods = (on_machine("train-0-x", "m1"), on_machine("train-1-x", "m2"))
+    job = replace(running("ab", exclude_after=2), nodes=pods[:1], members=Members(pods))
+    job = replace(job, charged=charges({"host": "m2", "workers": False}))
+    decision = decide(job, STEADY, TIMING)
+    assert decision.transition.charge.host == "m2"
+    # It must not be the last machine: a job on one has nowhere else to go.
+    assert decision.reason == (
+        "lost node train-1-x; restart 2 of 9; m2 is excluded for 60 s: it was lost 2 times in a row"
+    )
+    again = on_machine("train-1-y", "m2")
+    later = replace(job, nodes=(*pods[:1], again), exclusions=(decision.transition.exclusion,))
+    assert [pod.id for pod in later.eligible] == ["train-0-x"]
+
+
+def test_machines_that_are_lost_together_are_nobodys_fault():
+    transition = decide(running("abc", "a"), STEADY, TIMING).transition
+    assert (transition.move, transition.charge.host) == (Move.INTERRUPT, "")
+
+
+def test_a_symptom_without_a_cause_costs_a_restart_and_is_no_crash_loop():
+    job = running("ab", max_restarts_without_progress=3)
+    symptom = replace(failed("b", symptom=True), step=7)
+    past = charges(*[{"reached": 7, "workers": False}] * 5)
+    found = decide(replace(job, failures=(symptom,), charged=past), STEADY, TIMING).transition
+    assert (found.move, found.charge.workers, found.charge.host) == (Move.INTERRUPT, False, "")
+
+
+def test_a_preempted_machine_is_free_even_if_it_goes_before_the_step_boundary():
+    job = replace(running("abc", "a"), leaving=frozenset("bc"))
+    assert verdict(job) == (
+        Move.FORM,
+        "b, c had to leave, and went before the step boundary; no restart is charged",
+    )
+    assert verdict(replace(job, leaving=frozenset("b"))) == (
+        Move.INTERRUPT,
+        "lost node c; restart 1 of 9",
+    )
 
 
 def test_no_exclusion_grows_without_limit():

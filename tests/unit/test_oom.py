@@ -89,3 +89,13 @@ def test_the_kernels_own_count_is_read(small: Path, tmp_path: Path, monkeypatch)
     ended = subprocess.run(["/bin/sh", "-c", enter], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert kills.blame().endswith(f"/{small.name} (limit 64 MiB) went from 0 to 1")
+
+
+@pytest.mark.parametrize(("whole", "said"), [("1", True), ("0", False), (None, False)])
+def test_a_container_that_is_killed_as_a_whole_is_said_at_the_start(kernel: Path, whole, said):
+    (kernel / "own").write_text("0::/job\n")
+    (kernel / "job").mkdir()
+    (kernel / "job" / "memory.events").write_text("oom_kill 0\n")
+    if whole is not None:
+        (kernel / "job" / "memory.oom.group").write_text(f"{whole}\n")
+    assert ("singleProcessOOMKill: true" in oom.group_note()) is said

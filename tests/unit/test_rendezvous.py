@@ -358,3 +358,17 @@ def test_an_agent_that_stood_still_while_its_command_was_started_again_stops_for
     cluster.settle()
     assert agent.snapshot.state is State.STOPPED
     assert "started again as train.2" in agent.snapshot.cause
+
+
+def test_a_machine_that_is_taken_away_after_it_was_told_to_leave_costs_no_restart():
+    cluster = Cluster()
+    for name in "abc":
+        cluster.join(name)
+    cluster.settle()
+    cluster.agents["c"].drain()
+    cluster.kill("c")
+    cluster.settle()
+    assert (cluster.order(), cluster.view.n, cluster.view.charges) == ("ab", 2, 0)
+    cluster.kill("b")
+    cluster.settle()
+    assert (cluster.order(), cluster.view.charges) == ("a", 1), "this one was not told"

@@ -34,7 +34,7 @@ from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.fitness.fitness import await_fit, surroundings
 from zero_agent.health import Health, served
 from zero_agent.network import address_towards
-from zero_agent.workers import output
+from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
 from zero_orchestrator.arguments import named_as_set
@@ -126,7 +126,7 @@ def _meet(
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
     backend = backend if way is Way.NAMED else ""
-    for sentence in filter(None, (backend, note, *conf.notes, _threads(config))):
+    for sentence in filter(None, (backend, note, *conf.notes, _threads(config), oom.group_note())):
         log.info("%s", sentence)
     came: list[int] = []
     signals.install(partial(_end_start, came, numbers), numbers)

@@ -118,7 +118,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="exclude-after",
             kind=_whole,
             default=2,
-            help="go on without a host whose workers fail so often in a row (2, 0: never)",
+            help="go on without a host that is lost, or fails, so often in a row (2, 0: never)",
         ),
         Flag(
             name="exclude-for",
@@ -177,6 +177,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="node-rank", kind=_whole, default=None, help="without etcd: this node, from 0 (0)"
         ),
         Flag(name="node-id", metavar="NAME", help="this node's name (host and random characters)"),
+        Flag(
+            name="machine",
+            metavar="NAME",
+            help="the machine this node is on, which an exclusion is about (the host's name; "
+            "with --node-id that)",
+        ),
         Flag(name="local-addr", metavar="HOST", help="this node's address (that routes to etcd)"),
         Flag(
             name="join-timeout", kind=seconds, default=None, help="seconds to wait for nodes (600)"
@@ -346,7 +352,7 @@ OURS = frozenset(
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
         *("etcd-wait", "etcd-grace", "lease-ttl", "grow-every"),
-        *("ram-budget", "preload", "stop-exit-code"),
+        *("ram-budget", "preload", "stop-exit-code", "machine"),
     }
 )
 """Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""

@@ -67,7 +67,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         slots=slots,
         job=check_name("--rdzv-id", args.rdzv_id) if args.rdzv_id else None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
-        host="" if args.node_id else socket.gethostname(),
+        host=args.machine or ("" if args.node_id else socket.gethostname()),
         address=args.local_addr,
         timing=_timing(args, conf, lease_ttl_s),
         role=args.role,

@@ -42,6 +42,18 @@ class OomKills:
         return max(_count(self._group / name) for name in _COUNTS)
 
 
+def group_note() -> str:
+    """What to say where the kernel kills the whole cgroup, agent included, for one worker."""
+    group = _own_group()
+    if group is None or _text(group / "memory.oom.group").strip() != "1":
+        return ""
+    return (
+        f"cgroup {group} is killed as a whole when one process of it runs out of memory "
+        "(memory.oom.group): this node would be lost with its checkpoints in memory; on Kubernetes "
+        "set singleProcessOOMKill: true for the kubelet"
+    )
+
+
 def _own_group() -> Path | None:
     """The directory of the cgroup that limits this process's memory, if there is one."""
     for line in _text(OWN).splitlines():

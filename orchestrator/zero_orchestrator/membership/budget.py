@@ -32,9 +32,9 @@ class Charge:
     reached: int | None = None
     """The last step that any worker of the job was known to have finished; None: nobody says."""
     workers: bool = False
-    """Workers failed; otherwise a node was lost."""
+    """Workers failed by themselves; otherwise a node was lost, or nobody knows what broke."""
     host: str = ""
-    """Whose workers failed; empty where no single one can be blamed."""
+    """Whose workers failed, or which was lost; empty where no single one can be blamed."""
     excluded_s: int = 0
     """That host was excluded for so long because of it."""
 

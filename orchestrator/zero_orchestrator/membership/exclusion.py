@@ -1,11 +1,11 @@
 """Hosts that a job goes on without for a while: whom the job excludes by itself, and why.
 
-A host whose workers fail `--exclude-after` times in a row, while those of others do not, is
-excluded together with the charge for the last failure, in one transaction, and a spare takes its
-place at once. The exclusion is a key under a lease that nobody keeps alive: it ends by the clock
-of the store, whatever becomes of the agents. The next one of the same host is twice as long. An
-exclusion that would leave too few nodes is not made; should others go later, the host takes part
-again for as long as the minimum needs it (`Snapshot.eligible`).
+A host that is lost, or whose workers fail, `--exclude-after` times in a row, while others do
+not, is excluded together with the charge for the last failure, in one transaction, and a spare
+takes its place at once. The exclusion is a key under a lease that nobody keeps alive: it ends by
+the clock of the store, whatever becomes of the agents. The next one of the same host is twice as
+long. An exclusion that would leave too few nodes is not made; should others go later, the host
+takes part again for as long as the minimum needs it (`Snapshot.eligible`).
 
 Must always hold: no round begins with an excluded host that can be done without; a host, not an
 agent: one that is started again there is excluded as well. Pure. Who calls it: `failures`.
@@ -47,10 +47,19 @@ class Exclusion:
         return f"{self.host} is excluded{length}: {self.why}"
 
 
-def in_a_row(charges: Sequence[Charge], host: str) -> int:
-    """How often this host's workers were the last to fail; lost nodes say nothing about that."""
-    failures = [charge for charge in reversed(charges) if charge.workers]
-    return sum(1 for _ in takewhile(lambda charge: charge.host == host, failures))
+def in_a_row(charges: Sequence[Charge], host: str, *, lost: bool) -> list[Charge]:
+    """The last charges, newest first, for which this host was at fault: it failed, or was lost.
+
+    What nobody can be blamed for (several hosts lost at once, a symptom without a cause) says
+    nothing; workers that fail on several hosts at once do: it is not this host's. And the loss of
+    another host says that machines go, but nothing of a host whose workers fail.
+    """
+    telling = [
+        charge
+        for charge in reversed(charges)
+        if charge.workers or charge.host == host or (lost and charge.host)
+    ]
+    return list(takewhile(lambda charge: charge.host == host, telling))
 
 
 def cooldown_s(charges: Sequence[Charge], host: str, first_s: int) -> int:
@@ -59,17 +68,22 @@ def cooldown_s(charges: Sequence[Charge], host: str, first_s: int) -> int:
     return int(min(first_s * 2.0 ** min(before, 32), max(LONGEST_S, first_s)))
 
 
-def due(charges: Sequence[Charge], host: str, *, after: int, first_s: int) -> Exclusion | None:
+def due(
+    charges: Sequence[Charge], host: str, *, after: int, first_s: int, lost: bool = False
+) -> Exclusion | None:
     """The exclusion that one more failure of this host brings about, or None.
 
     Args:
         charges: Those before this failure, in order of rounds.
-        host: Whose workers have failed; empty if nobody can be blamed.
+        host: Whose workers have failed, or which was lost; empty if nobody can be blamed.
         after: Failures in a row that are too many; 0: none are.
         first_s: The length of a host's first exclusion.
+        lost: It was lost. Once may happen to any machine: only the second time counts.
     """
-    count = in_a_row(charges, host) + 1
-    if not host or after == 0 or count < after:
+    row = in_a_row(charges, host, lost=lost)
+    if not host or after == 0 or len(row) + 1 < (max(after, 2) if lost else after):
         return None
-    why = f"its workers failed {count} times in a row"
+    losses = lost + sum(not charge.workers for charge in row)
+    how = {0: "its workers failed", len(row) + 1: "it was lost"}
+    why = f"{how.get(losses, 'it was lost, or its workers failed,')} {len(row) + 1} times in a row"
     return Exclusion(host=host, why=why, for_s=cooldown_s(charges, host, first_s))

@@ -36,7 +36,7 @@ def interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = "
     if ending := _no_more(job, charge):
         move, why = ending
         return go(move, f"{cause}; {why}", charge=charge)
-    exclusion, remark = _excluded_by(job, host)
+    exclusion, remark = _excluded_by(job, host, lost=not workers)
     if exclusion is not None:
         charge = replace(charge, excluded_s=exclusion.for_s)
     restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
@@ -67,10 +67,11 @@ def _spent(job: Snapshot) -> str:
     return f"all {budget} restarts are spent; the next would come back at step {step}"
 
 
-def _excluded_by(job: Snapshot, host: str) -> tuple[Exclusion | None, str]:
+def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | None, str]:
     """The exclusion that a failure of this host brings about, and what to say of it."""
     spec = job.spec
-    found = due(job.charged, host, after=spec.exclude_after, first_s=spec.exclude_for_s)
+    after, first_s = spec.exclude_after, spec.exclude_for_s
+    found = due(job.charged, host, after=after, first_s=first_s, lost=lost)
     others = sum(1 for node in job.eligible if node.machine != host)
     if found is None or not others:  # a job on one host has nowhere else to go
         return None, ""

@@ -180,6 +180,8 @@ class Snapshot:
     yield_revision: int = 0
     quiet: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
+    """Nodes that were told to leave in round n: their end is no loss, even if it comes early."""
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
     charged: tuple[Charge, ...] = ()

@@ -12,6 +12,7 @@ Under `/zero/v1/<job>/` (all values JSON):
     rounds/<n>/yield        why the workers are asked to stop at the next step boundary
     reports/<n>/quiet/<id>  the node's workers of round n are gone
     reports/<n>/done/<id>   the node's workers of round n have all exited with 0
+    reports/<n>/leaving/<id> the node has been told to leave, and may go before its workers do
     reports/<n>/fail/<id>   the node's workers of round n failed, and how
     reports/<n>/symptom/<id> the node's workers of round n lost a peer: the cause is elsewhere
     charged/<n>             round n ended in a failure: one charge to the restart budget

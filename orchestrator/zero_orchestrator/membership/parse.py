@@ -60,6 +60,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         yield_revision=yielded.create_revision if yielded else 0,
         quiet=_names(reports, keys.report(n, "quiet/")),
         done=_names(reports, keys.report(n, "done/")),
+        leaving=_names(reports, keys.report(n, "leaving/")),
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
         charged=_charges(kinds["charged"]),
         took_s=float(record.get("took_s", 0.0)),

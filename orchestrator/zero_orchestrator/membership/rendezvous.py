@@ -216,7 +216,10 @@ class Rendezvous:
 
     def drain(self) -> int:
         """Ask to leave: no further round includes this node. Returns the revision of the wish."""
-        return self._announce(draining=True)
+        revision = self._announce(draining=True)
+        if self._snapshot.has_member(self.node):
+            self._report(self._snapshot.n, "leaving")  # stays if the machine is taken away at once
+        return revision
 
     def set_unfit(self, why: str) -> int:
         """Say why this node can take part in no round now; empty: it can."""

@@ -166,13 +166,22 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
 
 
 def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
-    if not job.lost:
-        return None
-    names = _some([node.id for node in job.lost])
+    lost = [node for node in job.lost if node.id not in job.leaving]
+    if not lost:
+        return go(Move.FORM, _left_early(job)) if job.lost else None
+    names = _some([node.id for node in lost])
     if seen.heard_s < timing.return_within_s:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
         return Decision(None, f"etcd was silent; waiting for node {names} to register again")
-    return interrupt(job, f"lost node {names}")
+    machines = {node.machine for node in lost}
+    host = machines.pop() if len(machines) == 1 else ""
+    return interrupt(job, f"lost node {names}", host=host)
+
+
+def _left_early(job: Snapshot) -> str:
+    """A preemption: the machine was taken away before its workers came to a step boundary."""
+    names = [node.id for node in job.lost]
+    return f"{_some(names)} had to leave, and went before the step boundary; no restart is charged"
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -181,7 +190,8 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> De
         return None
     if seen.symptom_s < timing.symptom_patience_s:
         return Decision(None, f"{symptoms[0]}; waiting for the cause")
-    return interrupt(job, f"{symptoms[0]}, and no cause appeared", workers=True)
+    # Nobody is known to be at fault, so this is no sign of a crash loop either.
+    return interrupt(job, f"{symptoms[0]}, and no cause appeared")
 
 
 def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
