@@ -108,7 +108,7 @@ def _selectors(one: Object) -> Iterator[Object]:
     if one["kind"] == "NetworkPolicy":
         yield spec["podSelector"]
         for rule in spec["ingress"]:
-            yield from (source["podSelector"] for source in rule["from"])
+            yield from (s["podSelector"] for s in rule["from"] if "podSelector" in s)
     else:
         yield spec["selector"]
 
@@ -248,3 +248,25 @@ def the_health_port_is_the_agents(objects: list[Object]) -> Iterator[str]:
         opened = {p["name"]: str(p["containerPort"]) for p in container["ports"]}
         if port is not None and opened.get("health") != port:
             yield f"{where}: PET_HEALTH_PORT={port}; the container opens {opened}"
+
+
+@policy
+def metrics_and_health_can_be_collected(objects: list[Object]) -> Iterator[str]:
+    for one in of_kind(objects, "NetworkPolicy"):
+        pods = _selected(objects, one["spec"]["podSelector"])
+        named = {p["name"] for w in pods for c in containers(w) for p in c.get("ports", [])}
+        admitted = {
+            port["port"]
+            for rule in one["spec"]["ingress"]
+            if any("namespaceSelector" in source for source in rule["from"])
+            for port in rule.get("ports", [])
+        }
+        if admitted != named & {"metrics", "health"}:
+            yield f"NetworkPolicy/{one['metadata']['name']}: collectors reach {admitted}"
+
+
+@policy
+def budgets_let_go_of_pods_that_are_not_ready(objects: list[Object]) -> Iterator[str]:
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        if budget["spec"].get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+            yield f"PodDisruptionBudget/{budget['metadata']['name']}: may block a drain for ever"

@@ -104,6 +104,12 @@ DAMAGES: dict[str, Callable[[list[Object]], object]] = {
     ].update(replicas=5),
     "the_sizes_of_the_job_agree": lambda o: _flags(o).update(PET_NNODES="1:16"),
     "the_health_port_is_the_agents": lambda o: _flags(o).update(PET_HEALTH_PORT="9090"),
+    "metrics_and_health_can_be_collected": lambda o: named(o, "NetworkPolicy", "etcd")["spec"][
+        "ingress"
+    ].pop(),
+    "budgets_let_go_of_pods_that_are_not_ready": lambda o: named(o, "PodDisruptionBudget", "train")[
+        "spec"
+    ].pop("unhealthyPodEvictionPolicy"),
 }
 
 

@@ -177,6 +177,17 @@ def _places_that_are_used_are_named(job: Job) -> Iterator[Problem]:
         yield Problem(key="args", text="$(CONFIG) stands for a file; name it with config: FILE")
 
 
+def _the_image_stays_what_it_is(job: Job) -> Iterator[Problem]:
+    image = job.file.image
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if "@sha256:" not in image and tag in ("", "latest"):
+        text = (
+            f"{image}: may be another one for the next pod; name a version or a digest: "
+            "NAME:1.0.0, NAME@sha256:..."
+        )
+        yield Problem(key="image", text=text)
+
+
 def _variables_are_not_the_agents(job: Job) -> Iterator[Problem]:
     for name in job.file.environment:
         where = f"environment.{name}"
@@ -226,6 +237,7 @@ CHECKS: tuple[Check, ...] = (
     _a_save_fits_the_grace_period,
     _etcd_is_ours_or_yours,
     _places_that_are_used_are_named,
+    _the_image_stays_what_it_is,
     _variables_are_not_the_agents,
     _secrets_are_references,
 )

@@ -74,6 +74,10 @@ def test_a_role_that_may_use_one_jobs_keys_is_enough_for_its_agents_and_for_no_o
         assert store.range(Keys("a").nodes).items == ()
         with pytest.raises(StoreRefused, match="permission"):
             member_of("b", store).register()
+        with pytest.raises(StoreRefused, match="permission"):
+            store.get(Keys("b").secret)
+        with pytest.raises(StoreRefused, match="permission"):
+            store.range("/zero/")
 
 
 def test_the_same_role_is_enough_to_look_at_the_job_to_change_it_and_for_a_preflight(
