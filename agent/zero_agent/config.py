@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_agent import identity
+from zero_agent.network import loopback
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
@@ -79,7 +80,7 @@ class AgentConfig:
     @property
     def store_listens_on(self) -> str:
         """The one address of a round's store: behind this node's port, or the node's own."""
-        return "127.0.0.1" if self.show_store else self.address
+        return loopback() if self.show_store else self.address
 
     def where_store_is(self, port: int) -> str:
         """The address of a round's store at a port of this node, for the workers of all nodes."""

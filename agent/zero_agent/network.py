@@ -8,12 +8,14 @@ import socket
 import socketserver
 import struct
 import time
+from pathlib import Path
 from typing import Any
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """What a process that may open nothing more is told."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_INTERFACES_SIX = Path("/proc/net/if_inet6")
 
 
 class PatientServer(socketserver.ThreadingTCPServer):
@@ -31,6 +33,26 @@ class PatientServer(socketserver.ThreadingTCPServer):
             raise
 
 
+def host_port(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a numeric address, or of a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def loopback() -> str:
+    """127.0.0.1, or ::1 on a machine that has IPv6 alone."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
 def address_towards(endpoint: str) -> str:
     """The local address that the kernel would use to reach `host:port`, or this host's name."""
     return route_towards(endpoint) or socket.gethostname()
@@ -40,8 +62,7 @@ def route_towards(endpoint: str) -> str | None:
     """The same; None if there is no such host, or no way to it. Nothing is sent."""
     host, _, port = endpoint.rpartition(":")
     target = host.strip("[]")
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, int(port)))
         except OSError:
@@ -61,7 +82,9 @@ def is_local(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an IPv4 address, or None."""
+    """The name of the interface that has an address, or None."""
+    if ":" in address:
+        return _interface_of_six(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -72,3 +95,13 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_six(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    try:
+        lines = _INTERFACES_SIX.read_text().splitlines()
+    except OSError:
+        return None  # without IPv6
+    rows = (line.split() for line in lines)
+    return next((row[5] for row in rows if row[0] == wanted), None)

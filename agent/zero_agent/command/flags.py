@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_agent.network import loopback
 from zero_agent.workers.hang import parse_hang_timeout
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.exit_codes import AgentExit
@@ -320,9 +321,9 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="health-host",
-            default="127.0.0.1",
+            default=loopback(),
             metavar="HOST",
-            help="and do so there (127.0.0.1)",
+            help="and do so there (the loopback)",
         ),
     ),
     "from torchrun, without effect here": (

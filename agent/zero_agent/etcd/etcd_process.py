@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from zero_agent.network import family_of, host_port, loopback
 from zero_agent.signals import held
 from zero_agent.tether import tethered
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import TlsFiles
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = loopback()
 START_TIMEOUT_S = 20.0
 """A start on old data takes an election, 1 to 2 s; slow disks take longer."""
 
@@ -66,7 +67,7 @@ def _packaged_etcd() -> Path | None:
 
 def free_port() -> int:
     """A port of the loopback interface that is free at this moment."""
-    with socket.socket() as listener:
+    with socket.socket(family_of(LOOPBACK)) as listener:
         listener.bind((LOOPBACK, 0))
         return int(listener.getsockname()[1])
 
@@ -90,12 +91,12 @@ class Member:
     @property
     def endpoint(self) -> str:
         """Where clients find it, HOST:PORT."""
-        return f"{LOOPBACK}:{self.client_port}"
+        return host_port(LOOPBACK, self.client_port)
 
     @property
     def peer_url(self) -> str:
         """Where its peers find it."""
-        return f"{self.scheme}://{LOOPBACK}:{self.peer_port}"
+        return f"{self.scheme}://{host_port(LOOPBACK, self.peer_port)}"
 
     @property
     def scheme(self) -> str:

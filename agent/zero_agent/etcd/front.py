@@ -19,6 +19,7 @@ import threading
 from collections.abc import Collection, Sequence
 
 from zero_agent.etcd.etcd_process import LOOPBACK
+from zero_agent.network import host_port
 
 FIRST_BYTE_S = 30.0
 CONNECT_S = 5.0
@@ -52,7 +53,7 @@ class Front:
 
     def show_store(self, port: int) -> str:
         """From now on workers reach this machine's store at a port here; its address for them."""
-        self._store = f"{LOOPBACK}:{port}"
+        self._store = host_port(LOOPBACK, port)
         return self.address
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ from zero_agent.etcd.etcd_process import (
     log_tail,
     probe,
 )
+from zero_agent.network import host_port
 from zero_agent.scratch import Scratch
 from zero_agent.signals import held
 from zero_orchestrator.errors import SpecError, StoreUnavailable
@@ -43,7 +44,7 @@ from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_cert
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 
-DEFAULT_ENDPOINT = f"{LOOPBACK}:2379"
+DEFAULT_ENDPOINT = host_port(LOOPBACK, 2379)
 IDLE_TIMEOUT_S = 300.0
 
 SILENT_S = 5.0
@@ -99,7 +100,7 @@ def _start(
     for left in reversed(range(1 if port else _PORT_TRIES)):
         chosen = port or free_port()
         scheme = "https" if tls else "http"
-        urls = ",".join(f"{scheme}://{host}:{chosen}" for host in (LOOPBACK, *addresses))
+        urls = ",".join(f"{scheme}://{host_port(host, chosen)}" for host in (LOOPBACK, *addresses))
         options = (f"--listen-client-urls={urls}",)
         member = Member(data=directory / "data", client_port=chosen, options=options, tls=tls)
         process = EtcdProcess(member, directory / "etcd.log", binary=binary)

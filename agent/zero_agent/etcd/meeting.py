@@ -26,6 +26,7 @@ from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
+from zero_agent.network import family_of, host_port
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
@@ -35,7 +36,7 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
 
-SHARED_ENDPOINT = f"{LOOPBACK}:2379"
+SHARED_ENDPOINT = host_port(LOOPBACK, 2379)
 """etcd's own port: where agents without an endpoint meet on one machine."""
 STATIC_PORT = 29500
 """torchrun's."""
@@ -90,8 +91,7 @@ class Static:
     @property
     def endpoint(self) -> str:
         """Where node 0's etcd is."""
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.port}"
+        return host_port(self.address, self.port)
 
     @classmethod
     def of(cls, args: argparse.Namespace, join_timeout_s: float) -> Static:
@@ -172,14 +172,14 @@ def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
 def _listening(world: Static) -> Iterator[list[socket.socket]]:
     """Sockets at the port of node 0, on all of its addresses."""
     with contextlib.ExitStack() as made:
-        addresses = (LOOPBACK, *_addresses(world.address))
-        yield [made.enter_context(_listen(address, world.port)) for address in addresses]
+        addresses = {LOOPBACK, *_addresses(world.address)}
+        yield [made.enter_context(_listen(address, world.port)) for address in sorted(addresses)]
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=WAITING)
+        where = (address, port)
+        return socket.create_server(where, family=family_of(address), backlog=WAITING)
     except OSError as error:
         remedy = "choose another port, the same on all nodes"
         if error.errno == errno.EADDRNOTAVAIL:

@@ -84,7 +84,7 @@ def worker_env(
         "ROLE_NAME": node.role,
         "ROLE_RANK": _role_rank(job, node, place),
         "ROLE_WORLD_SIZE": _slots_of_role(job.members.nodes, node.role),
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": host.strip("[]"),
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": job.members.restarts,
         "TORCHELASTIC_MAX_RESTARTS": job.spec.max_restarts,

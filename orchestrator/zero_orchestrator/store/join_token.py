@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ENV_JOIN_TOKEN = "ZERO_JOIN_TOKEN"
 LEAST_CHARACTERS = 32
-LOCAL_NAMES = ("127.0.0.1", "localhost")
+LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of the group of P-256; a private key is a number from 1 to one less."""
