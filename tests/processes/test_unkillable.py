@@ -26,6 +26,8 @@ def test_where_a_process_is_that_does_not_die_can_be_read():
     with subprocess.Popen(["sleep", "60"]) as process:
         with frozen(process.pid):
             process.kill()
+            # While a process runs, be it for an instant, the kernel does not tell where it is.
+            wait_for(lambda: "waiting in" in describe(process.pid), 60, "the process waits")
             text = describe(process.pid)
             assert process.poll() is None
         assert process.wait(30) == -signal.SIGKILL
