@@ -67,3 +67,49 @@ def test_a_script_that_does_not_ask_is_stopped_and_the_log_says_what_that_costs(
     assert lines.count("2 1") == 1
     why = "the workers are stopped at once, and what they have done since their last save is done"
     assert f"b joins; {why} again" in job.agents["a"].output
+
+
+AGREES = """
+import os, pathlib, torch, torch.distributed as dist, zero_agent
+dist.init_process_group("gloo")
+here = pathlib.Path("{directory}")
+saved = here / "saved"
+step = int(saved.read_text()) if saved.exists() else 0
+
+def all_ranks(flag):
+    told = torch.tensor(float(flag))
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told)
+
+with (here / f"steps-{{dist.get_rank()}}").open("a") as told:
+    while not all_ranks(dist.get_world_size() == 3 and (here / "enough").exists()):
+        step += 1
+        told.write(f"{{os.environ['ZERO_ROUND']}} {{step}}\\n")
+        told.flush()
+        if all_ranks(zero_agent.should_leave()):
+            if dist.get_rank() == 0:
+                saved.write_text(str(step))
+            dist.barrier()
+            zero_agent.leave()
+"""
+
+
+@pytest.mark.full
+def test_ranks_that_agree_all_leave_after_the_same_step_and_none_counts_as_lost(
+    tmp_path: Path, cluster: Callable[..., Cluster]
+) -> None:
+    script = tmp_path / "agrees.py"
+    script.write_text(AGREES.format(directory=tmp_path))
+    flags = ("--nnodes=2:3", "--max-restarts=0")
+    job = cluster(flags=flags, script=[str(script)])
+    job.start("a", "b")
+    steps = [tmp_path / f"steps-{rank}" for rank in range(3)]
+    wait_for(steps[1].exists, 90, "two ranks")
+    job.start("c")
+    wait_for(steps[2].exists, 90, "three ranks")
+    (tmp_path / "enough").touch()
+    job.wait_for_end()
+    first, second = (whole_lines(path) for path in steps[:2])
+    assert first == second
+    counted = [int(line.split()[1]) for line in first]
+    assert counted == list(range(1, len(counted) + 1))
