@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
-.PHONY: demo test test-all $(PARTS) test-image check install dev clean
+.PHONY: demo test test-all $(PARTS) test-image check install dev locks clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -48,6 +48,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,dev]'
 	@touch $@
+
+# What the image installs, with hashes. torch is left out: see deploy/Dockerfile. Needs uv.
+locks:
+	$(BIN)/python deploy/locks/make.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -10,11 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, paced, training
@@ -61,6 +63,29 @@ def test_the_image_runs_zero_agent_as_a_user_without_rights():
     assert "USER 1000:1000" in last_stage
     assert 'ENTRYPOINT ["zero-agent"]' in last_stage
     assert "pip install" not in last_stage, "built in the first stage, copied to the second"
+
+
+def _locked(name: str) -> dict[str, tuple[str, int]]:
+    """Package -> its version, and how many files may be installed for it."""
+    text = (DEPLOY / "locks" / f"{name}.lock").read_text().replace("\\\n", " ")
+    lines = [line.partition(";") for line in text.splitlines() if not line.startswith("#")]
+    pins = ((before.partition("==")[::2], before + after) for before, _, after in lines)
+    return {n: (v.split()[0], all_.count("--hash=sha256:")) for (n, v), all_ in pins}
+
+
+@pytest.mark.parametrize("name", ["base", "etcd", "s3", "gcs"])
+def test_the_image_installs_what_pyproject_asks_for_and_each_file_by_its_hash(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(one) for one in extras.get(name, project["dependencies"])]
+    locked = _locked(name)
+    outside = [r.name for r in wanted if r.name not in locked]
+    assert outside == (["torch"] if name == "base" else []), "run `make locks`"
+    wrong = [r for r in wanted if r.name in locked and locked[r.name][0] not in r.specifier]
+    assert wrong == [], "run `make locks`"
+    assert [package for package, (_, files) in locked.items() if not files] == []
+    [install] = [line for line in _instructions("RUN") if "locks" in line]
+    assert "--no-deps --require-hashes" in install
 
 
 # ---- compose ----

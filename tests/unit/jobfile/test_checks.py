@@ -47,6 +47,10 @@ IMPOSSIBLE = {
     "etcd: {endpoints: a:1, cert: c.pem}": "etcd: cert and key belong together; name both or "
     "neither",
     "args: [$(CONFIG)]": "args: $(CONFIG) stands for a file; name it with config: FILE",
+    "image: r.example:5000/gpt": "image: r.example:5000/gpt: may be another one for the next pod; "
+    "name a version or a digest: NAME:1.0.0, NAME@sha256:...",
+    "image: gpt:latest": "image: gpt:latest: may be another one for the next pod; name a version "
+    "or a digest: NAME:1.0.0, NAME@sha256:...",
     "environment: {OMP_NUM_THREADS: 4}": "environment.OMP_NUM_THREADS: is made from the key "
     "threads; set that",
     "environment: {a b: 4}": "environment.a b: is no name of a variable",
