@@ -105,7 +105,12 @@ class Agent:
             on_commit=self._errands.commit,
             on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
         )
-        self._ram = Ram(job, config.node_id, config.address, limit_bytes=config.ram_budget_bytes)
+        self._ram = Ram(
+            job,
+            config.host or config.node_id,
+            config.address,
+            limit_bytes=config.ram_budget_bytes,
+        )
         self._ring = Ring(config.address, self._post(self._suspects.add))
         self._store = AttendedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(

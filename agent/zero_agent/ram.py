@@ -4,9 +4,12 @@ Workers freeze their state into files here; when one dies, its last image is sti
 next round, because the directory belongs to the agent. It is made when a worker first asks for
 it, and removed when the agent ends. `ram_server` serves it to the other nodes.
 
+An agent that crashes leaves it behind, and the next one of that machine in the same run of the job
+(whose secret marks the name) adopts it: what is in it is verified by its digests, as ever.
+
 Must always hold: the directory is locked for as long as its agent lives. The kernel drops the
-lock with the process, whatever ends it, so `sweep` removes exactly what dead agents have left,
-of any job.
+lock with the process, whatever ends it, so `sweep` removes exactly what dead agents have left: when
+an agent starts, some time after it was last used; when it ends, all of its job.
 
 Called by the agent's loop.
 """
@@ -15,11 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +38,8 @@ log = logging.getLogger("zero")
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "zero-ram."
+GRACE_S = 60.0
+"""Others leave the memory of a crashed agent alone for so long: it may be started again."""
 
 
 class Ram:
@@ -47,18 +54,18 @@ class Ram:
         *,
         limit_bytes: int | None = None,
     ) -> None:
-        """Remove what dead agents have left.
+        """Remove what dead agents have left, but for what a successor may still come for.
 
         Args:
             job: With `node`, what the directory is called: people see whose memory it is.
-            node: This agent's.
+            node: This agent's, or its machine: by it a successor knows what is its own.
             address: The node's own; the server listens there and nowhere else.
             directory: A tmpfs.
             limit_bytes: The node gives no more, whatever workers ask for; None: half of the room
                 there is, or what they ask for.
         """
-        words = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
-        self._name = _PREFIX + ".".join(words)
+        job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
+        self._name = f"{job}.{node}"
         self._address = address
         self._parent = directory
         self._path: Path | None = None
@@ -67,7 +74,8 @@ class Ram:
         self._limit_bytes = limit_bytes
         self._half_bytes = 0
         """Half of the room that there was in the beginning."""
-        sweep(directory)
+        self._of_job = f"{job}.*"
+        sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
     def open(self, request: RamRequest, secret: str) -> RamReply:
         """What a worker needs to know to keep its images here.
@@ -79,8 +87,9 @@ class Ram:
         key = key_of(secret)
         try:
             if self._path is None:
-                self._half_bytes = _free_bytes(self._parent) // 2  # training needs memory, too
-                self._path, self._lock = _make(self._parent, self._name)
+                self._path, self._lock = self._adopt_or_make(key)
+                room_bytes = _free_bytes(self._parent) + used_bytes(self._path)
+                self._half_bytes = room_bytes // 2  # training needs memory, too
                 log.info("checkpoints in memory are kept in %s", self._path)
             budget = self._budget_bytes(request.budget_bytes)
             if self._server is None:
@@ -95,6 +104,19 @@ class Ram:
             key=key,
             budget_bytes=budget,
         )
+
+    def _adopt_or_make(self, key: str) -> tuple[Path, int]:
+        """The directory of a crashed agent of this machine and run, or a new one; and its lock."""
+        name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")  # of earlier runs of the job
+        for path in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
+            with contextlib.suppress(OSError):  # that agent lives
+                lock = _lock(path)
+                if path.exists():
+                    log.info("the agent before this one crashed; its memory is adopted")
+                    return path, lock
+                os.close(lock)
+        return _make(self._parent, _PREFIX + name)
 
     @property
     def is_open(self) -> bool:
@@ -121,15 +143,43 @@ class Ram:
             shutil.rmtree(self._path, ignore_errors=True)
             os.close(self._lock)
         self._server = self._path = None
+        sweep(self._parent, self._of_job)
 
 
-def sweep(directory: Path = DIRECTORY) -> None:
-    """Remove the memory of agents that are dead; never raises."""
+def sweep(
+    directory: Path = DIRECTORY, names: str = "*", *, spare: str = "", grace_s: float = 0.0
+) -> None:
+    """Remove the memory of agents that are dead; never raises.
+
+    Args:
+        directory: Where it is.
+        names: A pattern, of the job and what follows it.
+        spare: Another, of what is left alone.
+        grace_s: What was in use so recently is left for a successor.
+    """
     with contextlib.suppress(OSError):
-        for path in directory.glob(f"{_PREFIX}*"):
+        for path in set(directory.glob(_PREFIX + names)) - set(directory.glob(_PREFIX + spare)):
             with contextlib.suppress(OSError), _locked(path):  # locked by another: alive
-                shutil.rmtree(path, ignore_errors=True)
-                log.info("removed %s, left by an agent that died", path)
+                if time.time() - _used_at_s(path) >= grace_s:
+                    shutil.rmtree(path, ignore_errors=True)
+                    log.info("removed %s, left by an agent that died", path)
+
+
+def _used_at_s(path: Path) -> float:
+    """When files were last made or removed there, a level down as well; by the wall clock."""
+    below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+    return max(one.stat().st_mtime for one in (path, *below))
+
+
+def _lock(path: Path) -> int:
+    """The descriptor that holds the lock of a directory. Raises OSError."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _make(parent: Path, name: str) -> tuple[Path, int]:
@@ -137,21 +187,18 @@ def _make(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         path = parent / f"{name}.{secrets.token_hex(4)}"
         path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            lock = _lock(path)
             if path.exists():
                 return path, lock
-        except BlockingIOError:
-            pass  # a sweep came between the two calls: it removes this one
-        os.close(lock)
+            os.close(lock)
+        # A sweep came between the calls: it removes this one.
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = _lock(path)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(lock)

@@ -152,10 +152,28 @@ def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_j
     job.wait_for_step(kept + 1, world=2)
     assert saved_to_disk(job) == 0
     job.start("b")
-    wait_for(lambda: not left.exists(), 150, "the sweep of what the dead agent has left")
     report = ended_well(job, undisturbed)
     assert loaded_steps(job, "/dev/shm/")[0] >= kept
     assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
+    assert not left.exists(), "what the dead agent has left went with its successor"
+
+
+@pytest.mark.full
+def test_all_agents_crash_at_once_and_their_successors_adopt_the_checkpoint_in_memory(
+    ram_job, undisturbed
+):
+    job = ram_job(("--nnodes=2", "--max-restarts=3"))
+    job.start("a", "b")
+    kept = kept_step(job, least=15, world=2)
+    for node in "ab":
+        job.agents[node].process.kill()
+    for node in "ab":
+        job.agents[node].process.wait()
+    job.start("a", "b")
+    ended_well(job, undisturbed)
+    assert loaded_steps(job, "/dev/shm/")[0] >= kept
+    assert job.output.count("its memory is adopted") == 2
+    assert saved_to_disk(job) == 1, "the one at the end of the script"
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import xxhash
 
 from tests.support.waiting import wait_for
-from zero_agent.ram import Ram, sweep
+from zero_agent.ram import GRACE_S, Ram, sweep
 from zero_agent.ram_server import RamServer
 from zero_orchestrator import ram_wire
 from zero_orchestrator.contract import RamRequest
@@ -232,6 +233,43 @@ def test_what_a_killed_agent_has_left_is_swept_and_what_a_living_one_has_is_not(
     sweep(tmp_path)
     assert not dead.directory.exists()
     assert files(alive.directory) == ["image"]
+
+
+@pytest.mark.parametrize("secret", ["secret", "that of another run of this name"])
+def test_what_a_crashed_agent_has_left_is_its_successors_in_the_same_run_of_the_job(
+    agent, tmp_path, secret
+):
+    crashed, other = agent("a"), agent("a-b")
+    for directory in (crashed.directory, other.directory):
+        (directory / "image").write_bytes(DATA)
+    for process in (crashed, other):
+        process.kill()
+        process.wait()
+    ram = Ram("job", "a", "127.0.0.1", tmp_path)
+    assert files(crashed.directory) == ["image"], "it is there until a worker asks"
+    directory = Path(ram.open(RamRequest(request=1), secret).directory)
+    assert (directory == crashed.directory) == (secret == "secret") == crashed.directory.exists()
+    assert files(directory) == (["image"] if secret == "secret" else [])
+    assert files(other.directory) == ["image"], "that is for the successor of another node"
+    second = Ram("job", "a", "127.0.0.1", tmp_path)
+    assert second.open(RamRequest(request=1), secret).directory != str(directory)
+    for one in (ram, second):
+        one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("unused_s", "stays"), [(0.0, True), (GRACE_S + 1.0, False)])
+def test_what_an_agent_of_another_job_has_left_is_swept_when_no_successor_came(
+    agent, tmp_path, unused_s, stays
+):
+    crashed = agent("a")
+    crashed.kill()
+    crashed.wait()
+    os.utime(crashed.directory, (0, time.time() - unused_s))
+    ram = Ram("another-job", "a", "127.0.0.1", tmp_path)
+    assert crashed.directory.exists() == stays
+    ram.close()
+    assert crashed.directory.exists() == stays
 
 
 def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(tmp_path):
