@@ -12,6 +12,7 @@ from tests.support.cluster import COLD, environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.local_etcd import private_server
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token, write_certificates
 
@@ -51,3 +52,24 @@ def test_a_node_without_the_token_does_not_get_in_and_the_workers_do_not_see_it(
             process.wait()
     assert [out for out, _ in ended] == ["rank 0 has no token\n", "rank 1 has no token\n"], ended
     assert ENV_JOIN_TOKEN not in os.environ
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("etcds", "mine", "remedy"),
+    [
+        ("a" * 32, "b" * 32, "ZERO_JOIN_TOKEN is not that with which etcd was started"),
+        ("a" * 32, "", "and the job's ZERO_JOIN_TOKEN or --etcd-ca if it uses TLS"),
+        ("", "b" * 32, "it may not use TLS: then leave out --etcd-ca and ZERO_JOIN_TOKEN"),
+    ],
+)
+def test_a_token_that_is_not_the_etcds_is_named_with_the_remedy(etcds, mine, remedy):
+    with private_server(token=etcds) as endpoint:
+        flags = ["--rdzv-id=x", "--nnodes=1:2", "--etcd-wait=1", f"--rdzv-endpoint={endpoint}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "zero_agent", *flags, COLD, *SAY],
+            env=environment() | ({ENV_JOIN_TOKEN: mine} if mine else {}),
+            capture_output=True, text=True, timeout=150, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (AgentExit.NO_STORE, "")
+    assert remedy in done.stderr

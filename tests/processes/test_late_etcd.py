@@ -59,7 +59,8 @@ def test_an_etcd_that_does_not_come_is_named_once_more_and_ends_the_agent(late, 
     first, last = job.output.splitlines()
     assert first.endswith("; trying again for 0.5 s (--etcd-wait)")
     assert last.endswith(
-        "; is it running there? --rdzv-endpoint names it, and --etcd-ca if it uses TLS"
+        "; is it running there? --rdzv-endpoint names it, and the job's ZERO_JOIN_TOKEN or "
+        "--etcd-ca if it uses TLS"
     )
     assert f"cannot reach etcd at {late.endpoint} (" in last
 

@@ -162,11 +162,12 @@ _REMEDIES = {
     "self signed certificate": "--etcd-ca is not the authority that signed etcd's certificate",
     "self-signed certificate": "--etcd-ca is not the authority that signed etcd's certificate",
     "unable to get local issuer": "--etcd-ca is not the authority that signed etcd's certificate",
+    "certificate signature failure": "ZERO_JOIN_TOKEN is not that with which etcd was started",
     "CERTIFICATE_VERIFY_FAILED": "--etcd-ca does not vouch for etcd's certificate",
     "Hostname Verification": "the certificate is for another name: use that in --rdzv-endpoint",
     "CERTIFICATE_REQUIRED": _CLIENT_CERTIFICATE,
     "BAD_CERTIFICATE": _CLIENT_CERTIFICATE,
-    "WRONG_VERSION_NUMBER": "etcd does not use TLS there: leave out --etcd-ca",
+    "WRONG_VERSION_NUMBER": "etcd does not use TLS there: leave out --etcd-ca, or ZERO_JOIN_TOKEN",
     "invalid user ID or password": "check --etcd-user and --etcd-password-file",
     "user name is empty": "give --etcd-user and --etcd-password-file",
     "authentication is not enabled": "leave out --etcd-user",
@@ -191,7 +192,9 @@ def explain(message: str, is_secure: bool) -> str:
     if not remedy and ("cannot reach" in message or "did not answer" in message):
         remedy = "is it running there? --rdzv-endpoint names it"
         if not is_secure:
-            remedy += ", and --etcd-ca if it uses TLS"
+            remedy += ", and the job's ZERO_JOIN_TOKEN or --etcd-ca if it uses TLS"
+        elif "Handshake read failed" in message:
+            remedy += "; it may not use TLS: then leave out --etcd-ca and ZERO_JOIN_TOKEN"
     if not remedy:
         return message
     return f"{message.removesuffix('; is it running there?')}; {remedy}"
