@@ -60,7 +60,7 @@ def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
     job = cluster(flags=("--nnodes=1:3", "--max-restarts=5"))
     job.start("a", "b", "c")
     job.wait_for_step(20, world=3)
-    job.pace(LONG_S)
+    job.pace(6 * LONG_S)  # the steps that are left outlast the imports of three nodes
     first, *others = job.events("activate")[-1]["nodes"]
     for victim in (first, *others):
         job.agents[victim].kill_node()
