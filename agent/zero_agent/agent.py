@@ -41,7 +41,7 @@ from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
-from zero_orchestrator.membership.job_state import ENDED, Failure, State
+from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.store.kv import KeyValueStore
@@ -110,8 +110,9 @@ class Agent:
             config.host or config.node_id,
             config.address,
             limit_bytes=config.ram_budget_bytes,
+            ports=config.ports,
         )
-        self._ring = Ring(config.address, self._post(self._suspects.add))
+        self._ring = _ring(config, self._post(self._suspects.add))
         self._store = AttendedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
             self._store,
@@ -374,6 +375,19 @@ class Agent:
     def _say(self, reason: str) -> None:
         if self._sayings.is_news(reason) and reason != self._journal.last:
             log.info("%s", reason)
+
+
+def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
+    """This node's part of the ring.
+
+    Raises:
+        AgentFailed: It cannot listen.
+    """
+    try:
+        return Ring(config.address, on_dead, config.ports)
+    except OSError as error:
+        text = f"this node cannot listen on {config.address}: {error.strerror}"
+        raise AgentFailed(AgentExit.UNFIT, text) from error
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {

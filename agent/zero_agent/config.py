@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_agent import identity
-from zero_agent.network import loopback
+from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
@@ -54,6 +54,8 @@ class AgentConfig:
     """The node is lost so long after its last sign of life."""
     show_store: Callable[[int], str] | None = None
     """Makes the store of a round, at this port here, reachable elsewhere; where that is."""
+    ports: range = ANY_PORT
+    """Those at which other nodes reach this one: its ring, its memory, a round's store."""
     log_dir: Path | None = None
     streams: Streams = field(default_factory=Streams)
     cpus: tuple[Collection[int], ...] = ()
@@ -81,6 +83,11 @@ class AgentConfig:
     def store_listens_on(self) -> str:
         """The one address of a round's store: behind this node's port, or the node's own."""
         return loopback() if self.show_store else self.address
+
+    @property
+    def store_ports(self) -> range:
+        """Of a round's store; behind this node's port nobody else reaches it."""
+        return ANY_PORT if self.show_store else self.ports
 
     def where_store_is(self, port: int) -> str:
         """The address of a round's store at a port of this node, for the workers of all nodes."""

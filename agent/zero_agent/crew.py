@@ -129,6 +129,8 @@ class Crew:
         self._kill_s: float | None = None
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
+        self._listening: set[int] = set()
+        """Those of them that have a port."""
 
     # ---- how it stands ----
 
@@ -193,7 +195,8 @@ class Crew:
 
     def host_store(self, n: int) -> None:
         """Open a TCPStore for round n; `on_port` is called when it listens."""
-        self._stores[self._nursery.host_store(self._config.store_listens_on)] = n
+        config = self._config
+        self._stores[self._nursery.host_store(config.store_listens_on, config.store_ports)] = n
 
     def start(self, job: Snapshot, node: Node, secret: str) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""
@@ -328,6 +331,7 @@ class Crew:
         if "gone" in news:
             self._nursery_is_gone()
         elif "port" in news and news["id"] in self._stores:
+            self._listening.add(news["id"])
             self._on_port(self._stores[news["id"]], news["port"])
         elif "pid" in news and self._group is not None:
             self._worker_runs(news["id"], news["pid"])
@@ -342,6 +346,12 @@ class Crew:
             self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
 
     def _process_ended(self, process: int, status: int) -> None:
+        if process in self._stores and process not in self._listening and status > 0:
+            raise AgentFailed(
+                AgentExit.UNFIT,
+                f"the workers' store cannot listen on {self._config.store_listens_on}; its own "
+                "message is above",
+            )
         if self._stores.pop(process, 0) == self.round and self.state is Workers.RUNNING:
             assert self._group is not None
             self._group.store_ended(status)

@@ -8,14 +8,37 @@ import socket
 import socketserver
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """What a process that may open nothing more is told."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACES_SIX = Path("/proc/net/if_inet6")
+
+
+ANY_PORT = range(1)
+"""Port 0: the kernel chooses."""
+
+T = TypeVar("T")
+
+
+def first_free(ports: range, listen: Callable[[int], T]) -> T:
+    """What listens at the first of these ports that nobody else has.
+
+    Raises:
+        OSError: There is none, or listening fails for another reason.
+    """
+    for port in ports:
+        try:
+            return listen(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    text = f"all ports from {ports[0]} to {ports[-1]} are taken; name more with --port-range"
+    raise OSError(errno.EADDRINUSE, text)
 
 
 class PatientServer(socketserver.ThreadingTCPServer):

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zero_agent.network import ANY_PORT
 from zero_agent.ram_server import RamServer, used_bytes
 from zero_orchestrator.contract import RamReply, RamRequest
 from zero_orchestrator.events import RamUse
@@ -53,6 +54,7 @@ class Ram:
         directory: Path = DIRECTORY,
         *,
         limit_bytes: int | None = None,
+        ports: range = ANY_PORT,
     ) -> None:
         """Remove what dead agents have left, but for what a successor may still come for.
 
@@ -63,10 +65,11 @@ class Ram:
             directory: A tmpfs.
             limit_bytes: The node gives no more, whatever workers ask for; None: half of the room
                 there is, or what they ask for.
+            ports: One of them is the server's.
         """
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"
-        self._address = address
+        self._address, self._ports = address, ports
         self._parent = directory
         self._path: Path | None = None
         self._lock = -1
@@ -93,7 +96,7 @@ class Ram:
                 log.info("checkpoints in memory are kept in %s", self._path)
             budget = self._budget_bytes(request.budget_bytes)
             if self._server is None:
-                self._server = RamServer(self._path, self._address, key, budget)
+                self._server = RamServer(self._path, self._address, key, budget, self._ports)
             self._server.budget_bytes = budget
         except OSError as error:
             return RamReply(request=request.request, reason=f"{self._parent}: {error.strerror}")

@@ -22,7 +22,7 @@ from stat import S_ISREG
 
 import xxhash
 
-from zero_agent.network import PatientServer
+from zero_agent.network import ANY_PORT, PatientServer, first_free
 from zero_orchestrator import ram_wire
 from zero_orchestrator.ram_wire import FILE, Get, Put, Reply, WireError
 
@@ -38,11 +38,13 @@ _SLAB_BYTES = 1 << 20
 class RamServer:
     """Serves one directory, on threads of its own, until closed."""
 
-    def __init__(self, directory: Path, address: str, key: str, budget_bytes: int) -> None:
-        """Listen on a free port of the node's own address. Raises OSError."""
+    def __init__(
+        self, directory: Path, address: str, key: str, budget_bytes: int, ports: range = ANY_PORT
+    ) -> None:
+        """Listen on one of these ports of the node's own address. Raises OSError."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
-        self._server: _Server = server((address, 0), _Caller)
+        self._server: _Server = first_free(ports, lambda port: server((address, port), _Caller))
         self._server.directory, self._server.key = directory, key
         self._server.budget_bytes = budget_bytes
         port = self._server.server_address[1]

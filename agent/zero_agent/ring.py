@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from zero_agent import identity
-from zero_agent.network import PatientServer
+from zero_agent.network import ANY_PORT, PatientServer, first_free
 from zero_orchestrator.membership.job_state import Node
 
 log = logging.getLogger("zero")
@@ -54,18 +54,24 @@ def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
 class Ring:
     """This agent's place in the ring: one listener, one connection to a neighbour."""
 
-    def __init__(self, address: str, on_dead: Callable[[Node, bool], None]) -> None:
-        """Listen, on a free port; nobody is answered or watched before `start`.
+    def __init__(
+        self, address: str, on_dead: Callable[[Node, bool], None], ports: range = ANY_PORT
+    ) -> None:
+        """Listen; nobody is answered or watched before `start`.
 
         Args:
             address: The node's own address; the ring listens there and nowhere else.
             on_dead: Called with a neighbour that seems to be dead, and whether that is certain, on
                 the ring's thread.
+            ports: One of them.
+
+        Raises:
+            OSError: It cannot listen there.
         """
         self._on_dead = on_dead
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
-        self._server: _Server = server((address, 0), _Answer)
+        self._server: _Server = first_free(ports, lambda port: server((address, port), _Answer))
         port = self._server.server_address[1]
         self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self._target: Node | None = None

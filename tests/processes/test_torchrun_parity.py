@@ -125,6 +125,13 @@ def test_the_workers_of_the_next_round_find_their_store_at_the_same_port(tmp_pat
     assert printed(agent(*flags, script)) == sorted(2 * places)
 
 
+def test_the_workers_store_has_a_port_of_the_range():
+    first = free_port()
+    shows = ("--no-python", "sh", "-c", "echo $MASTER_PORT")
+    (port,) = printed(agent("--standalone", f"--port-range={first}-{first + 50}", *shows))
+    assert first <= int(port) <= first + 50
+
+
 def test_a_node_whose_first_node_never_comes_says_so_and_ends():
     where = f"--master-port={free_port()}"
     done = agent("--nnodes=2", "--node-rank=1", where, "--rdzv-conf=join_timeout=1", *TALK)

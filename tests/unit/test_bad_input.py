@@ -59,6 +59,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "local-ranks-filter": (("a", "write local ranks, such as 0,1,2"),),
     "shutdown-timeout": (("x", LENGTH),),
     "stop-exit-code": (("x", "is no exit code"), ("256", "a number from 0 to 255")),
+    "port-range": (("x", "at least 4 ports"), ("9-8", "at least 4 ports"), ("0-9", "29600-29699")),
     "lease-ttl": (("x", "is no whole number"), ("1", "no shorter leases than 2 s")),
     "hang-timeout": (("soon", "or auto, or off"), ("0", "write seconds, such as 600")),
     "signals-to-handle": (("SIGKILL", "no signal that can be handled"), ("FOO", "SIGUSR1")),

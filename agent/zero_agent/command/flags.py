@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_agent.network import loopback
+from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import parse_hang_timeout
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.jobfile.values import Size
+
+LAST_PORT = 65535
+FEWEST_PORTS = 4
+"""The ring, the memory for checkpoints, and the stores of two rounds, one of which ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,28 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port; write a number up to 65535")
     return int(text)
+
+
+def parse_ports(text: str) -> range:
+    """`29600-29699` as those ports; any, for nothing. Raises ValueError."""
+    if not text:
+        return ANY_PORT
+    low, _, high = text.partition("-")
+    ports = range(int(low), int(high) + 1)
+    if len(ports) < FEWEST_PORTS or not 0 < ports[0] <= ports[-1] <= LAST_PORT:
+        raise ValueError("too few, or none")
+    return ports
+
+
+def _ports(text: str) -> str:
+    try:
+        parse_ports(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write the first and the last of at least {FEWEST_PORTS} ports, such as "
+            "29600-29699"
+        ) from None
+    return text
 
 
 def _size_bytes(text: str) -> int:
@@ -185,6 +211,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "with --node-id that)",
         ),
         Flag(name="local-addr", metavar="HOST", help="this node's address (that routes to etcd)"),
+        Flag(
+            name="port-range",
+            kind=_ports,
+            metavar="LOW-HIGH",
+            help="other nodes' agents and workers' store use these ports of this node alone (any)",
+        ),
         Flag(
             name="join-timeout", kind=seconds, default=None, help="seconds to wait for nodes (600)"
         ),
@@ -353,7 +385,7 @@ OURS = frozenset(
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
         *("etcd-wait", "etcd-grace", "lease-ttl", "grow-every"),
-        *("ram-budget", "preload", "stop-exit-code", "machine"),
+        *("ram-budget", "preload", "stop-exit-code", "machine", "port-range"),
     }
 )
 """Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""

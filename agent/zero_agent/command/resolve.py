@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from zero_agent.command.flags import parse_ports
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.network import is_local
@@ -69,6 +70,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host=args.machine or ("" if args.node_id else socket.gethostname()),
         address=args.local_addr,
+        ports=parse_ports(args.port_range),
         timing=_timing(args, conf, lease_ttl_s),
         role=args.role,
         gpus=wants_gpus(args),

@@ -37,6 +37,7 @@ import threading
 import time
 from typing import Any
 
+from zero_agent.network import first_free
 from zero_agent.workers import worker_main
 from zero_agent.workers.process_control import (
     adopt_orphans,
@@ -124,7 +125,7 @@ class Nursery:
             os.dup2(source, target)
             os.close(source)
         if order["op"] == "store":
-            host_store(self._agent, order["id"], order["address"])
+            host_store(self._agent, order["id"], order["address"], range(*order["ports"]))
         if order["op"] == "timers":
             host_timers(self._agent, order["path"])
         self._agent.close()
@@ -180,7 +181,7 @@ class Nursery:
             self._agent.send(json.dumps(news).encode())
 
 
-def host_store(agent: socket.socket, worker: int, address: str) -> None:
+def host_store(agent: socket.socket, worker: int, address: str, ports: range) -> None:
     """Serve a round's TCPStore until killed; it outlives every worker of its round.
 
     It listens on the node's own address alone: torch's store asks nobody who they are. It does so
@@ -188,7 +189,13 @@ def host_store(agent: socket.socket, worker: int, address: str) -> None:
     programs without torch never do.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=WAITING)
+    try:
+        listener = first_free(
+            ports,
+            lambda port: socket.create_server((address, port), family=family, backlog=WAITING),
+        )
+    except OSError as error:
+        raise SystemExit(f"zero-agent: no store for the workers: {error.strerror}") from None
     port = listener.getsockname()[1]
     agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.limits import Stopwatch
+from zero_agent.network import ANY_PORT
 from zero_agent.supervise import Workers
 from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
@@ -92,9 +93,13 @@ class Nursery:
         err.started()
         return worker
 
-    def host_store(self, address: str) -> int:
-        """Fork a process that hosts a TCPStore on an address; its id. News will have its port."""
-        return self._order({"op": "store", "address": address}, [])
+    def host_store(self, address: str, ports: range = ANY_PORT) -> int:
+        """Fork a process that hosts a TCPStore on an address, at one of these ports; its id.
+
+        News will have the port, or, if none was free, its end.
+        """
+        ends = [ports.start, ports.stop]
+        return self._order({"op": "store", "address": address, "ports": ends}, [])
 
     def host_timers(self, path: str) -> int:
         """Fork a process that hosts torch's file timers at a path; its id."""
