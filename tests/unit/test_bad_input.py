@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
 }
 ANYTHING_GOES = {
     *("role", "duplicate-stdout-filters", "duplicate-stderr-filters"),
-    *("health-check", "event-log-handler"),
+    *("health-check", "event-log-handler", "machine"),
 }
 """Flags whose every text means something."""
 CASES = [(flag, *case) for flag, cases in WRONG.items() for case in cases]
