@@ -122,11 +122,9 @@ class MicroSteps:
         """Run the whole backward of a micro-step."""
         self._begin(loss)
         assert self._core.reducer is not None
-        try:
-            loss.scaled.backward(retain_graph=retain_graph)
-        except BaseException:
-            self._core.reducer.break_off()
-            raise
+        if loss.scaled.requires_grad:  # else backward() says what is wrong
+            loss.scaled.register_hook(self._core.reducer.note_graph_task)
+        loss.scaled.backward(retain_graph=retain_graph)
         self._finish(loss)
 
     def await_plain_backward(self, loss: Weighted) -> Tensor:
@@ -134,9 +132,11 @@ class MicroSteps:
         loss.scaled.register_hook(partial(self._on_plain_backward, loss))
         return loss.scaled
 
-    def _on_plain_backward(self, loss: Weighted, _gradient: Tensor) -> None:
+    def _on_plain_backward(self, loss: Weighted, gradient: Tensor) -> None:
         """The first thing that a backward of the script's own reaches."""
         self._begin(loss)
+        assert self._core.reducer is not None
+        self._core.reducer.note_graph_task(gradient)
         Variable._execution_engine.queue_callback(partial(self._finish, loss))
 
     def _begin(self, loss: Weighted) -> None:

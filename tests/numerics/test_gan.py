@@ -129,3 +129,26 @@ def further_loss(how: str) -> None:
     if how == "plain":
         again.backward()
     engine.backward(again, tokens=3 if how == "tokens" else None)
+
+
+def test_a_backward_that_failed_in_one_engine_hides_no_mistake_in_another(
+    worlds: WorldPool,
+) -> None:
+    with pytest.raises(WorldError, match=r"gradients outside engine.backward\(loss\)"):
+        worlds.run(1, plain_backward_beside_a_failed_one)
+
+
+def plain_backward_beside_a_failed_one() -> None:
+    failed, engine = make_engine(config(1)), make_engine(config(1))
+    for each in (failed, engine):
+        loss = each(next(iter(each.training_dataloader)))
+        if each is failed:
+            each.module.embed.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                each.scale(loss).backward()
+        else:
+            loss.backward()
+
+
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError

@@ -167,6 +167,8 @@ class GradReducer:
         self._live = 0
         self._first = True
         self._running = False
+        self._graph_task = -1
+        """Autograd's number of the backward pass of this engine's newest loss; unique."""
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
         self._pool = BufferPool(device)
@@ -196,9 +198,9 @@ class GradReducer:
         self._next = 0
         self._running = True
 
-    def break_off(self) -> None:
-        """Expect no more gradients: the backward pass has failed."""
-        self._running = False
+    def note_graph_task(self, _gradient: Tensor) -> None:
+        """A hook of the loss: the pass that is under way now is of this engine's loss."""
+        self._graph_task = torch._C._current_graph_task_id()
 
     def finish(self) -> None:
         """Complete the units that lack gradients and end every exchange."""
@@ -215,12 +217,13 @@ class GradReducer:
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
         """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
-        if not self._running and any(other._running for other in _REDUCERS):
-            # The loss of another engine goes through this one's module: a generator's through the
-            # discriminator. These are not gradients of this engine's own loss.
-            param.grad = None
-            return
         if not self._running:
+            under_way = torch._C._current_graph_task_id()
+            if any(other._graph_task == under_way for other in _REDUCERS):
+                # The loss of another engine goes through this one's module: a generator's through
+                # the discriminator. These are not gradients of this engine's own loss.
+                param.grad = None
+                return
             raise EngineError(
                 "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
                 "call engine.scale(loss).backward()"
