@@ -125,7 +125,7 @@ def a_plan(**changes):
             "program": ("train.py", "--text=it's one"),
             "env": {"NCCL_DEBUG": "INFO"},
             "python": "/opt/python",
-            "directory": Path("/work"),
+            "directory": Path("/srv/job"),
             **changes,
         }
     )
@@ -148,7 +148,7 @@ def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
     first, second = RUNNERS["ssh"](plan, Remote(port=2222, arguments=("-v",)))
     assert first.argv[:-1] == ("ssh", "-tt", *SSH.split(), "-p", "2222", "-v", "--", "w1")
     agent = " ".join([*AGENT, "--node-id=w1", "train.py"]) + " '--text=it'\"'\"'s one'"
-    assert first.argv[-1].startswith("cd /work || exit 8; exec /bin/sh -c ")
+    assert first.argv[-1].startswith("cd /srv/job || exit 8; exec /bin/sh -c ")
     assert first.argv[-1].endswith(f" sh {agent}")
     assert first.told == "export CUDA_VISIBLE_DEVICES=0,1\\nexport NCCL_DEBUG=INFO\\n\n"
     assert (second.where, second.argv[-2]) == ("me@w2", "me@w2")
@@ -246,18 +246,18 @@ def test_hosts_that_only_ssh_knows_are_asked_of_ssh_and_others_are_refused(tmp_p
     [
         (
             "openmpi",
-            "mpirun -n 2 --host w1:1,w2:1 --map-by ppr:1:node --wdir /work "
+            "mpirun -n 2 --host w1:1,w2:1 --map-by ppr:1:node --wdir /srv/job "
             "-x CUDA_VISIBLE_DEVICES -x NCCL_DEBUG -v",
         ),
         (
             "mpich",
-            "mpirun -n 2 -ppn 1 -hosts w1,w2 -wdir /work "
+            "mpirun -n 2 -ppn 1 -hosts w1,w2 -wdir /srv/job "
             "-genvlist CUDA_VISIBLE_DEVICES,NCCL_DEBUG -v",
         ),
         (
             "slurm",
             "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=w1,w2 "
-            "--kill-on-bad-exit=0 --label --chdir=/work --export=ALL -v",
+            "--kill-on-bad-exit=0 --label --chdir=/srv/job --export=ALL -v",
         ),
     ],
 )
@@ -270,7 +270,7 @@ def test_the_others_run_one_command_for_all_hosts(launcher, words):
 def test_pdsh_gets_one_line_for_the_shell_of_every_host():
     (command,) = RUNNERS["pdsh"](a_plan(), Remote(port=2222))
     assert command.argv[:-1] == ("pdsh", "-S", "-f", "1024", "-w", "w1,w2")
-    file = Path("/work/.zero-launch-gpt.env")
+    file = Path("/srv/job/.zero-launch-gpt.env")
     assert command.argv[-1].endswith(" ".join(["train.py", "'--text=it'\"'\"'s one'"]))
     assert f"; . {file}; " in command.argv[-1]
     assert command.files == {file: "export CUDA_VISIBLE_DEVICES=0,1\nexport NCCL_DEBUG=INFO\n"}
