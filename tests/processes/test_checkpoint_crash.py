@@ -84,7 +84,7 @@ def test_a_rank_killed_while_it_writes_costs_nothing_but_the_attempt(root, start
         ("publish", "latest", 2),
     ],
 )
-@pytest.mark.corners(stage=["publish"])
+@pytest.mark.corners(stage=["publish"], name=["MANIFEST"])
 def test_a_coordinator_killed_at_any_stage_leaves_the_old_or_the_new_whole(
     root, start, stage, name, step
 ):

@@ -144,6 +144,7 @@ def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     assert_one_exact_pass(job, undisturbed_hash)
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_job_with_a_checkpoint_and_leaves_nothing_on_the_hosts(hosts, launch):
     first, second = hosts.add(), hosts.add()
     job = launch(first, second, pause_s=0.2)
@@ -156,6 +157,7 @@ def test_ctrl_c_stops_the_job_with_a_checkpoint_and_leaves_nothing_on_the_hosts(
         wait_for(lambda a=address: hosts.is_idle(a), 150, f"nothing of the job is on {address}")
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_killed_takes_its_agents_with_it(hosts, launch):
     first = hosts.add()
     job = launch(first, flags=("--force-multi",), pause_s=0.2)
