@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import ROOT, Cluster, final_hash, paced, run_alone, training
+from tests.support.cluster import ROOT, TOGETHER, Cluster, final_hash, paced, run_alone, training
 from tests.support.waiting import wait_for
 from zero_engine.samples.ledger import Report, read_ledger, verify
 from zero_orchestrator import status
@@ -49,7 +49,7 @@ def ram_job(cluster):
         pause_s: float = PAUSE_S,
         **ram: Any,
     ) -> Cluster:
-        job = cluster(flags=flags, pause_s=pause_s)
+        job = cluster(flags=(*flags, TOGETHER), pause_s=pause_s)
         config = json.loads((ROOT / "examples" / "gpt.json").read_text())
         config["checkpoint"] = {"ram": ram}
         path = job.directory / "config.json"

@@ -120,7 +120,7 @@ class Cluster:
         assert len(spec["containers"]) == 1, "this cluster runs pods of one container"
         container = spec["containers"][0]
         namespace, address = self._bridge.attach()
-        facts = {"metadata.name": name, "status.podIP": address}
+        facts = {"metadata.name": name, "status.podIP": address, "spec.nodeName": host}
         facts |= {f"metadata.labels['{key}']": value for key, value in labels.items()}
         directory = self.directory / "pods" / namespace
         inside = self._container(host, spec, facts, directory)

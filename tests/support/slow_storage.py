@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(zero_engine.__file__).resolve().parents[2] / "exampl
 import train_gpt
 
 SLOW = Path("/checkpoints/slow")
-READ_S = 0.02
+READ_S = 0.05
 
 _read = train_gpt.Text.__getitem__
 
