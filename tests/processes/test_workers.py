@@ -15,7 +15,7 @@ import pytest
 from tests.support.cluster import COLD, agent, descendants, environment, is_alive, kill_all
 from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.output import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.workers import ANSWER_S, Nursery
 from zero_orchestrator.clock import ManualClock
@@ -34,12 +34,25 @@ def forking(tmp_path):
     yield lambda code: _start(nursery, hub, tmp_path, code), nursery, news
     nursery.close()
     hub.close()
+    close_files()
+
+
+_TAPS: list[Tap] = []
+
+
+def close_files() -> None:
+    """A hub that is closed may leave the end of a worker's output, and so its files, unseen."""
+    while _TAPS:
+        for sink in _TAPS.pop()._raw:
+            sink.close()
+    assert FILES.flush()
 
 
 def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str, **more: str) -> int:
     script = tmp_path / "script.py"
     script.write_text(code)
     taps = [Tap(hub, Terminal(2), tmp_path / name) for name in ("out", "err")]
+    _TAPS.extend(taps)
     program = Program(target=str(script), is_module=False, arguments=["one", "two words"])
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "7", **more}
     return nursery.start(program, env, *taps)
@@ -83,6 +96,7 @@ def importing(tmp_path):
     yield lambda code, **more: _start(nursery, hub, tmp_path, code, **more), nursery, news, go
     nursery.close()
     hub.close()
+    close_files()
 
 
 def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(importing):
