@@ -220,11 +220,13 @@ import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["sleep", "600"])                             # in the worker's group
 subprocess.Popen(["sleep", "600"], start_new_session=True)     # escaped from it
-if os.fork() == 0:                                             # a daemon: its parent is gone
+if (parent := os.fork()) == 0:                                 # a daemon: its parent is gone
     os.setsid()
     if os.fork() == 0:
         time.sleep(600)
     os._exit(0)
+os.waitpid(parent, 0)
+open("whole", "w").close()
 time.sleep(600)
 """
 
@@ -233,10 +235,13 @@ time.sleep(600)
 def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     script = tmp_path / "family.py"
     script.write_text(FAMILY)
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], env=environment())
+    command = [sys.executable, "-c", AGENT, str(script)]
+    pids: list[int] = []
+    agent = subprocess.Popen(command, env=environment(), cwd=tmp_path)
     try:
-        # nursery, worker, two sleeps, and the daemon
-        pids = wait_for(lambda: len(d := descendants(agent.pid)) >= 5 and d, 150, "the family")
+        wait_for((tmp_path / "whole").exists, 150, "the family")
+        pids = descendants(agent.pid)
+        assert len(pids) == 5  # nursery, worker, two sleeps, and the daemon
         os.kill(agent.pid if victim == "agent" else pids[0], signal.SIGKILL)
         workers = pids if victim == "agent" else pids[:2]
         wait_for(lambda: not any(map(is_alive, workers)), 150, "every process to be gone")
