@@ -11,6 +11,7 @@ from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import ZeroError
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import Node
@@ -91,7 +92,7 @@ class AgentConfig:
 
     def where_store_is(self, port: int) -> str:
         """The address of a round's store at a port of this node, for the workers of all nodes."""
-        return self.show_store(port) if self.show_store else f"{self.address}:{port}"
+        return self.show_store(port) if self.show_store else host_port(self.address, port)
 
     def node(self, incarnation: str, ring: str) -> Node:
         """The agent as the others know it.

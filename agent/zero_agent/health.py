@@ -24,6 +24,7 @@ from typing import Any
 
 from zero_agent.network import PatientServer
 from zero_agent.supervise import Workers
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError
 
 log = logging.getLogger("zero")
@@ -112,7 +113,7 @@ class Health:
             target=self._server.serve_forever, args=(0.1,), name="zero-health", daemon=True
         ).start()
         self.port = int(self._server.server_address[1])
-        where = f"{host}:{self.port}"
+        where = host_port(host, self.port)
         log.info("health: http://%s/healthz and http://%s/readyz", where, where)
 
     def watch(self, look: Callable[[], Status]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zero_orchestrator.addresses import split_host_port
+
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """What a process that may open nothing more is told."""
 
@@ -56,11 +58,6 @@ class PatientServer(socketserver.ThreadingTCPServer):
             raise
 
 
-def host_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def family_of(host: str) -> socket.AddressFamily:
     """Of a numeric address, or of a name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -83,14 +80,13 @@ def address_towards(endpoint: str) -> str:
 
 def route_towards(endpoint: str) -> str | None:
     """The same; None if there is no such host, or no way to it. Nothing is sent."""
-    host, _, port = endpoint.rpartition(":")
-    target = host.strip("[]")
-    with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, int(port)))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    target, port = split_host_port(endpoint)
+    try:
+        with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
+            probe.connect((target, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def is_local(address: str) -> bool:

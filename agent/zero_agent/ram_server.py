@@ -24,6 +24,7 @@ import xxhash
 
 from zero_agent.network import ANY_PORT, PatientServer, first_free
 from zero_orchestrator import ram_wire
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.ram_wire import FILE, Get, Put, Reply, WireError
 
 log = logging.getLogger("zero")
@@ -48,7 +49,7 @@ class RamServer:
         self._server.directory, self._server.key = directory, key
         self._server.budget_bytes = budget_bytes
         port = self._server.server_address[1]
-        self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self.address = host_port(address, port)
         threading.Thread(
             target=self._server.serve_forever, name="zero-ram-server", daemon=True
         ).start()

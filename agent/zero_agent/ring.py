@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 
 from zero_agent import identity
 from zero_agent.network import ANY_PORT, PatientServer, first_free
+from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.membership.job_state import Node
 
 log = logging.getLogger("zero")
@@ -73,7 +74,7 @@ class Ring:
         server = type("Server", (_Server,), {"address_family": family})
         self._server: _Server = first_free(ports, lambda port: server((address, port), _Answer))
         port = self._server.server_address[1]
-        self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self.address = host_port(address, port)
         self._target: Node | None = None
         self._changed = threading.Condition()
         self._open = True
@@ -189,8 +190,8 @@ class Ring:
             _AnotherProcess: Somebody of this job answers, but not that process.
             OSError: It cannot be reached, or does not know the secret.
         """
-        host, _, port = target.ring.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_TIMEOUT_S)
+        where = split_host_port(target.ring)
+        connection = socket.create_connection(where, HANDSHAKE_TIMEOUT_S)
         try:
             connection.settimeout(HANDSHAKE_TIMEOUT_S)
             theirs = _read_line(connection)

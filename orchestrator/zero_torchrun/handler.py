@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.journal import Journal
@@ -252,13 +253,13 @@ class EtcdV3Handler(RendezvousHandler):
         if index == 0 and self._hosted[0] != job.n:
             self._hosted = (job.n, _host_store(address))
         if index == 0 and job.master is None:
-            self._rdzv.publish_master(job.n, f"{address}:{self._hosted[1].port}")
+            self._rdzv.publish_master(job.n, host_port(address, self._hosted[1].port))
         if job.master is None:
             return None
-        host, _, port = job.master.rpartition(":")
-        store = self._hosted[1] if index == 0 else TCPStore(host, int(port), is_master=False)
+        host, port = split_host_port(job.master)
+        store = self._hosted[1] if index == 0 else TCPStore(host, port, is_master=False)
         self._round = job.n
-        where = RendezvousStoreInfo(host, int(port))
+        where = RendezvousStoreInfo(host, port)
         return RendezvousInfo(store, index, len(job.members.nodes), where)
 
     def _say_how_it_ended(self, failed: bool) -> None:
@@ -295,13 +296,14 @@ def _as_torchs_errors() -> Iterator[None]:
 
 def _address_towards(endpoint: str) -> str:
     """The address of this machine that the kernel would use to reach etcd."""
-    host, _, port = endpoint.partition(",")[0].rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, int(port)))
-        except (OSError, ValueError):
-            return socket.getfqdn()
-        return str(probe.getsockname()[0])
+    try:
+        host, port = split_host_port(endpoint.partition(",")[0])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return socket.getfqdn()
 
 
 def _host_store(address: str) -> TCPStore:

@@ -17,6 +17,7 @@ from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import RUNNERS, Remote
+from zero_agent.network import is_local
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.exit_codes import LOST, verdict
 
@@ -239,6 +240,18 @@ def test_hosts_that_only_ssh_knows_are_asked_of_ssh_and_others_are_refused(tmp_p
         main(words[1:])
     assert ended.value.code == 2
     assert "zero-a, zero-b: these names mean nothing here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+@pytest.mark.skipif(not is_local("::1"), reason="needs IPv6")
+def test_hosts_with_ipv6_are_told_of_the_jobs_etcd_in_brackets(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("zero-a slots=1\nzero-b slots=1\n")
+    (tmp_path / "ssh").write_text("Host zero-a\n  HostName ::1\n")
+    (tmp_path / "s.py").touch()
+    reach = f"--launcher-args=-F {tmp_path}/ssh"
+    with pytest.raises(SystemExit):
+        main([reach, "--dry-run", f"--hostfile={tmp_path}/hosts", str(tmp_path / "s.py")])
+    assert "'--rdzv-endpoint=[::1]:PORT'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import time
 from email.utils import parsedate_to_datetime
 
 from zero_agent.etcd.etcd_access import Access
+from zero_orchestrator.addresses import split_host_port
 
 FAR_S = 300.0
 """What Kerberos tolerates; S3 refuses signatures from 900 s."""
@@ -25,9 +26,8 @@ _TIMEOUT_S = 2.0
 
 def offset_s(access: Access) -> float | None:
     """Seconds that this clock is ahead of etcd's (negative: behind); None if it does not tell."""
-    host, _, port = access.first.rpartition(":")
     try:
-        connection = _connection(access, host.strip("[]"), int(port))
+        connection = _connection(access, *split_host_port(access.first))
         try:
             began_s = time.time()
             connection.request("GET", "/version")

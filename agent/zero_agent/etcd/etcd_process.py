@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_agent.network import family_of, host_port, loopback
+from zero_agent.network import family_of, loopback
 from zero_agent.signals import held
 from zero_agent.tether import tethered
+from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import TlsFiles
 
@@ -185,8 +186,7 @@ def _get(endpoint: str, path: str, tls: TlsFiles | None) -> dict[str, object]:
 
 
 def _connection(endpoint: str, tls: TlsFiles | None) -> http.client.HTTPConnection:
-    host, _, port = endpoint.rpartition(":")
-    where = (host.strip("[]"), int(port))
+    where = split_host_port(endpoint)
     if tls is None:
         return http.client.HTTPConnection(*where, timeout=_HTTP_TIMEOUT_S)
     context = ssl.create_default_context(cafile=tls.ca)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Collection, Sequence
 
 from zero_agent.etcd.etcd_process import LOOPBACK
-from zero_agent.network import host_port
+from zero_orchestrator.addresses import host_port, split_host_port
 
 FIRST_BYTE_S = 30.0
 CONNECT_S = 5.0
@@ -80,8 +80,7 @@ class Front:
             target = self._store if first == _STORES else self._etcd
             if not (first and target):
                 return
-            host, _, port = target.rpartition(":")
-            there = asyncio.open_connection(host.strip("[]"), int(port))
+            there = asyncio.open_connection(*split_host_port(target))
             their_reader, their_writer = await asyncio.wait_for(there, CONNECT_S)
             with contextlib.closing(their_writer):
                 their_writer.write(first)

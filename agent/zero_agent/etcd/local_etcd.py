@@ -36,9 +36,9 @@ from zero_agent.etcd.etcd_process import (
     log_tail,
     probe,
 )
-from zero_agent.network import host_port
 from zero_agent.scratch import Scratch
 from zero_agent.signals import held
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
 

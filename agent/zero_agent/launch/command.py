@@ -30,6 +30,7 @@ from zero_agent.launch.session import Session
 from zero_agent.network import is_local, route_towards
 from zero_agent.scratch import Scratch
 from zero_orchestrator import cli as zero_ctl
+from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreError, ZeroError
 from zero_orchestrator.exit_codes import CtlExit
 from zero_orchestrator.membership.runs import command_name
@@ -185,7 +186,7 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
     token = exported(os.environ, _directories()).get(ENV_JOIN_TOKEN) or new_token()
     os.environ[ENV_JOIN_TOKEN] = token  # for the hosts, and for `zero-ctl stop`
     with private_server([] if address == LOOPBACK else [address], token=token) as local:
-        endpoint = f"{address}:{local.rpartition(':')[2]}"
+        endpoint = host_port(address, split_host_port(local)[1])
         with _kept(token) as file:
             look = f"{ENV_JOIN_TOKEN}=$(cat {file}) zero-ctl status --rdzv-endpoint={endpoint}"
             log.info("nobody else gets into its etcd; from another terminal: %s", look)
@@ -208,14 +209,14 @@ def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:
         text = "an address of this machine, which cannot be told from these hosts' names"
         log.info("ADDRESS stands for %s: name an etcd with --rdzv-endpoint", text)
     log.info("PORT stands for a free one of this machine, where the job's etcd will listen")
-    return f"{address or 'ADDRESS'}:PORT"
+    return host_port(address or "ADDRESS", "PORT")
 
 
 def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
     """The address of this machine that the hosts can reach it by; None if nothing tells it."""
     first = next((host for host in hosts if not is_local(host)), LOOPBACK)
     names = (first.rpartition("@")[2], _known_to_ssh(first, args))
-    found = (route_towards(f"{name}:{_SSH_PORT}") for name in names if name)
+    found = (route_towards(host_port(name, _SSH_PORT)) for name in names if name)
     return next(filter(None, found), None)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.contract import (
     ENV_COMMITTED,
     ENV_FENCE,
@@ -72,7 +73,7 @@ def worker_env(
         secret: The job's, of which the worker gets a key for its round.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
-    host, _, port = job.master.rpartition(":")
+    host, port = split_host_port(job.master)
     world_size = str(job.members.world_size)
     values: dict[str, object] = {
         "RANK": place.rank,
@@ -84,7 +85,7 @@ def worker_env(
         "ROLE_NAME": node.role,
         "ROLE_RANK": _role_rank(job, node, place),
         "ROLE_WORLD_SIZE": _slots_of_role(job.members.nodes, node.role),
-        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": job.members.restarts,
         "TORCHELASTIC_MAX_RESTARTS": job.spec.max_restarts,

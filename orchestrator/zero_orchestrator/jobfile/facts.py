@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.jobfile.schema import JobFile
 
 Object = dict[str, Any]
@@ -131,9 +132,8 @@ def why_no_etcd(endpoints: Sequence[str]) -> str | None:
     """Why none of these can be connected to; None if one can."""
     reasons = []
     for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+            socket.create_connection(split_host_port(endpoint), CONNECT_TIMEOUT_S).close()
         except OSError as error:
             reasons.append(f"{endpoint}: {error.strerror or error}")
         else:
