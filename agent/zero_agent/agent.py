@@ -111,6 +111,7 @@ class Agent:
             config.address,
             limit_bytes=config.ram_budget_bytes,
             ports=config.ports,
+            advertised=config.advertised,
         )
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = AttendedStore(store, self._meanwhile, self._post(lambda: None))
@@ -118,7 +119,7 @@ class Agent:
             self._store,
             job,
             config.spec,
-            config.node(incarnation, self._ring.address),
+            config.node(incarnation, self._ring.port),
             clock=clock,
             journal=self._journal,
             timing=config.timing,

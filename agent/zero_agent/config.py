@@ -40,7 +40,9 @@ class AgentConfig:
     """The job's name, or None: the current run of this very command."""
     node_id: str
     address: str
-    """Under which the other nodes reach this one."""
+    """This machine's own, on which it listens for the other nodes."""
+    advertised: str = ""
+    """Under which the other nodes reach this one, if not by `address`: behind NAT."""
     host: str = ""
     """What an exclusion of this node is about; empty: the node's name."""
     timing: Timing
@@ -92,21 +94,25 @@ class AgentConfig:
 
     def where_store_is(self, port: int) -> str:
         """The address of a round's store at a port of this node, for the workers of all nodes."""
-        return self.show_store(port) if self.show_store else host_port(self.address, port)
+        return self.show_store(port) if self.show_store else self.reached_at(port)
 
-    def node(self, incarnation: str, ring: str) -> Node:
+    def reached_at(self, port: int) -> str:
+        """Where the other nodes find a port on which this node listens."""
+        return host_port(self.advertised or self.address, port)
+
+    def node(self, incarnation: str, ring_port: int) -> Node:
         """The agent as the others know it.
 
         Args:
             incarnation: Of this process.
-            ring: Where its liveness ring listens.
+            ring_port: At which its liveness ring listens.
         """
         return Node(
             id=self.node_id,
             incarnation=incarnation,
-            address=self.address,
+            address=self.advertised or self.address,
             slots=self.slots,
-            ring=ring,
+            ring=self.reached_at(ring_port),
             role=self.role,
             host=self.host,
             protocol=PROTOCOL,

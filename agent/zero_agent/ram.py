@@ -31,6 +31,7 @@ from pathlib import Path
 
 from zero_agent.network import ANY_PORT
 from zero_agent.ram_server import RamServer, used_bytes
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.contract import RamReply, RamRequest
 from zero_orchestrator.events import RamUse
 from zero_orchestrator.ram_wire import key_of
@@ -55,6 +56,7 @@ class Ram:
         *,
         limit_bytes: int | None = None,
         ports: range = ANY_PORT,
+        advertised: str = "",
     ) -> None:
         """Remove what dead agents have left, but for what a successor may still come for.
 
@@ -66,10 +68,12 @@ class Ram:
             limit_bytes: The node gives no more, whatever workers ask for; None: half of the room
                 there is, or what they ask for.
             ports: One of them is the server's.
+            advertised: Under which the other nodes reach the server, if not by `address`.
         """
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"
         self._address, self._ports = address, ports
+        self._reached_at = advertised or address
         self._parent = directory
         self._path: Path | None = None
         self._lock = -1
@@ -103,7 +107,7 @@ class Ram:
         return RamReply(
             request=request.request,
             directory=str(self._path),
-            address=self._server.address,
+            address=host_port(self._reached_at, self._server.port),
             key=key,
             budget_bytes=budget,
         )

@@ -48,8 +48,8 @@ class RamServer:
         self._server: _Server = first_free(ports, lambda port: server((address, port), _Caller))
         self._server.directory, self._server.key = directory, key
         self._server.budget_bytes = budget_bytes
-        port = self._server.server_address[1]
-        self.address = host_port(address, port)
+        self.port = int(self._server.server_address[1])
+        self.address = host_port(address, self.port)
         threading.Thread(
             target=self._server.serve_forever, name="zero-ram-server", daemon=True
         ).start()

@@ -73,8 +73,8 @@ class Ring:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
         self._server: _Server = first_free(ports, lambda port: server((address, port), _Answer))
-        port = self._server.server_address[1]
-        self.address = host_port(address, port)
+        self.port = int(self._server.server_address[1])
+        self.address = host_port(address, self.port)
         self._target: Node | None = None
         self._changed = threading.Condition()
         self._open = True

@@ -60,6 +60,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "shutdown-timeout": (("x", LENGTH),),
     "stop-exit-code": (("x", "is no exit code"), ("256", "a number from 0 to 255")),
     "port-range": (("x", "at least 4 ports"), ("9-8", "at least 4 ports"), ("0-9", "29600-29699")),
+    "advertise-addr": (("a:1", "without a port"), ("0.0.0.0", "such as 203.0.113.7")),
     "lease-ttl": (("x", "is no whole number"), ("1", "no shorter leases than 2 s")),
     "hang-timeout": (("soon", "or auto, or off"), ("0", "write seconds, such as 600")),
     "signals-to-handle": (("SIGKILL", "no signal that can be handled"), ("FOO", "SIGUSR1")),

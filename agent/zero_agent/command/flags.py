@@ -9,6 +9,8 @@ Source of the names: torch.distributed.run.
 from __future__ import annotations
 
 import argparse
+import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from zero_orchestrator.arguments import seconds
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.jobfile.values import Size
 
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 LAST_PORT = 65535
 FEWEST_PORTS = 4
 """The ring, the memory for checkpoints, and the stores of two rounds, one of which ends."""
@@ -76,6 +79,21 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port; write a number up to 65535")
     return int(text)
+
+
+def _host(text: str) -> str:
+    """A name or an IP address, without brackets: what others can connect to; or nothing."""
+    host = text.removeprefix("[").removesuffix("]")
+    try:
+        known = not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        known = _NAME.fullmatch(host) is not None
+    if host and not known:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write the address or the name of one machine, without a port, such as "
+            "203.0.113.7"
+        )
+    return host
 
 
 def parse_ports(text: str) -> range:
@@ -210,7 +228,18 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             help="the machine this node is on, which an exclusion is about (the host's name; "
             "with --node-id that)",
         ),
-        Flag(name="local-addr", metavar="HOST", help="this node's address (that routes to etcd)"),
+        Flag(
+            name="local-addr",
+            metavar="HOST",
+            help="listen for other nodes on this address of this machine (that routes to etcd)",
+        ),
+        Flag(
+            name="advertise-addr",
+            kind=_host,
+            metavar="HOST",
+            help="other nodes reach this one at this address, which is not its own: behind NAT "
+            "(--local-addr)",
+        ),
         Flag(
             name="port-range",
             kind=_ports,
@@ -385,7 +414,7 @@ OURS = frozenset(
         *("exclude-after", "exclude-for", "health-check", "health-check-timeout", "preflight"),
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
         *("etcd-wait", "etcd-grace", "lease-ttl", "grow-every"),
-        *("ram-budget", "preload", "stop-exit-code", "machine", "port-range"),
+        *("ram-budget", "preload", "stop-exit-code", "machine", "port-range", "advertise-addr"),
     }
 )
 """Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""

@@ -70,6 +70,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host=args.machine or ("" if args.node_id else socket.gethostname()),
         address=args.local_addr,
+        advertised=args.advertise_addr,
         ports=parse_ports(args.port_range),
         timing=_timing(args, conf, lease_ttl_s),
         role=args.role,
@@ -124,7 +125,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.local_addr and not is_local(args.local_addr):
         raise SpecError(
             f"--local-addr={args.local_addr}: not an address of this machine; leave it out to "
-            "use the one that routes to etcd"
+            "use the one that routes to etcd, or write --advertise-addr if other nodes reach this "
+            "one by it"
         )
 
 

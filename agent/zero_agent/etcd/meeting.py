@@ -26,7 +26,7 @@ from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
-from zero_agent.network import family_of
+from zero_agent.network import address_towards, family_of
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.exit_codes import AgentExit
@@ -88,11 +88,18 @@ class Static:
     address: str
     port: int
     join_timeout_s: float
+    own_address: str = ""
+    """Of node 0, where it listens, if it has not `address` itself: behind NAT."""
 
     @property
     def endpoint(self) -> str:
-        """Where node 0's etcd is."""
+        """Where node 0's etcd is, for the others."""
         return host_port(self.address, self.port)
+
+    @property
+    def listens_on(self) -> str:
+        """Of node 0."""
+        return self.own_address or self.address
 
     @classmethod
     def of(cls, args: argparse.Namespace, join_timeout_s: float) -> Static:
@@ -110,12 +117,16 @@ class Static:
         rank = args.node_rank or 0
         if not 0 <= rank < high:
             raise SpecError(f"--node-rank={rank}: with --nnodes={high} write 0 to {high - 1}")
+        address, port = (args.master_addr or LOOPBACK).strip("[]"), args.master_port or STATIC_PORT
+        behind_nat = rank == 0 and args.advertise_addr == address
+        own = (args.local_addr or address_towards(host_port(address, port))) if behind_nat else ""
         return cls(
             rank=rank,
             nodes=high,
-            address=(args.master_addr or LOOPBACK).strip("[]"),
-            port=args.master_port or STATIC_PORT,
+            address=address,
+            port=port,
             join_timeout_s=join_timeout_s,
+            own_address=own,
         )
 
 
@@ -135,8 +146,8 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front |
         _await_node_0(world, access)
         yield world.endpoint, None
         return
-    names = [world.address, *_addresses(world.address)]
-    if not access.token and len(names) > 1:
+    names = [world.address, world.listens_on, *(others := _addresses(world.address))]
+    if others and not access.token:
         log.warning(
             "the etcd of this job is open to everybody who reaches %s, and so is its secret: set "
             "%s to the same random characters on all nodes",
@@ -148,7 +159,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front |
         local_etcd.private_server(token=access.token, names=names) as etcd,
         contextlib.closing(Front(world.endpoint, listeners, etcd)) as front,
     ):
-        yield world.endpoint, front
+        yield host_port(world.listens_on, world.port), front
 
 
 @contextlib.contextmanager
@@ -173,7 +184,7 @@ def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
 def _listening(world: Static) -> Iterator[list[socket.socket]]:
     """Sockets at the port of node 0, on all of its addresses."""
     with contextlib.ExitStack() as made:
-        addresses = {LOOPBACK, *_addresses(world.address)}
+        addresses = {LOOPBACK, *_addresses(world.listens_on)}
         yield [made.enter_context(_listen(address, world.port)) for address in sorted(addresses)]
 
 
@@ -184,7 +195,10 @@ def _listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         remedy = "choose another port, the same on all nodes"
         if error.errno == errno.EADDRNOTAVAIL:
-            remedy = "start --node-rank=0 on the machine that --master-addr names"
+            remedy = (
+                "start --node-rank=0 on the machine that --master-addr names, behind NAT with the "
+                "same --advertise-addr"
+            )
         raise SpecError(
             f"--master-port={port}: cannot listen on {address}: {error.strerror}; {remedy}"
         ) from error

@@ -87,6 +87,9 @@ class Orders:
             leave_file=str(self._file("leave", job.n, place.rank)),
             secret=secret,
         )
+        if config.advertised and job.members.index(node) == 0:
+            # This node hosts the round's store; NAT need not lead back from behind itself.
+            env["MASTER_ADDR"] = config.address
         if config.virtual_local_rank:
             env |= own_device(self._environ, place.local_rank)
         out, err = (
