@@ -46,6 +46,7 @@ from zero_engine.exchange.comms_log import LOG
 from zero_engine.exchange.distributed import group_timeout_s
 from zero_engine.exchange.distributed import init_distributed as _init_from_environment
 from zero_engine.exchange.distributed import local_rank as get_local_rank
+from zero_engine.exchange.telling import tell_group
 
 __all__ = [
     "ReduceOp",
@@ -100,9 +101,8 @@ def log_summary(show_straggler: bool = False) -> None:
             waited least is whom the others wait for.
     """
     lines = LOG.lines()
-    if show_straggler:
-        waits: list[float] = [0.0] * get_world_size()
-        all_gather_object(waits, LOG.waited_s)
+    if show_straggler and is_initialized():
+        waits = tell_group(LOG.waited_s, "how long each rank has waited")
         lines += [f"rank {rank} waited {wait_s * 1e3:.1f} ms" for rank, wait_s in enumerate(waits)]
     if not is_initialized() or get_rank() == 0:
         print("\n".join(lines))

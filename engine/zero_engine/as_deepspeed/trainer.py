@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from zero_engine.as_deepspeed.resuming import (
     share,
 )
 from zero_engine.elastic import current_job, current_round
+from zero_engine.exchange.telling import tell_group
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class _Guide(TrainerCallback):
         self._start = start
         self._record: Record | None = None
         self._others: dict[str, int] = {}
-        self.choice = self._agree(lambda: self._choose(asked))
+        self.choice = Choice(**self._agree(lambda: asdict(self._choose(asked))))
         if self._is_first and self.choice.reason:
             _log.warning("%s", self.choice.reason)
 
@@ -172,18 +173,18 @@ class _Guide(TrainerCallback):
         return choice
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, or cannot."""
-        verdict: list[Any] = [None]
+        """What rank 0 decides, in JSON; or cannot."""
+        verdict: dict[str, Any] = {}
         if self._is_first:
             try:
-                verdict = [decide()]
+                verdict = {"decided": decide()}
             except CannotGoOn as problem:
-                verdict = [problem]
+                verdict = {"problem": str(problem)}
         if dist.is_initialized():
-            dist.broadcast_object_list(verdict, device=self._trainer.args.device)
-        if isinstance(verdict[0], CannotGoOn):
-            raise verdict[0]
-        return verdict[0]
+            verdict = tell_group(verdict, "what rank 0 decides")[0]
+        if "problem" in verdict:
+            raise CannotGoOn(verdict["problem"])
+        return verdict["decided"]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """The schedule is known, and no step taken."""
