@@ -9,8 +9,8 @@ Events are handled also while the loop waits for etcd (`AttendedStore`). So a ha
 what has happened, or acts on this node; what it wants of etcd is an errand for the next turn.
 
 Must always hold: no call here waits without a limit; when the store is out of reach the workers
-go on (their commits are refused) until `etcd_grace_s`; when the agent returns or dies in any
-way, none of its workers is left.
+go on (their commits are refused) until `etcd_grace_s`; a store that is full is waited for; when the
+agent returns or dies in any way, none of its workers is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_agent.errands import Errands
 from zero_agent.fitness.fitness import Fitness
 from zero_agent.health import STALLED_S, Status
 from zero_agent.leaving import Leaving
-from zero_agent.limits import STORE_FAILS, Limits
+from zero_agent.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.ram import Ram
 from zero_agent.ring import Ring
 from zero_agent.saying import Sayings
@@ -37,7 +37,7 @@ from zero_agent.scratch import Scratch
 from zero_agent.supervise import BUSY, Action, Situation, Workers, next_action
 from zero_agent.suspects import Suspects
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.events import Publisher
 from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.journal import Journal
@@ -217,7 +217,7 @@ class Agent:
             self._limits.store_fails(error)
             self._leaving.check_limit()
             return False
-        self._limits.store_answers()
+        self._limits.store_answers(self._rdzv.snapshot.fence)
         return True
 
     def _prepare(self) -> None:
@@ -256,17 +256,25 @@ class Agent:
                 )
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
-            self._limits.store_answers()
+            self._limits.store_answers(self._rdzv.snapshot.fence)
             self._say_over()
             if action is not Action.WAIT:
                 return None
         except STORE_FAILS as error:
             self._limits.store_fails(error)
+            if isinstance(error, StoreFull):
+                self._rest(pause_when_full_s(len(self._rdzv.snapshot.nodes)))
         if not self.ended:  # how it ended is said when the workers are gone
             self._say(self._rdzv.reason)
         self._check_limits()
         self._handle_events()
         return None
+
+    def _rest(self, seconds: float) -> None:
+        """Ask nothing of etcd for a while."""
+        until_s = self._clock.now() + seconds
+        while self._clock.now() < until_s:
+            self._meanwhile()
 
     def _meanwhile(self) -> None:
         """While a call to etcd is under way."""
@@ -308,7 +316,7 @@ class Agent:
         self._leaving.check_limit()
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
         self._fitness.check_limit(needed=not alone)
-        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason)
+        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason, self._rdzv.confirm)
 
     # ---- actions ----
 

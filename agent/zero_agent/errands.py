@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_agent.limits import STORE_FAILS
+from zero_agent.limits import FULL_AGAIN_S, STORE_FAILS, Stopwatch
 from zero_orchestrator.clock import Clock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreError, StoreRefused
@@ -56,7 +56,7 @@ class Errands:
         self._on_failure = on_failure
         self._commits: list[_Commit] = []
         self._master: tuple[int, str] | None = None
-        self._refused = False
+        self._refused = Stopwatch(clock)
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
         """May this checkpoint be published? Only while round n of the workers is the current one.
@@ -109,20 +109,17 @@ class Errands:
             commit.reply(granted, "" if granted else f"round {commit.round} is over", False)
 
     def _say_refused(self, error: StoreError) -> None:
-        """Once, until etcd takes one again: one that is full goes on to answer everything else."""
-        if self._refused or not isinstance(error, StoreRefused):
-            return
-        self._refused = True
-        self._journal.tell(
-            "store",
-            f"etcd takes no checkpoints ({error}); the workers go on, and nothing that they save "
-            "is published until it does",
-            level=logging.WARNING,
-        )
+        """Now and then, until etcd takes one again: one that is full answers everything else."""
+        if isinstance(error, StoreRefused) and self._refused.again(FULL_AGAIN_S):
+            self._journal.tell(
+                "store",
+                f"etcd takes no checkpoints ({error}); the workers go on, and nothing that they "
+                "save is published until it does",
+                level=logging.WARNING,
+            )
 
     def _say_accepted(self) -> None:
-        if self._refused:
-            self._refused = False
+        if self._refused.stop():
             self._journal.tell("store", "etcd takes checkpoints again")
 
     def _postpone(self, commit: _Commit, error: StoreError) -> None:

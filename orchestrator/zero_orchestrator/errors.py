@@ -31,6 +31,10 @@ class StoreRefused(StoreError):
     """The store answered and said no (login, permission, size); trying again does not help."""
 
 
+class StoreFull(StoreRefused):
+    """The store has no room for what was to be written; it reads, deletes, keeps leases alive."""
+
+
 class Compacted(StoreError):
     """The history asked for is gone; read the keys afresh and watch from there."""
 

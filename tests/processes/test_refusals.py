@@ -6,17 +6,19 @@ import contextlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import COLD, TOGETHER, Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.errands import Errands
 from zero_agent.etcd.etcd_process import Member
+from zero_orchestrator import status
 from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreRefused
@@ -96,28 +98,45 @@ def test_an_agent_does_not_begin_on_a_full_etcd_and_says_how_to_mend_it(small, t
         assert "Traceback" not in job.output
 
 
-def test_a_job_outlives_an_etcd_that_is_full_for_a_while(small, tmp_path):
+GRACE_S = 1.0
+
+
+@pytest.mark.parametrize("lost", ["node", "worker"])
+@pytest.mark.corners(lost=["node"])
+def test_a_round_that_must_change_waits_until_a_full_etcd_has_room(small, tmp_path, lost):
+    """For longer than --etcd-grace, which is about an etcd that does not answer."""
+    flags = ("--nnodes=1:2", "--max-restarts=1", f"--etcd-grace={GRACE_S:g}", TOGETHER, COLD)
     with (
         contextlib.closing(EtcdStore(small.endpoint)) as store,
-        job_on(small, tmp_path, flags=("--nnodes=1", "--max-restarts=1")) as job,
+        job_on(small, tmp_path, flags=flags) as job,
     ):
-        job.start("a")
-        wait_for(lambda: job.output.count("works") and job.events("worker"), 150, "the worker")
+        job.start("a", "b")
+        wait_for(lambda: len(job.events("worker")) == 2, 150, "the workers")
         agent = job.agents["a"].process.pid
         fill(store)
-        os.kill(job.worker_of("a"), 9)
+        if lost == "node":
+            job.agents.pop("b").kill_node()
+        else:
+            os.kill(job.worker_of("b"), 9)
         wait_for(lambda: job.events("store"), 150, "the refusal")
-        before_s = cpu_s(agent)
-        wait_for(lambda: job.output.count("database space exceeded") == 1, 150, "its message")
+        refused, before_s = job.events("store")[0], cpu_s(agent)
+        wait_for(lambda: time.time() - refused["time"] > 3 * GRACE_S, 60, "the grace is over")
+        assert [one.process.poll() for one in job.agents.values()] == [None] * len(job.agents)
+        assert cpu_s(agent) - before_s < 3 * GRACE_S / 2, "it has not been busy"
+        assert len(job.events("activate")) == 1
         make_room(small, store)
-        wait_for(lambda: job.output.count("works") == 2, 150, "the next round")
-        assert cpu_s(agent) - before_s < 5.0, "it has not been busy"
+        wait_for(lambda: len(job.events("activate")) == 2, 150, "the next round")
         (tmp_path / "enough").touch()
         job.wait_for_end()
-        refused, mended = job.events("store")
-        assert refused["text"].startswith("etcd refuses (")
-        assert mended["text"] == "etcd answers again"
-        assert len(job.events("interrupt")) == 1
+        ended = status.read(store, job.job)
+    assert (ended.state, ended.restarts) == ("DONE", 1)
+    assert refused["text"].startswith("etcd is full (")
+    assert "etcdctl alarm disarm" in refused["text"]
+    told = [event["text"] for event in job.events("store") if event["node"] == refused["node"]]
+    assert [text.partition(" (")[0].partition(",")[0] for text in told] == [
+        "etcd is full",
+        "etcd has room again",
+    ]
 
 
 def test_a_full_etcd_is_said_once_and_costs_commits_alone(small, tmp_path):

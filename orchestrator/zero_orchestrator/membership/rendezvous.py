@@ -21,13 +21,21 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreUnavailable, ZeroError
+from zero_orchestrator.errors import StoreFull, StoreUnavailable, ZeroError
 from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.ages import Ages
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
-from zero_orchestrator.membership.rounds import Decision, Move, Timing, decide, runs, transaction
+from zero_orchestrator.membership.rounds import (
+    Decision,
+    Move,
+    Timing,
+    Transition,
+    decide,
+    runs,
+    transaction,
+)
 from zero_orchestrator.membership.sight import Sight, place
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import (
@@ -36,6 +44,7 @@ from zero_orchestrator.store.kv import (
     KeyValue,
     KeyValueStore,
     Put,
+    TxnResult,
     absent,
     unchanged,
 )
@@ -221,6 +230,17 @@ class Rendezvous:
             self._report(self._snapshot.n, "leaving")  # stays if the machine is taken away at once
         return revision
 
+    def confirm(self) -> None:
+        """Write this agent's registration once more: does the store take it?
+
+        Raises:
+            StoreFull: It has no room.
+            StoreUnavailable: It did not answer.
+        """
+        self._seeing.distrust()
+        self._look()  # first of all: is this the store that knew the lease?
+        self._announce()
+
     def set_unfit(self, why: str) -> int:
         """Say why this node can take part in no round now; empty: it can."""
         return self._announce(unfit=why)
@@ -308,20 +328,26 @@ class Rendezvous:
         self._reason = decision.reason
         if decision.transition is None:
             return False
-        exclusion = decision.transition.exclusion
-        # Nobody keeps this lease alive: what it holds ends by the clock of the store.
-        lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
-        took_s = self._ages.left_s(job.n)
-        move = transaction(
-            self.keys, job, decision.transition, lease, at_s=time.time(), took_s=took_s
-        )
-        done = self._store.txn(*move)
+        try:
+            done = self._try(job, decision.transition)
+        except StoreFull:
+            self._reason += "; that waits for room in etcd"
+            raise
         self._seeing.distrust()
         if done.succeeded:
             self._tell(job, decision, done.revision)
-        elif lease != NO_LEASE:
-            self._store.revoke(lease)
         return True
+
+    def _try(self, job: Snapshot, transition: Transition) -> TxnResult:
+        exclusion = transition.exclusion
+        # Nobody keeps this lease alive: what it holds ends by the clock of the store.
+        lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
+        took_s = self._ages.left_s(job.n)
+        move = transaction(self.keys, job, transition, lease, at_s=time.time(), took_s=took_s)
+        done = self._store.txn(*move)
+        if lease != NO_LEASE and not done.succeeded:
+            self._store.revoke(lease)
+        return done
 
     def _my_turn(self, decision: Decision) -> bool:
         assert decision.transition is not None

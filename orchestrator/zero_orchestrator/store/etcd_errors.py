@@ -15,6 +15,7 @@ from zero_orchestrator.errors import (
     Compacted,
     LeaseLost,
     StoreError,
+    StoreFull,
     StoreRefused,
     StoreUnavailable,
 )
@@ -35,6 +36,7 @@ _BY_TEXT = {
     "required revision has been compacted": Compacted,
     "too many requests": StoreUnavailable,
     "not leader": StoreUnavailable,
+    "database space exceeded": StoreFull,
 }
 """Goes before the code."""
 
@@ -52,7 +54,8 @@ _REMEDIES = {
         "/zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/"
     ),
     "database space exceeded": (
-        "compact and defragment etcd, then disarm its alarm (deploy/README.md has the commands)"
+        "compact and defragment etcd, then disarm its alarm: `zero-ctl gc`, `etcdctl compact "
+        "REVISION`, `etcdctl defrag --cluster`, `etcdctl alarm disarm` (deploy/README.md)"
     ),
 }
 
