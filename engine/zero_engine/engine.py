@@ -34,6 +34,7 @@ from zero_engine.moved_states import (
 )
 from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
 from zero_engine.parts import Core, Run
+from zero_engine.plain_backward import PlainBackward
 from zero_engine.precision import Precision
 from zero_engine.reporting import Reporter, Stopwatch
 from zero_engine.samples.global_batch import mix
@@ -80,6 +81,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._link = link
         self._last: StepOutcome | None = None
         self._micro_steps = MicroSteps(core, run)
+        self._plain_backward = PlainBackward(core, self._micro_steps)
         self._stopwatch = Stopwatch(core.device, on=config.wall_clock_breakdown)
         self._profile = Profile(config.flops_profiler, run.rank, core.device)
         self._reporter = Reporter(config, run.rank, self._stopwatch)
@@ -110,7 +112,9 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
                 leaf = self._run.leaf()
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
             with self._profile.measure(part, self._run.cursor.step):
-                return self._precision.call(self.module, args, kwargs)
+                output = self._precision.call(self.module, args, kwargs)
+        self._plain_backward.watch(output)
+        return output
 
     def backward(
         self,
@@ -121,6 +125,8 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         tokens: int | Tensor | None = None,
     ) -> Tensor:
         """Compute and reduce the gradients of one micro-step.
+
+        A plain `loss.backward()` does so, too, outside fp16 training.
 
         Args:
             loss: The mean loss of this micro-batch, a scalar; or (sum, count), its sum over
@@ -231,6 +237,13 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
                 "steps and at that parameter, lower the learning rate, or raise "
                 "elastic.max_skipped_steps"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what a plain `.backward()` of another engine's loss has left here, if anything.
+
+        Otherwise there is nothing to do: gradients are cleared by `step`.
+        """
+        self._micro_steps.forget_shared()
 
     # ---- the device, lent to others ----
 

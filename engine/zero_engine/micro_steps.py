@@ -62,6 +62,8 @@ class MicroSteps:
         """Inside `coalesce`: a backward does so, unless its micro-step is the last."""
         self.declared_boundary: bool | None = None
         """What the script has said of the coming micro-steps."""
+        self._shared = False
+        """The last backward was one for several engines, and is none of a step yet."""
         self._core = core
         self._run = run
         self._losses: list[Tensor] = []
@@ -70,6 +72,7 @@ class MicroSteps:
         """Of the batch that the micro-step under way has consumed."""
         self._warned = False
         self._warned_of_more = False
+        self._told_of_loss = False
 
     # ---- before backward ----
 
@@ -120,7 +123,7 @@ class MicroSteps:
 
     def backward(self, loss: Weighted, *, retain_graph: bool) -> None:
         """Run the whole backward of a micro-step."""
-        self._begin(loss)
+        self._begin(loss.tokens)
         assert self._core.reducer is not None
         if loss.scaled.requires_grad:  # else backward() says what is wrong
             loss.scaled.register_hook(self._core.reducer.note_graph_task)
@@ -134,14 +137,64 @@ class MicroSteps:
 
     def _on_plain_backward(self, loss: Weighted, gradient: Tensor) -> None:
         """The first thing that a backward of the script's own reaches."""
-        self._begin(loss)
+        self._begin(loss.tokens)
         assert self._core.reducer is not None
         self._core.reducer.note_graph_task(gradient)
         Variable._execution_engine.queue_callback(partial(self._finish, loss))
 
-    def _begin(self, loss: Weighted) -> None:
+    def begin_unweighted(self) -> None:
+        """A backward of a loss that was not weighted is under way: its gradients are to be."""
+        run = self._run
+        if self.without_step and self.at_boundary:
+            self._go_beyond_the_batch()
+        weight = self._weight(NOT_GIVEN, is_sum=False)
+        self._begin(NOT_GIVEN, weight=weight * (run.summed_over or 1))
+
+    def finish_unweighted(self, loss: Tensor | None, *, shared: bool) -> None:
+        """It has run.
+
+        Args:
+            loss: Its loss, if that is known.
+            shared: It has left gradients in other engines as well.
+        """
+        if loss is None:
+            self._tell_of_unknown_loss()
+            loss = torch.tensor(float("nan"), device=self._core.device)
+        share = loss * self._weight(NOT_GIVEN, is_sum=False)
+        self._finish(Weighted(share, share, NOT_GIVEN))
+        self._shared = shared
+
+    def forget_shared(self) -> None:
+        """Drop the gradients that a loss of other engines has left here.
+
+        Raises:
+            EngineError: They have been added to those of earlier micro-steps, or their batch is one
+                that the engine counts.
+        """
+        if not self._shared:
+            return
+        if not self.awaits_step or self._run.cursor.micro or self._run.loader is not None:
+            raise EngineError(
+                "zero_grad(): the last loss.backward() went through several engines, and its "
+                "gradients have been added to those of earlier micro-steps here, or its batch "
+                "has been counted; call engine.backward(loss) of the engine that it trains, which "
+                "leaves no gradients in the others"
+            )
+        assert self._core.zero is not None
+        self._core.zero.accumulating = self._shared = self.awaits_step = False
+        self._losses.clear()
+        self._tokens.clear()
+
+    def _begin(self, tokens: float, weight: float = 1.0) -> None:
+        if self._shared:
+            raise EngineError(
+                "a loss.backward() went through several engines, and this one has neither made a "
+                "step() of its gradients nor dropped them by zero_grad() before the next "
+                "backward; call one of the two, or engine.backward(loss) of the engine that the "
+                "loss is to train, which leaves no gradients in the others"
+            )
         if self.awaits_step:
-            self._check_further_loss(loss.tokens)
+            self._check_further_loss(tokens)
         self._check_boundary()
         self.applied = False
         core, run = self._core, self._run
@@ -150,7 +203,8 @@ class MicroSteps:
         if live < 1:
             raise EngineError(f"backward(): {PAST_THE_EPOCH}")
         core.coordinator.begin_backward()
-        core.reducer.begin(live, first=run.cursor.micro == 0 and not self.awaits_step)
+        first = run.cursor.micro == 0 and not self.awaits_step
+        core.reducer.begin(live, first=first, weight=weight)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core
@@ -181,7 +235,7 @@ class MicroSteps:
 
     def end(self) -> None:
         """End a micro-step that is not the last of its step."""
-        self.awaits_step = False
+        self.awaits_step = self._shared = False
         self.ended += 1
         self._run.cursor.micro += 1
 
@@ -215,6 +269,9 @@ class MicroSteps:
     @property
     def may_end_step(self) -> bool:
         """Whether there is a backward that `step()` could follow."""
+        reducer = self._core.reducer
+        if reducer is not None and reducer.running:  # a backward that has failed half way
+            return False
         return self.awaits_step or (not self._run.managed and self._run.cursor.micro > 0)
 
     def ends_step(self) -> bool:
@@ -309,7 +366,7 @@ class MicroSteps:
         self._losses.clear()
         self._tokens.clear()
         self.ended += self.awaits_step  # a script that ends steps has ended its micro-steps
-        self.awaits_step = False
+        self.awaits_step = self._shared = False
 
     # ---- the ledger ----
 
@@ -329,6 +386,14 @@ class MicroSteps:
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )
             run.ledger.consume(leaf.index, ticket.ids)
+
+    def _tell_of_unknown_loss(self) -> None:
+        if not self._told_of_loss and self._run.rank == 0:
+            _log.info(
+                "loss.backward(): the engine does not see this loss, so mean_loss and its curve "
+                "are nan; call engine.backward(loss) to have them, or return the loss from forward"
+            )
+        self._told_of_loss = True
 
     def _tell_of_foreign_loader(self) -> None:
         if not self._warned and self._run.rank == 0:

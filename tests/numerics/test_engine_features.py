@@ -214,11 +214,11 @@ def hash_of_rank_dependent_model() -> str:
 
 
 def misuse(kind: str) -> None:
-    engine = make_engine(config(2))
+    engine = make_engine(config(2, fp16={"enabled": "fp16" in kind}))
     batch = next(iter(engine.training_dataloader))
     loss = engine(batch)
     match kind:
-        case "loss.backward":
+        case "loss.backward in fp16":
             loss.backward()
         case "step first":
             engine.step()
@@ -227,7 +227,7 @@ def misuse(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("loss.backward", "gradients outside engine.backward"),
+        ("loss.backward in fp16", r"engine\.scale\(loss\)\.backward\(\)"),
         ("step first", "call engine.backward"),
     ],
 )

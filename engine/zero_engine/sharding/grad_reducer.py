@@ -7,7 +7,8 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
   completed with zeros. So a rank that skipped a branch stays in step with the others.
 - The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
 
-`engine.backward` calls `begin`, lets autograd run, and calls `finish`.
+`micro_steps` calls `begin`, lets autograd run, and calls `finish`. Gradients that nobody has
+announced are told to `plain_backward`, which does the same.
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ class _Exchange:
 _REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
+def is_weighted(graph_task: int) -> bool:
+    """Whether a backward, by autograd's number, is that of a loss that an engine has weighted."""
+    return any(reducer._graph_task == graph_task for reducer in _REDUCERS)
+
+
 class GradReducer:
     """Reduces the gradients of the trained units of one model."""
 
@@ -166,9 +172,15 @@ class GradReducer:
         self._next = 0
         self._live = 0
         self._first = True
-        self._running = False
+        self._weight = 1.0
+        self.running = False
+        """A backward pass has begun and has not ended."""
+        self._torn = False
+        """The last one has failed, and the totals hold a part of its gradients."""
         self._graph_task = -1
         """Autograd's number of the backward pass of this engine's newest loss; unique."""
+        self.on_plain_backward: Callable[[], None] = _refuse
+        """Called at a gradient of a backward that nobody has announced; it calls `begin`."""
         self._in_flight: deque[_Exchange] = deque()
         device = totals[0].device
         self._pool = BufferPool(device)
@@ -186,17 +198,40 @@ class GradReducer:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def begin(self, live: int, *, first: bool) -> None:
+    def begin(self, live: int, *, first: bool, weight: float = 1.0) -> None:
         """Expect one backward pass.
 
         Args:
             live: The leaves of ranks [0, live) count; at least one.
             first: It is the first of its step: what the totals hold is of the step before.
+            weight: What gradients are multiplied with, if the loss was not.
+
+        Raises:
+            EngineError: An earlier backward pass of the step has failed half way.
         """
+        if self.running:
+            self.abandon()
+        if self._torn and not first:
+            raise EngineError(
+                "a backward() of this step has failed half way, and what it has added to the "
+                "gradients of the micro-batches before it cannot be taken back; go on from a "
+                "checkpoint: engine.load_checkpoint()"
+            )
+        self._torn = False
         self._live = live
         self._first = first
+        self._weight = weight
         self._next = 0
-        self._running = True
+        self.running = True
+
+    def abandon(self) -> None:
+        """Forget a backward pass that has failed half way."""
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+        for gradient in self._order:
+            gradient.buffer = None
+            gradient.reset()
+        self.running, self._torn = False, True
 
     def note_graph_task(self, _gradient: Tensor) -> None:
         """A hook of the loss: the pass that is under way now is of this engine's loss."""
@@ -213,21 +248,17 @@ class GradReducer:
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         self._pool.free()  # the next forward needs the memory
-        self._running = False
+        self.running = False
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
         """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
-        if not self._running:
-            under_way = torch._C._current_graph_task_id()
-            if any(other._graph_task == under_way for other in _REDUCERS):
+        if not self.running:
+            if is_weighted(torch._C._current_graph_task_id()):
                 # The loss of another engine goes through this one's module: a generator's through
                 # the discriminator. These are not gradients of this engine's own loss.
                 param.grad = None
                 return
-            raise EngineError(
-                "gradients outside engine.backward(loss); call it in place of loss.backward(), or "
-                "call engine.scale(loss).backward()"
-            )
+            self.on_plain_backward()
         assert param.grad is not None
         gradient = self._order[number]
         self._ensure_buffer(gradient)
@@ -261,6 +292,8 @@ class GradReducer:
             self._complete(self._in_flight.popleft())
         leaves = gradient.buffer
         assert leaves is not None
+        if self._weight != 1:
+            leaves.mul_(self._weight)
         if self._quantized:
             leaves = self._pack(leaves)
         world = self._collectives.world
@@ -338,6 +371,13 @@ def _sum(leaves: list[Tensor], total: Tensor) -> None:
         total.copy_(first)
     for number, leaf in enumerate(others, start=1):
         torch.add(first, leaf, out=total if number == len(others) else first)
+
+
+def _refuse() -> None:
+    raise EngineError(
+        "gradients outside engine.backward(loss); call it in place of loss.backward(), or call "
+        "engine.scale(loss).backward()"
+    )
 
 
 def _tell(reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor) -> None:

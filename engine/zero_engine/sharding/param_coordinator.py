@@ -67,6 +67,8 @@ class ParamCoordinator:
         self._collectives = collectives
         self._prefetch = prefetch or Prefetch()
         self._in_backward = False
+        self.on_plain_backward: Callable[[], None] | None = None
+        """Called by a backward that nobody has announced, before it gathers."""
         self._root_units = tuple(unit for unit in units if unit.is_root)
         self._blocks = tuple(unit for unit in units if not unit.is_root)
         self._numbers = {id(unit): number for number, unit in enumerate(self._blocks)}
@@ -188,6 +190,8 @@ class ParamCoordinator:
         self._release(units)
 
     def _before_backward(self, units: Sequence[FlatUnit], _gradient: Tensor) -> None:
+        if not self._in_backward and self.on_plain_backward is not None:
+            self.on_plain_backward()
         self._gather(units)
 
     def _watch_untrained(self, units: Sequence[FlatUnit], inputs: Any) -> None:
