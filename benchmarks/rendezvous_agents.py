@@ -20,10 +20,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from zero_orchestrator.clock import SystemClock
+from zero_contract.clock import SystemClock
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import Publisher
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing

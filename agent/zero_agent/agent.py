@@ -36,11 +36,11 @@ from zero_agent.saying import Sayings
 from zero_agent.scratch import Scratch
 from zero_agent.supervise import BUSY, Action, Situation, Workers, next_action
 from zero_agent.suspects import Suspects
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.events import Publisher
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous

@@ -11,9 +11,9 @@ from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
+from zero_contract.errors import ZeroError
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.errors import ZeroError
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.records import PROTOCOL
 from zero_orchestrator.membership.rounds import Timing

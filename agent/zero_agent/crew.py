@@ -32,8 +32,10 @@ from zero_agent.workers.output import FILES, PAUSE_S
 from zero_agent.workers.steps import Steps
 from zero_agent.workers.worker_env import ENV_TIMER_FILE, nursery_env, timer_file
 from zero_agent.workers.workers import Nursery, WorkerGroup
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.contract import (
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
+from zero_contract.worker import (
     Ability,
     CommitReply,
     CommitRequest,
@@ -47,10 +49,8 @@ from zero_orchestrator.contract import (
     RamRequest,
     When,
 )
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
+from zero_contract.writer import LONGEST_FLUSH_S
 from zero_orchestrator.membership.job_state import Node, Snapshot
-from zero_orchestrator.writer import LONGEST_FLUSH_S
 
 log = logging.getLogger("zero")
 

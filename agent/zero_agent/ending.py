@@ -12,8 +12,8 @@ import textwrap
 
 from zero_agent.crew import Crew
 from zero_agent.supervise import Workers
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Snapshot, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_agent.limits import FULL_AGAIN_S, STORE_FAILS, Stopwatch
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.contract import CommitRequest
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import StoreError, StoreRefused
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
 Reply = Callable[[bool, str, bool], None]

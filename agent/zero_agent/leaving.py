@@ -14,9 +14,9 @@ from math import inf
 
 from zero_agent.config import AgentFailed
 from zero_agent.limits import Stopwatch
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 from zero_orchestrator.membership.job_state import DrainOrder
 from zero_orchestrator.membership.rendezvous import Rendezvous
 

@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable
 
 from zero_agent.config import AgentConfig, AgentFailed
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import (
     StoreError,
     StoreFull,
@@ -22,8 +24,6 @@ from zero_orchestrator.errors import (
     StoreUnavailable,
     TakenForGone,
 )
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Snapshot, State
 
 STORE_FAILS = (StoreUnavailable, StoreRefused)

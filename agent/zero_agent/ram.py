@@ -31,10 +31,10 @@ from pathlib import Path
 
 from zero_agent.network import ANY_PORT
 from zero_agent.ram_server import RamServer, used_bytes
+from zero_contract.peer_memory import key_of
+from zero_contract.worker import RamReply, RamRequest
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.contract import RamReply, RamRequest
 from zero_orchestrator.events import RamUse
-from zero_orchestrator.ram_wire import key_of
 
 log = logging.getLogger("zero")
 

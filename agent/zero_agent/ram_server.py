@@ -5,7 +5,7 @@ the digest that came with it; what is refused or breaks off leaves nothing; no m
 the budget; a caller that does not know the key, or stops in mid-sentence, costs a thread for
 seconds and nothing else.
 
-Called by `ram`. The protocol is `zero_orchestrator.ram_wire`.
+Called by `ram`. The protocol is `zero_contract.peer_memory`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stat import S_ISREG
 import xxhash
 
 from zero_agent.network import ANY_PORT, PatientServer, first_free
-from zero_orchestrator import ram_wire
+from zero_contract import peer_memory as ram_wire
+from zero_contract.peer_memory import FILE, Get, Put, Reply, WireError
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.ram_wire import FILE, Get, Put, Reply, WireError
 
 log = logging.getLogger("zero")
 

@@ -9,7 +9,7 @@ Who calls it: the agent's loop.
 from __future__ import annotations
 
 from zero_agent.limits import Stopwatch, waits_for_workers
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
 
 AGAIN_S = 10.0
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_agent.tether import tethered
-from zero_orchestrator.exit_codes import verdict
+from zero_contract.exit_codes import verdict
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TICK_S = 0.1

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from zero_agent.limits import STORE_FAILS
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.journal import Journal
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
 

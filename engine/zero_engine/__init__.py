@@ -1,5 +1,7 @@
 """The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
 
+from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
+from zero_contract.errors import ConfigError as DeepSpeedConfigError
 from zero_engine import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
 from zero_engine.accelerator import get_accelerator
 from zero_engine.arguments import add_config_arguments
@@ -7,17 +9,7 @@ from zero_engine.assembly import initialize
 from zero_engine.comm import init_distributed
 from zero_engine.engine import Engine
 from zero_engine.engine import Engine as DeepSpeedEngine
-from zero_engine.errors import (
-    CheckpointError,
-    CommitRefused,
-    ConfigError,
-    DamagedCheckpoint,
-    Diverged,
-    EngineError,
-    ModelMismatch,
-    PeerLost,
-)
-from zero_engine.errors import ConfigError as DeepSpeedConfigError
+from zero_engine.errors import CheckpointError, DamagedCheckpoint, Diverged, ModelMismatch
 from zero_engine.samples.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
 
@@ -33,9 +25,9 @@ __all__ = [
     "DeepSpeedEngine",
     "Diverged",
     "Engine",
-    "EngineError",
     "ModelMismatch",
     "PeerLost",
+    "ZeroError",
     "accelerator",
     "add_config_arguments",
     "checkpointing",

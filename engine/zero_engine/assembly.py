@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.elastic import AgentLink, agent_link, peers_may_vanish
 from zero_engine.engine import Engine
-from zero_engine.errors import ConfigError
 from zero_engine.exchange.collectives import Collectives
 from zero_engine.exchange.comms_log import LOG
 from zero_engine.exchange.distributed import init_distributed, local_device

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.config import Config
-from zero_engine.errors import ConfigError, EngineError
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.parts import Core, Run
 from zero_engine.samples.global_batch import BatchShape
@@ -48,10 +48,10 @@ class Batching:
         accumulates until it calls `step()`, as in DeepSpeed and DDP.
 
         Raises:
-            EngineError: At stages 2 and 3, as in DeepSpeed.
+            ZeroError: At stages 2 and 3, as in DeepSpeed.
         """
         if self._core.stage.shards_gradients:
-            raise EngineError(
+            raise ZeroError(
                 f"no_sync() does not go with divided gradients, stage {self._core.stage.number}; "
                 "leave it out, or use stage 0 or 1"
             )
@@ -67,7 +67,7 @@ class Batching:
 
     def _need_managed(self, what: str) -> None:
         if not self._config.managed_gradient_accumulation:
-            raise EngineError(
+            raise ZeroError(
                 f"{what}: with managed_gradient_accumulation: false a step ends where step() is "
                 "called; leave it out"
             )
@@ -90,7 +90,7 @@ class Batching:
 
         Raises:
             ConfigError: Not a multiple of the micro-batch size.
-            EngineError: In the middle of a step.
+            ZeroError: In the middle of a step.
         """
         micro_batch = self._run.batch.micro_batch
         if train_batch_size < 1 or train_batch_size % micro_batch:
@@ -99,12 +99,12 @@ class Batching:
                 f"size {micro_batch}"
             )
         if isinstance(self._run.loader, LeafBatches):
-            raise EngineError(
+            raise ZeroError(
                 "set_train_batch_size(): what a loader of your own has prefetched cannot be taken "
                 "back; use the loader of initialize() or deepspeed_io()"
             )
         if self._run.cursor.micro or self._micro_steps.awaits_step:
-            raise EngineError("set_train_batch_size() in the middle of a step; call it after one")
+            raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
         leaves = train_batch_size // micro_batch
         self._run.adopt_batch(BatchShape(leaves=leaves, micro_batch=micro_batch))
 

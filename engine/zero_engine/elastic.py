@@ -34,18 +34,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
 
-from zero_engine.errors import CommitRefused, LeavingNow, PeerLost
+from zero_contract import worker as contract
+from zero_contract.errors import CommitRefused, PeerLost
+from zero_contract.worker import Ability, CommitReply, ExitCode, Leave, Message, RamReply, When
+from zero_engine.errors import LeavingNow
 from zero_engine.exchange.waiting import Interrupt
-from zero_orchestrator import contract
-from zero_orchestrator.contract import (
-    Ability,
-    CommitReply,
-    ExitCode,
-    Leave,
-    Message,
-    RamReply,
-    When,
-)
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
 from zero_engine.config.elasticity import choose_batch, largest_micro_batch
-from zero_engine.errors import ConfigError
 
 __all__ = ["compute_elastic_config"]
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_contract.errors import ZeroError
 from zero_engine.accessors import Accessors
 from zero_engine.batching import Batching
 from zero_engine.config import Config
 from zero_engine.elastic import AgentLink, peers_may_vanish
-from zero_engine.errors import EngineError
 from zero_engine.exchange.distributed import local_rank
 from zero_engine.flops_profiler import Profile
 from zero_engine.micro_steps import Loss, MicroSteps
@@ -169,9 +169,9 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         """
         self._core.moved.need("step()")
         if self._micro_steps.without_step:
-            raise EngineError("step() inside no_sync(); leave it for the last micro-step")
+            raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
         if not self._micro_steps.may_end_step:
-            raise EngineError("step() without backward(); call engine.backward(loss) first")
+            raise ZeroError("step() without backward(); call engine.backward(loss) first")
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
@@ -232,7 +232,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         if self.global_rank == 0:
             _log.warning("%s", what)
         if state.unanswered >= self._config.elastic.max_skipped_steps:
-            raise EngineError(
+            raise ZeroError(
                 f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
                 "steps and at that parameter, lower the learning rate, or raise "
                 "elastic.max_skipped_steps"
@@ -263,7 +263,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
             non_blocking: Return before the copies have ended.
 
         Raises:
-            EngineError: The config's offload_param has moved them already, or another device.
+            ZeroError: The config's offload_param has moved them already, or another device.
         """
         self._core.moved.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 

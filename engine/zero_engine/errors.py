@@ -1,29 +1,19 @@
-"""The errors of the engine: one tree, each message naming what, where and the remedy."""
+"""The errors of the engine, each message naming what, where and the remedy."""
 
 from __future__ import annotations
 
-
-class EngineError(Exception):
-    """Anything the engine reports to a user."""
-
-
-class ConfigError(EngineError, ValueError):
-    """The configuration is wrong: an unknown key, a value out of bounds, a contradiction."""
-
-
-class PeerLost(EngineError):
-    """A collective failed because another rank is gone; this rank itself is healthy."""
+from zero_contract.errors import PeerLost, ZeroError
 
 
 class LeavingNow(PeerLost):
     """This rank was asked to leave its group without waiting for anything."""
 
 
-class Diverged(EngineError):
+class Diverged(ZeroError):
     """The ranks wait for each other, because they do not do the same."""
 
 
-class CheckpointError(EngineError):
+class CheckpointError(ZeroError):
     """A checkpoint could not be saved or loaded."""
 
 
@@ -39,14 +29,5 @@ class ModelMismatch(CheckpointError):
     """The checkpoint is intact but belongs to another model."""
 
 
-class CommitRefused(CheckpointError):
-    """The round of this worker is over, or its agent is cut off: nothing was published."""
-
-    def __init__(self, message: str, *, passing: bool = False) -> None:
-        super().__init__(message)
-        self.passing = passing
-        """Etcd does not take it: the agent, which is there, says so and sees to it."""
-
-
-class TierError(EngineError):
+class TierError(ZeroError):
     """State could not be moved to or from the place where it rests between uses."""

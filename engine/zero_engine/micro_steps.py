@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.parts import Core, Run
 from zero_engine.samples.elastic_loader import PAST_THE_EPOCH, Ticket
 from zero_engine.samples.global_batch import StepPlan
@@ -88,16 +88,16 @@ class MicroSteps:
                 it over its micro-steps.
 
         Raises:
-            EngineError: It cannot be differentiated, or not now.
+            ZeroError: It cannot be differentiated, or not now.
         """
         zero = self._core.zero
         if zero is None:
-            raise EngineError("backward(): nothing is trained; give initialize() an optimizer")
+            raise ZeroError("backward(): nothing is trained; give initialize() an optimizer")
         if self.without_step and self.at_boundary:
             self._go_beyond_the_batch()
         value, tokens = loss if isinstance(loss, tuple) else (loss, tokens)
         if value.numel() != 1 or not value.requires_grad:
-            raise EngineError(
+            raise ZeroError(
                 f"backward(): the loss has shape {tuple(value.shape)} and requires_grad is "
                 f"{value.requires_grad}; give one number that depends on trained parameters"
             )
@@ -201,7 +201,7 @@ class MicroSteps:
         assert core.reducer is not None
         live = run.plan().live(run.cursor.micro, run.world)
         if live < 1:
-            raise EngineError(f"backward(): {PAST_THE_EPOCH}")
+            raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
         core.coordinator.begin_backward()
         first = run.cursor.micro == 0 and not self.awaits_step
         core.reducer.begin(live, first=first, weight=weight)
@@ -243,16 +243,16 @@ class MicroSteps:
         """A backward before the step() of the last one: a further loss of the same micro-batch.
 
         Raises:
-            EngineError: It is of another micro-batch, or has another number of tokens.
+            ZeroError: It is of another micro-batch, or has another number of tokens.
         """
         loader = self._run.loader
         if loader is not None and loader.last != self._ticket:
-            raise EngineError(
+            raise ZeroError(
                 "backward() of another batch before the step() of the last one; call engine.step() "
                 "after each batch: it updates the weights only when the global batch is complete"
             )
         if tokens != self._tokens[-1]:
-            raise EngineError(
+            raise ZeroError(
                 "backward() twice before step(), with another number of tokens or another "
                 "scale_wrt_gas; give the same to every loss of a micro-batch"
             )
@@ -314,11 +314,11 @@ class MicroSteps:
         """A backward inside `no_sync` where the batch is full: the script accumulates by itself.
 
         Raises:
-            EngineError: The loader cannot go on with that.
+            ZeroError: The loader cannot go on with that.
         """
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
         if run.loader is not None and not run.loader.leave_steps_to_script():
-            raise EngineError(
+            raise ZeroError(
                 f"no_sync() around micro-step {micro_steps} of {micro_steps}, which ends the step, "
                 f"and these {type(run.loader).__name__} batches are handed out a step at a time; "
                 "set gradient_accumulation_steps (or train_batch_size) to what you accumulate, or "
@@ -337,7 +337,7 @@ class MicroSteps:
         """What the script has said of this micro-step must be what the batch makes of it."""
         if self.declared_boundary not in (None, self.at_boundary):
             number, of = self._run.cursor.micro + 1, self._run.plan().micro_steps(self._run.world)
-            raise EngineError(
+            raise ZeroError(
                 f"set_gradient_accumulation_boundary({self.declared_boundary}), but micro-step "
                 f"{number} of {of} is {'' if self.at_boundary else 'not '}the last: the global "
                 "batch is fixed; change gradient_accumulation_steps or call set_train_batch_size()"
@@ -381,7 +381,7 @@ class MicroSteps:
             self._warn_of_stale_batch(ticket)
         if run.ledger is not None and not leaf.ghost:
             if ticket is None:
-                raise EngineError(
+                raise ZeroError(
                     "elastic.sample_ledger: the samples of this batch are not known; give "
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )

@@ -21,7 +21,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 
@@ -92,7 +92,7 @@ class MovedStates:
         """`engine.offload_states`; what is moved already stays moved.
 
         Raises:
-            EngineError: Parameters are offloaded by the config, or the device is not the CPU.
+            ZeroError: Parameters are offloaded by the config, or the device is not the CPU.
         """
         if not self._can_go_to(device):
             return
@@ -108,20 +108,16 @@ class MovedStates:
     def _can_go_to(self, device: OffloadDeviceEnum | str) -> bool:
         """Whether there is something to do; raises as `offload`."""
         if self._zero is None:
-            raise EngineError(
-                "offload_states(): the engine has no optimizer, so nothing to offload"
-            )
+            raise ZeroError("offload_states(): the engine has no optimizer, so nothing to offload")
         if any(unit.tiers.weights.far for unit in self._units):
-            raise EngineError(
+            raise ZeroError(
                 "offload_states(): offload_param has moved the parameters already; use one of the "
                 "two"
             )
         if device == OffloadDeviceEnum.none:
             _log.warning('offload_states(device="none") moves nothing')
         elif device != OffloadDeviceEnum.cpu:
-            raise EngineError(
-                f'offload_states(device={str(device)!r}): states can be moved to "cpu"'
-            )
+            raise ZeroError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
         return device == OffloadDeviceEnum.cpu
 
     def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
@@ -179,16 +175,16 @@ class MovedStates:
             refills: It does not mind what weights and optimizer state hold.
 
         Raises:
-            EngineError: Something is, or another engine has the module.
+            ZeroError: Something is, or another engine has the module.
         """
         self._wait_for_reader()
         if self.torn is not None and not refills:
-            raise EngineError(
+            raise ZeroError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "
                 f"{self.torn.reason}; load a whole checkpoint, or start again"
             )
         if self.given_away:
-            raise EngineError(
+            raise ZeroError(
                 f"{what}: the module has been given to initialize() once more; use the engine that "
                 "came from there"
             )
@@ -196,7 +192,7 @@ class MovedStates:
             return
         away = [kind.value for kind in kinds if self._is_away(kind)]
         if away:
-            raise EngineError(
+            raise ZeroError(
                 f"{what} while {' and '.join(sorted(away))} are offloaded; call "
                 "engine.reload_states() first"
             )

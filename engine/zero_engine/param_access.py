@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.exchange.collectives import wait
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.optim.owner_steps import StepByOwners
@@ -44,11 +44,11 @@ def owned(param: nn.Parameter) -> OwnedParam:
     """Where a parameter lies.
 
     Raises:
-        EngineError: No engine has it.
+        ZeroError: No engine has it.
     """
     owner = owner_of(param)
     if owner is None:
-        raise EngineError(
+        raise ZeroError(
             f"a parameter of shape {tuple(param.shape)} belongs to no engine; pass one of the "
             "module that was given to initialize()"
         )
@@ -107,7 +107,7 @@ class OwnedParam:
         """Write this rank's share. Not collective."""
         zero = self.core.zero
         if zero is None or self._total() is None:
-            raise EngineError(
+            raise ZeroError(
                 f"{self.slot.fqn} has no gradient to set; call this between engine.backward() "
                 "and the step that applies it, for a trained parameter"
             )
@@ -168,7 +168,7 @@ class OwnedParam:
         segment, _ = self._find_state(key)
         known = elementwise_keys(segment, self._state_of(segment)) if segment else []
         if key not in known:
-            raise EngineError(
+            raise ZeroError(
                 f"{self.slot.fqn} has no optimizer state {key!r} to set; it has: "
                 f"{', '.join(known) or 'none before the first step'}"
             )
@@ -220,7 +220,7 @@ class OwnedParam:
 
     def _flat(self, value: Tensor) -> Tensor:
         if value.shape != self.slot.shape:
-            raise EngineError(
+            raise ZeroError(
                 f"{self.slot.fqn} has shape {tuple(self.slot.shape)}, the value has "
                 f"{tuple(value.shape)}"
             )
@@ -245,9 +245,9 @@ class SteppedWhole(OwnedParam):
         """Replace it, with the same value on every rank. Collective."""
         current = self.state(key)
         if not isinstance(current, Tensor):
-            raise EngineError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+            raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
         if current.shape != value.shape:
-            raise EngineError(
+            raise ZeroError(
                 f"{key} of {self.slot.fqn} has shape {tuple(current.shape)}, the value has "
                 f"{tuple(value.shape)}"
             )
@@ -268,7 +268,7 @@ class SteppedWhole(OwnedParam):
         own = self._owned_state()
         place = torch.empty(0) if own is None else own.get(key)
         if not isinstance(place, Tensor):
-            raise EngineError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+            raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
         _write(place.view(-1), value, f"{key} of {self.slot.fqn}")
 
     def _owned_state(self) -> dict[str, Any] | None:
@@ -282,7 +282,7 @@ class SteppedWhole(OwnedParam):
 
 def _write(place: Tensor, value: Tensor, what: str) -> None:
     if value.shape != place.shape:
-        raise EngineError(
+        raise ZeroError(
             f"{what}: this rank's share is 1-D with {place.numel()} elements, the value has shape "
             f"{tuple(value.shape)}"
         )

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.parts import Core
 from zero_engine.sharding.grad_reducer import is_weighted
@@ -95,11 +95,11 @@ class PlainBackward:
         """The backward is a micro-step's.
 
         Raises:
-            EngineError: It needs a loss scale, which only `scale()` or `backward()` can give it; or
+            ZeroError: It needs a loss scale, which only `scale()` or `backward()` can give it; or
                 there cannot be a backward now.
         """
         if self._core.dtype == torch.float16:
-            raise EngineError(
+            raise ZeroError(
                 "loss.backward() in fp16 training: the loss must be scaled first; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )

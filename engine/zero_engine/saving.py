@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zero_contract.errors import ZeroError
 from zero_engine.checkpoint.place import place
 from zero_engine.config import Config
 from zero_engine.elastic import AgentLink, peers_may_vanish
-from zero_engine.errors import CheckpointError, EngineError
+from zero_engine.errors import CheckpointError
 from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.moved_states import WEIGHTS
@@ -86,7 +87,7 @@ class Checkpointing(Wrapper):
         del save_latest
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.awaits_step:
-            raise EngineError("save_checkpoint() between backward() and step(); call step() first")
+            raise ZeroError("save_checkpoint() between backward() and step(); call step() first")
         with peers_may_vanish(self._link):
             mode = self._config.checkpoint.tag_validation.lower()
             agree_on_tag(tag, mode, self._core.collectives)
@@ -203,10 +204,10 @@ class Checkpointing(Wrapper):
 
         Raises:
             SystemExit: Always.
-            EngineError: Nobody has asked this worker to leave.
+            ZeroError: Nobody has asked this worker to leave.
         """
         if not self._persistence.leaving:
-            raise EngineError("leave_group() without asked_to_leave; go on training")
+            raise ZeroError("leave_group() without asked_to_leave; go on training")
         with peers_may_vanish(self._link):
             self._persistence.leave()
 

@@ -35,7 +35,7 @@ def take_over(model: nn.Module) -> None:
 
     Raises:
         ConfigError: It is a part of what an engine has divided that is gone.
-        EngineError: Its weights are moved off the device.
+        ZeroError: Its weights are moved off the device.
     """
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]

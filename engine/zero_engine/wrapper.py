@@ -11,7 +11,7 @@ from typing import Any, Self, SupportsIndex
 
 from torch import Tensor, nn
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 
 class Wrapper(nn.Module):
@@ -63,7 +63,7 @@ class Wrapper(nn.Module):
         """What `.to()`, `.half()`, `.cuda()` come to: nothing, where all is as they ask already."""
         for name, param in self.named_parameters():
             if fn(param) is not param:
-                raise EngineError(
+                raise ZeroError(
                     f"to(), half() and the like would take {name} away from the engine, which "
                     "steps it where it is; choose the dtype in the config, or call them on the "
                     "model before initialize()"
@@ -71,7 +71,7 @@ class Wrapper(nn.Module):
         return super()._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        raise EngineError(
+        raise ZeroError(
             "an engine cannot be copied or pickled: it is one rank's part of a run; copy "
             "engine.module, or call engine.save_checkpoint() or engine.module_state_dict()"
         )

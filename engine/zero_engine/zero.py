@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.param_access import owner_of, units_of
 from zero_engine.param_places import ZeroParamStatus, tell_status
 from zero_engine.sharding.flat_unit import FlatUnit
@@ -103,10 +103,10 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     the end of backward.
 
     Raises:
-        EngineError: Too late.
+        ZeroError: Too late.
     """
     if owner_of(parameter) is not None:
-        raise EngineError(
+        raise ZeroError(
             f"register_external_parameter({type(module).__name__}): the parameters are divided "
             "already; call it before initialize(), in the module's constructor for example"
         )

@@ -25,10 +25,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero_contract.errors import ZeroError
+from zero_contract.exit_codes import CtlExit
 from zero_orchestrator import collect, events, status, wishes
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
-from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable, ZeroError
-from zero_orchestrator.exit_codes import CtlExit
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JobStatus, NoSuchJob

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
-class ZeroError(Exception):
-    """Anything the orchestrator or the agent reports to a user; never shown as a traceback."""
+from zero_contract.errors import ZeroError
 
 
 class SpecError(ZeroError):

@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.contract import Progress
+from zero_contract.clock import Clock
+from zero_contract.journal import Retention
+from zero_contract.worker import Progress
 from zero_orchestrator.errors import StoreError
-from zero_orchestrator.journal import Retention
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 

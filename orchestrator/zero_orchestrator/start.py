@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import NoReturn
 
-from zero_orchestrator.exit_codes import CRASHED
+from zero_contract.exit_codes import CRASHED
 
 
 def agent() -> NoReturn:

@@ -17,7 +17,8 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from zero_orchestrator.errors import StoreRefused, ZeroError
+from zero_contract.errors import ZeroError
+from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.events import progress_prefix, seen_key, seen_s
 from zero_orchestrator.membership.budget import fruitless
 from zero_orchestrator.membership.exclusion import Exclusion

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 
-from zero_orchestrator.errors import LeaseLost, ZeroError
+from zero_contract.errors import ZeroError
+from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.membership.exclusion import Exclusion
 from zero_orchestrator.membership.job_state import DrainOrder, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys

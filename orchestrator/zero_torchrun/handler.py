@@ -38,10 +38,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zero_contract.clock import SystemClock
+from zero_contract.journal import Journal
 from zero_orchestrator.addresses import host_port, split_host_port
-from zero_orchestrator.clock import SystemClock
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tests.support.memory_store import Database
 from zero_agent.supervise import Action, Situation, Workers, next_action
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
@@ -21,7 +22,6 @@ from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.rounds import Observed, Timing, Transition, decide, transaction
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import Compare, Delete, Put, Range, Write, absent, unchanged
-from zero_orchestrator.store.kv_memory import Database
 
 KEYS = Keys("model")
 LONG_AGO = Observed(nodes_s=1e9, symptom_s=1e9)

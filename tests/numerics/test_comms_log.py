@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
+from zero_contract.errors import ConfigError
 from zero_engine import comm
 from zero_engine.config import load_config
-from zero_engine.errors import ConfigError
 from zero_engine.exchange.comms_log import CommsLog
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 from zero_engine.samples.ledger import read_ledger, verify
 
 STEPS = 7
@@ -287,7 +287,7 @@ def stop_early(root: str) -> None:
     engine, loader = own_engine()
     train_through(engine, loader, 2)
     engine.save_checkpoint(root)
-    with pytest.raises(EngineError, match="what a loader of your own has prefetched cannot be"):
+    with pytest.raises(ZeroError, match="what a loader of your own has prefetched cannot be"):
         engine.set_train_batch_size(4)
 
 

@@ -20,12 +20,12 @@ from tests.numerics.test_param_access import PROBES, probes
 from tests.support.models import Tokens, make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_contract.worker import ExitCode
 from zero_engine.engine import Engine
 from zero_engine.utils import (
     RepeatingLoader,
     safe_get_full_fp32_param,
 )
-from zero_orchestrator.contract import ExitCode
 
 STAGES = (0, 1, 2, 3)
 

@@ -17,8 +17,8 @@ import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_contract.errors import ConfigError
 from zero_engine import checkpointing, comm
-from zero_engine.errors import ConfigError
 from zero_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_engine.runtime.utils import see_memory_usage
 from zero_engine.runtime.zero.partition_parameters import ZeroParamStatus

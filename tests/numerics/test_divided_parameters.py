@@ -26,8 +26,8 @@ from tests.support.training import (
     train,
 )
 from tests.support.world import WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 from zero_engine.zero import GatheredParameters
 
 
@@ -264,7 +264,7 @@ def copy_modules() -> list[str]:
     messages = []
     for module in (engine.module, engine.module.blocks[0].qkv):
         for way in (copy.deepcopy, lambda module: torch.save(module, BytesIO())):
-            with pytest.raises(EngineError) as error:
+            with pytest.raises(ZeroError) as error:
                 way(module)
             messages.append(str(error.value))
     return messages

@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -95,7 +95,7 @@ def train_after_moving(stage: int) -> Any:
 
 def test_what_would_take_the_weights_away_is_refused(worlds: WorldPool) -> None:
     [stories] = worlds.run(1, take_weights_away)
-    assert [kind for kind, _ in stories] == ["EngineError"] * 6
+    assert [kind for kind, _ in stories] == ["ZeroError"] * 6
     assert "would take module.position away from the engine" in stories[0][1]
     assert "copy engine.module, or call engine.save_checkpoint()" in stories[-1][1]
 
@@ -115,7 +115,7 @@ def take_weights_away() -> list[tuple[str, str]]:
     for way in ways:
         try:
             way()
-        except EngineError as error:
+        except ZeroError as error:
             stories.append((type(error).__name__, str(error)))
     assert str(fingerprint(engine)) == str(before)  # with a NaN, before the first step
     return stories

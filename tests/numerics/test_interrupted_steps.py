@@ -10,8 +10,8 @@ import torch
 
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 
 WORLD, BROKEN_AT, ENDS_AT = 2, 2, 4
 HALF_WAY = "because a step has failed half way: (Ctrl-C|the schedule is over); load a whole"
@@ -52,7 +52,7 @@ def break_a_step(root: str, stage: int, where: str) -> None:
         train(engine, BROKEN_AT + 1)
     assert engine.global_steps == BROKEN_AT
     for use in (engine.step, lambda: engine.save_checkpoint(root), engine.weight_hash):
-        with pytest.raises(EngineError, match=HALF_WAY):
+        with pytest.raises(ZeroError, match=HALF_WAY):
             use()
 
 

@@ -21,12 +21,9 @@ from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
-from zero_engine.checkpoint import find
-from zero_engine.elastic import Departure, choose_departure
-from zero_engine.engine import Engine
-from zero_engine.errors import CheckpointError, PeerLost
-from zero_orchestrator import contract
-from zero_orchestrator.contract import (
+from zero_contract import worker as contract
+from zero_contract.errors import PeerLost
+from zero_contract.worker import (
     CommitReply,
     CommitRequest,
     ExitCode,
@@ -38,6 +35,10 @@ from zero_orchestrator.contract import (
     RamRequest,
     When,
 )
+from zero_engine.checkpoint import find
+from zero_engine.elastic import Departure, choose_departure
+from zero_engine.engine import Engine
+from zero_engine.errors import CheckpointError
 
 ROUND = 3
 

@@ -15,9 +15,9 @@ import zero_engine
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.checkpoint.utils import clone_tensors_for_torch_save
 from zero_engine.compression.helper import recursive_getattr, recursive_setattr
-from zero_engine.errors import EngineError
 from zero_engine.moe.layer import MoE
 from zero_engine.moe.utils import (
     has_moe_layers,
@@ -145,7 +145,7 @@ def test_groups_without_experts_stay_as_they_are() -> None:
     assert split_params_into_different_moe_groups_for_optimizer((group, group)) == [group, group]
     assert has_moe_layers(model) == (False, 0)
     assert not any(is_moe_param(param) for param in model.parameters())
-    with pytest.raises(EngineError, match="no expert parallelism; put the experts into"):
+    with pytest.raises(ZeroError, match="no expert parallelism; put the experts into"):
         MoE(hidden_size=84, expert=nn.Linear(84, 84), num_experts=2)
 
 

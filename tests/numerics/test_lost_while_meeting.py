@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from tests.support.cluster import environment
 from tests.support.waiting import wait_for
-from zero_orchestrator.contract import ENV_SOCKET, ExitCode
+from zero_contract.worker import ENV_SOCKET, ExitCode
 
 HOST = """
 import signal, torch.distributed as dist

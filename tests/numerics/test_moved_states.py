@@ -11,8 +11,8 @@ import torch
 from tests.numerics.test_offload import offloading
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 from zero_engine.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero_engine.utils import safe_get_full_fp32_param
 from zero_engine.zero import GatheredParameters
@@ -173,7 +173,7 @@ def use_moved(stage: int, include: Any, root: str) -> list[str]:
     for name, use in uses.items():
         try:
             use()
-        except EngineError as error:
+        except ZeroError as error:
             if "are offloaded; call engine.reload_states() first" in str(error):
                 told.append(name)
     engine.reload_states()

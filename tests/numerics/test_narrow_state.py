@@ -15,11 +15,11 @@ from tests.numerics.test_offload import offloading
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool, one_result
+from zero_contract.errors import ConfigError
 from zero_engine.checkpoint import find
 from zero_engine.checkpoint.place import place
 from zero_engine.config import load_config
 from zero_engine.engine import Engine
-from zero_engine.errors import ConfigError
 from zero_engine.sharding.segments import elementwise_keys
 from zero_engine.utils import safe_get_full_optimizer_state
 from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.utils import (
     safe_get_full_fp32_param,
@@ -162,7 +162,7 @@ def fail_half_way(path: str) -> list[str]:
     told = []
     engine.backward(engine(next(iter(engine.training_dataloader))))
     for use in (engine.step, engine.step, lambda: engine.save_checkpoint(f"{path}/root")):
-        with pytest.raises(EngineError) as caught:
+        with pytest.raises(ZeroError) as caught:
             use()
         told.append(str(caught.value))
     return told

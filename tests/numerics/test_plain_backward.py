@@ -19,8 +19,8 @@ import zero_engine
 from tests.support.models import Tokens, make_model
 from tests.support.training import config, fingerprint, make_engine
 from tests.support.world import WorldError, WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -267,7 +267,7 @@ def fail_and_go_on(at: int, plain: bool) -> None:
                 with pytest.raises(ZeroDivisionError):
                     backward(engine, batch, plain)
                 handle.remove()
-                with pytest.raises(EngineError, match="without backward"):
+                with pytest.raises(ZeroError, match="without backward"):
                     engine.step()
             backward(engine, batch, plain)
             engine.step()

@@ -15,9 +15,10 @@ from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
+from zero_contract.errors import ZeroError
 from zero_engine.checkpoint import find, reader
 from zero_engine.engine import Engine
-from zero_engine.errors import DamagedCheckpoint, EngineError, ModelMismatch
+from zero_engine.errors import DamagedCheckpoint, ModelMismatch
 from zero_engine.utils import safe_get_full_fp32_param
 
 WORLD, REFUSED_AT, ENDS_AT = 3, 2, 4
@@ -180,7 +181,7 @@ def refused(engine: Engine, root: str) -> set[str]:
     for what, use in uses(engine, root).items():
         try:
             use()
-        except EngineError as error:
+        except ZeroError as error:
             name, _, reason = str(error).partition(": ")
             assert name == what
             found.add(what)
@@ -196,7 +197,7 @@ def go_on_after_damage(root: str, good: str, stage: int) -> tuple[Any, ...]:
     with pytest.raises(DamagedCheckpoint, match="Restore one of them"):
         engine.load_checkpoint(root)
     assert refused(engine, root) == everything_refused
-    with pytest.raises(EngineError, match="because a load has failed: no usable checkpoint under"):
+    with pytest.raises(ZeroError, match="because a load has failed: no usable checkpoint under"):
         engine.step()
     with pytest.raises(DamagedCheckpoint):  # it is quarantined now, and nothing is read
         engine.load_checkpoint(root)

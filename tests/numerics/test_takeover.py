@@ -14,8 +14,8 @@ import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 
 
 def engine_for(model: nn.Module, settings: dict[str, Any]) -> Engine:
@@ -97,7 +97,7 @@ def use_the_first_again(stage: int) -> list[str]:
         first.weight_hash,
         first.module_state_dict,
     ):
-        with pytest.raises(EngineError) as error:
+        with pytest.raises(ZeroError) as error:
             use()
         messages.append(str(error.value))
     return messages

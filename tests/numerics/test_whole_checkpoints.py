@@ -13,7 +13,7 @@ import zero_engine
 from tests.numerics.test_whole_parameters import ADAFACTOR, STEPS, Kronecker, with_object
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 SAVED_AT = 2
 
@@ -124,7 +124,7 @@ def save_objects(root: str) -> list[str]:
     )
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(ZeroError) as caught:
         engine.save_checkpoint(root)
     return [str(caught.value)]
 

@@ -15,8 +15,8 @@ from tests.support.models import Tokens, make_model, param_groups
 from tests.support.plain import plain_torch
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_contract.errors import ZeroError
 from zero_engine.engine import Engine
-from zero_engine.errors import EngineError
 from zero_engine.utils import (
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
@@ -205,7 +205,7 @@ def set_what_is_not_there() -> list[str]:
     train(engine, 1)
     told = []
     for key, shape in (("exp_avg", (144, 36)), ("row_var", (144,))):
-        with pytest.raises(EngineError) as caught:
+        with pytest.raises(ZeroError) as caught:
             safe_set_full_optimizer_state(param, torch.zeros(shape), key)
         told.append(str(caught.value))
     return told

@@ -28,7 +28,7 @@ from tests.support.cluster import (
 )
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 

@@ -27,8 +27,8 @@ from tests.support.cluster import (
 )
 from tests.support.waiting import wait_for
 from zero_agent.workers.process_control import children
+from zero_contract.exit_codes import AgentExit
 from zero_engine.samples.ledger import read_ledger, verify
-from zero_orchestrator.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

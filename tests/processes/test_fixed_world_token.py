@@ -13,7 +13,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import private_server
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token, write_certificates
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.support.cluster import TOGETHER, Cluster, environment
 from tests.support.waiting import wait_for
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 

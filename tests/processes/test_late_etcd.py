@@ -12,7 +12,7 @@ import pytest
 from tests.support.cluster import Cluster, descendants
 from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -23,7 +23,7 @@ from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member, is_healthy
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

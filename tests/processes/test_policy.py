@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator import status
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -22,7 +22,7 @@ from tests.support.cluster import (
 )
 from tests.support.waiting import wait_for
 from zero_agent.workers.workers import CLOSE_TIMEOUT_S
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 

@@ -18,12 +18,12 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.errands import Errands
 from zero_agent.etcd.etcd_process import Member
+from zero_contract.clock import SystemClock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
+from zero_contract.worker import CommitRequest
 from zero_orchestrator import status
-from zero_orchestrator.clock import SystemClock
-from zero_orchestrator.contract import CommitRequest
 from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Node, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec

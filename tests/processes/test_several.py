@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster import environment
 from tests.support.network import kill_all_with
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 COUNT = 3
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.cluster import COLD, TOGETHER
 from tests.support.frozen import frozen, why_not
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.workers import Order, WorkerGroup
-from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 freezes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import COLD, agent, descendants, environment, is_alive, kill_all
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.workers import ANSWER_S, Nursery
-from zero_orchestrator.clock import ManualClock
 
 pytestmark = pytest.mark.processes
 
@@ -207,7 +207,7 @@ from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.workers import ANSWER_S, Nursery
-from zero_orchestrator.clock import ManualClock
+from zero_contract.clock import ManualClock
 import os
 hub = Hub()
 nursery = Nursery(hub, os.environ, [], lambda *news: None)
@@ -273,7 +273,7 @@ def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its
 
 ASKS = """
 import os, socket
-from zero_orchestrator.contract import CommitReply, CommitRequest, Hello, decode, encode
+from zero_contract.worker import CommitReply, CommitRequest, Hello, decode, encode
 round = int(os.environ["ZERO_ROUND"])
 with socket.socket(socket.AF_UNIX) as agent:
     agent.connect(os.environ["ZERO_AGENT_SOCKET"])

@@ -12,7 +12,7 @@ from zero_agent.config import AgentConfig
 from zero_agent.etcd.meeting import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.ram import Ram
-from zero_orchestrator.contract import RamRequest
+from zero_contract.worker import RamRequest
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 import zero_agent
 from zero_agent.asking import ENV_FILE, LEFT, Askings
-from zero_orchestrator.contract import ENV_LEAVE, ExitCode
+from zero_contract.worker import ENV_LEAVE, ExitCode
 
 
 def test_a_script_that_asks_is_heard_and_told_once_the_agent_asks_it(tmp_path, monkeypatch):

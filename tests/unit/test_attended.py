@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from zero_agent.attended import AttendedStore
-from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.store.kv import KeyValue
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 class Slow(MemoryStore):

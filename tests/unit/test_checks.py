@@ -18,7 +18,7 @@ from zero_agent.etcd.etcd_access import Access
 from zero_agent.fitness import checks, examination, fitness
 from zero_agent.fitness.checks import CHECKS, Check, Sick, Surroundings
 from zero_agent.fitness.examination import complaint, examine
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
 

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from zero_orchestrator.clock import ManualClock, SystemClock
+from tests.support.manual_clock import ManualClock
+from zero_contract.clock import SystemClock
 
 
 def test_a_manual_clock_runs_each_action_when_it_is_due() -> None:

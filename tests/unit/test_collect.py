@@ -6,15 +6,15 @@ import json
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from zero_orchestrator import cli, collect, events, status
-from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.collect import Remains, due
 from zero_orchestrator.events import events_prefix, progress_prefix
 from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.moves import Move, Transition, transaction
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 NOW_S = 1_000_000_000.0
 DAY_S = 86400.0

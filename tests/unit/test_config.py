@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import Config, load_config, ranges
 from zero_engine.config.nearest import check_params
-from zero_engine.errors import ConfigError
 
 
 def test_an_empty_config_has_deepspeeds_defaults() -> None:

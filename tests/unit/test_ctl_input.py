@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.cli import main
-from zero_orchestrator.exit_codes import CtlExit
 
 
 @pytest.fixture(autouse=True)

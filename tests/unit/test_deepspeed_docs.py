@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import keys, load_config
-from zero_engine.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 

@@ -13,9 +13,9 @@ from zero_agent.workers import exits
 from zero_agent.workers.exits import Exit, fresh_error_file
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.workers import Order, WorkerGroup
-from zero_orchestrator.contract import ExitCode
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
+from zero_contract.worker import ExitCode
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
 

@@ -63,7 +63,7 @@ def test_grpc_comes_with_the_etcd_store_and_with_nothing_else() -> None:
     """The agent starts fast, and a process without gRPC threads may fork."""
     script = """
 import sys
-from zero_orchestrator.store import kv_memory, lease, retry
+from zero_orchestrator.store import kv, lease, retry
 import zero_agent.etcd.local_etcd, zero_agent.etcd.etcd_keeper
 assert not {"grpc", "etcd3", "torch"} & set(sys.modules)
 import zero_orchestrator.store.etcd

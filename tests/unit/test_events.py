@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
+from zero_contract.journal import Journal, Retention
+from zero_contract.worker import Progress
 from zero_orchestrator import events
-from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix, seen_key
-from zero_orchestrator.journal import Journal, Retention
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 @pytest.fixture

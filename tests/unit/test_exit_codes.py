@@ -14,7 +14,7 @@ from zero_agent.command import command_line
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import Command
 from zero_agent.launch.session import Session
-from zero_orchestrator.exit_codes import (
+from zero_contract.exit_codes import (
     AGENT,
     CRASHED,
     AgentExit,
@@ -34,7 +34,7 @@ def codes_of(consequence: object) -> set[int]:
 
 
 def test_the_page_is_what_the_table_says():
-    told = "python -m zero_orchestrator.exit_codes > docs/exit-codes.md"
+    told = "python -m zero_contract.exit_codes > docs/exit-codes.md"
     assert (ROOT / "docs/exit-codes.md").read_text() == page(), told
 
 

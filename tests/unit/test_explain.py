@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import OptimizerConfig, SchedulerConfig, load_config
 from zero_engine.config.__main__ import main
 from zero_engine.config.explain import explain
-from zero_engine.errors import ConfigError
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import make_optimizer
 

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.limits import FULL_AGAIN_S, Limits, pause_when_full_s
 from zero_agent.workers.worker_main import Program
-from zero_orchestrator.clock import ManualClock
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Snapshot, State
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec

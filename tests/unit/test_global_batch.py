@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 from zero_engine.samples.global_batch import (
     BatchShape,
     Leaf,

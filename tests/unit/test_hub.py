@@ -17,7 +17,7 @@ from tests.support.waiting import wait_for
 from zero_agent.network import PatientServer
 from zero_agent.workers.channel import Channel
 from zero_agent.workers.hub import FIRST_PAUSE_S, Hub
-from zero_orchestrator.contract import Hello, encode
+from zero_contract.worker import Hello, encode
 
 
 class HubFirst:

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from zero_orchestrator.clock import ManualClock
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.store.kv import Change, Put
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 @pytest.fixture

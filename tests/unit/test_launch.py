@@ -18,8 +18,8 @@ from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import RUNNERS, Remote
 from zero_agent.network import is_local
+from zero_contract.exit_codes import LOST, verdict
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.exit_codes import LOST, verdict
 
 HOSTS = {"w1": (0, 1, 2, 3), "w2": (0, 1), "w3": (0, 1)}
 

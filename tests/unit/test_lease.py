@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zero_orchestrator.clock import ManualClock
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.store.kv_memory import MemoryStore
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
 
 TTL_S = 3

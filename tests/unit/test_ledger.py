@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.samples.ledger import Entry, Ledger, read_ledger, verify
 
 
@@ -91,5 +91,5 @@ def test_a_leaf_that_is_run_twice_in_a_step_shows(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_entry_is_named_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "round0-rank0.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(EngineError, match=r"round0-rank0\.jsonl:1: not a ledger entry"):
+    with pytest.raises(ZeroError, match=r"round0-rank0\.jsonl:1: not a ledger entry"):
         read_ledger(tmp_path)

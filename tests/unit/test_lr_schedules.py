@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import SchedulerConfig
-from zero_engine.errors import ConfigError
 from zero_engine.optim.lr_schedules import Schedule, make_schedule
 
 

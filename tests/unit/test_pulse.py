@@ -6,7 +6,7 @@ import sys
 
 import zero_agent
 from zero_agent.pulse import ENV_FILE, Pulses
-from zero_orchestrator.contract import ENV_HEARTBEAT
+from zero_contract.worker import ENV_HEARTBEAT
 
 
 def felt(pulses: Pulses) -> list[tuple[int, int | None]]:

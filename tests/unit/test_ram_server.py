@@ -18,9 +18,9 @@ import xxhash
 from tests.support.waiting import wait_for
 from zero_agent.ram import GRACE_S, Ram, sweep
 from zero_agent.ram_server import RamServer
-from zero_orchestrator import ram_wire
-from zero_orchestrator.contract import RamRequest
-from zero_orchestrator.ram_wire import Get, Put, Reply, WireError
+from zero_contract import peer_memory as ram_wire
+from zero_contract.peer_memory import Get, Put, Reply, WireError
+from zero_contract.worker import RamRequest
 
 KEY = ram_wire.key_of("the job's secret")
 BLOCK = 1000
@@ -197,7 +197,7 @@ _AGENT = """
 import sys, time
 from pathlib import Path
 from zero_agent.ram import Ram
-from zero_orchestrator.contract import RamRequest
+from zero_contract.worker import RamRequest
 ram = Ram("job", sys.argv[1], "127.0.0.1", Path(sys.argv[2]))
 print(ram.open(RamRequest(request=1), "secret").directory, flush=True)
 time.sleep(60)

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from zero_orchestrator.clock import ManualClock
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.runs import current_run
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 
 class Cluster:

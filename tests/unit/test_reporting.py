@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from zero_contract.errors import ConfigError
 from zero_engine import reporting
 from zero_engine.config import load_config
-from zero_engine.errors import ConfigError
 from zero_engine.monitors import Monitors
 from zero_engine.reporting import Reporter, Stopwatch
 from zero_engine.samples.global_batch import Cursor

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_engine.errors import ConfigError, EngineError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.samples.shards import Interleaving, ShardReader
 
 
@@ -53,5 +53,5 @@ def test_wrong_sizes_are_named() -> None:
     with pytest.raises(ConfigError, match="shard_sizes: -1 is no number of samples"):
         Interleaving([3, -1], chunk=1)
     reader = ShardReader(Numbers([3], really=[2]), chunk=1)
-    with pytest.raises(EngineError, match="shard 0 has no sample 2, though shard_sizes says so"):
+    with pytest.raises(ZeroError, match="shard 0 has no sample 2, though shard_sizes says so"):
         reader.__getitems__([2])

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import Database, MemoryStore
 from tests.unit.test_rendezvous import Cluster
-from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.errors import StoreReplaced
 from zero_orchestrator.membership.job_state import Failure, Members, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.sight import REREAD_S
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.kv_memory import Database, MemoryStore
 from zero_orchestrator.store.replica import Replica
 
 KEYS = Keys("job")

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from zero_orchestrator import cli, status, views
-from zero_orchestrator.clock import ManualClock
 from zero_orchestrator.events import events_prefix, progress_prefix, seen_key
 from zero_orchestrator.membership.budget import Charge
 from zero_orchestrator.membership.exclusion import Exclusion
@@ -24,7 +25,6 @@ from zero_orchestrator.status import (
     choose_node,
     newest_job,
 )
-from zero_orchestrator.store.kv_memory import MemoryStore
 from zero_orchestrator.wishes import TooFewNodes, ask_to_drain, ask_to_stop, exclude, include
 
 SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))

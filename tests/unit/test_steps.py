@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from tests.support.manual_clock import ManualClock
 from zero_agent.workers.hang import HangPolicy
 from zero_agent.workers.steps import Steps
-from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.contract import Progress
+from zero_contract.worker import Progress
 
 
 def begun(tmp_path: Path) -> tuple[Steps, ManualClock]:

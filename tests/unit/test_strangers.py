@@ -13,7 +13,7 @@ import pytest
 from zero_agent.health import STARTING, Health
 from zero_agent.ram_server import RamServer
 from zero_agent.ring import Ring
-from zero_orchestrator import ram_wire
+from zero_contract import peer_memory as ram_wire
 from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"

@@ -13,7 +13,7 @@ from tests.support.waiting import wait_for
 from tests.unit.test_rendezvous import Cluster
 from zero_agent import identity
 from zero_agent.suspects import Suspects, Suspicion, Verdict
-from zero_orchestrator.journal import Journal
+from zero_contract.journal import Journal
 
 POLL_S = 0.1
 TTLS = [3, 10, 30]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
-from zero_engine.errors import ConfigError, TierError
+from zero_engine.errors import TierError
 from zero_engine.tiers.ahead import ReadAhead
 from zero_engine.tiers.buffers import Buffers
 from zero_engine.tiers.choose import UnitSize, kept_in_cpu, offloaded

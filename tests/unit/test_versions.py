@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.test_rendezvous import Cluster
 from zero_agent.installed import Installed
-from zero_orchestrator.clock import ManualClock
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecMismatch
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.budget import Charge
 from zero_orchestrator.membership.exclusion import Exclusion
 from zero_orchestrator.membership.job_state import DrainOrder, Failure, Members, Node, State
@@ -23,7 +24,6 @@ from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, read
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import Put
-from zero_orchestrator.store.kv_memory import MemoryStore
 
 OLD = {
     Node: {"id", "incarnation", "address", "slots"},

@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.workers import output
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
-from zero_orchestrator import writer
-from zero_orchestrator.clock import ManualClock
-from zero_orchestrator.journal import Journal
-from zero_orchestrator.store.kv_memory import MemoryStore
+from zero_contract import writer
+from zero_contract.journal import Journal
+from zero_contract.writer import Writer
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
-from zero_orchestrator.writer import Writer
 
 
 class Gate:

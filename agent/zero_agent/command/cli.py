@@ -37,10 +37,11 @@ from zero_agent.network import address_towards
 from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
+from zero_contract.clock import SystemClock
+from zero_contract.errors import ZeroError
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set
-from zero_orchestrator.clock import SystemClock
-from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError, ZeroError
-from zero_orchestrator.exit_codes import AgentExit
+from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
 from zero_orchestrator.store.kv import KeyValueStore

@@ -18,8 +18,8 @@ from typing import Any
 
 from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import parse_hang_timeout
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import seconds
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.jobfile.values import Size
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")

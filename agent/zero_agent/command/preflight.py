@@ -22,8 +22,8 @@ from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.fitness.checks import Sick, Surroundings
 from zero_agent.fitness.examination import Finding, examine
 from zero_agent.network import address_towards
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError, StoreError
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 
 _PIPE_COLUMNS = 250

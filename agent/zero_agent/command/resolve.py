@@ -32,8 +32,8 @@ from zero_agent.workers.hang import parse_hang_timeout
 from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_selection
 from zero_agent.workers.worker_env import own_device
 from zero_agent.workers.worker_main import Program
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 

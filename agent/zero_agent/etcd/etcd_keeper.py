@@ -23,8 +23,9 @@ from pathlib import Path
 
 from zero_agent.etcd.etcd_process import EtcdProcess, Member
 from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
+from zero_contract.errors import ZeroError
 from zero_orchestrator.collect import collect
-from zero_orchestrator.errors import StoreError, ZeroError
+from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store.kv import KeyValueStore
 
 _log = logging.getLogger("keeper")

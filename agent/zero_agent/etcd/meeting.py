@@ -27,9 +27,9 @@ from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
 from zero_agent.network import address_towards, family_of
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreError
-from zero_orchestrator.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN

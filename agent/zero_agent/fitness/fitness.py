@@ -20,9 +20,9 @@ from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.fitness.checks import Surroundings
 from zero_agent.fitness.examination import complaint, examine
 from zero_agent.limits import Stopwatch
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.exit_codes import AgentExit
-from zero_orchestrator.journal import Journal
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 
 log = logging.getLogger("zero")
 

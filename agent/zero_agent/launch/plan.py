@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_agent.launch.hosts import Hosts
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.exit_codes import AgentExit
 
 GATHER_S = 3
 """Hosts do not start at one instant: the first round waits so long after the last that came."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_agent.launch.plan import Plan
-from zero_orchestrator.exit_codes import LOST
+from zero_contract.exit_codes import LOST
 
 CONNECT_TIMEOUT_S = 10
 ALIVE_S = 5

@@ -24,8 +24,8 @@ from functools import partial
 
 from zero_agent.launch.runners import READY, Command
 from zero_agent.tether import tethered
+from zero_contract.exit_codes import ENDS_THE_JOB, LOST, verdict
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.exit_codes import ENDS_THE_JOB, LOST, verdict
 
 log = logging.getLogger("zero")
 

@@ -1,7 +1,7 @@
 """The agent's end of the contract with its workers: a Unix socket each worker connects to.
 
 A worker under our engine connects by itself; any other script never does, and is managed by
-signals alone. Lines are messages of `zero_orchestrator.contract`; a line that is none of them
+signals alone. Lines are messages of `zero_contract.worker`; a line that is none of them
 closes that worker's connection and nothing else.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_agent.workers.hub import Hub
-from zero_orchestrator.contract import ContractError, Hello, Message, decode, encode
+from zero_contract.worker import ContractError, Hello, Message, decode, encode
 
 log = logging.getLogger("zero")
 

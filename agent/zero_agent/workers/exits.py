@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_orchestrator.contract import ExitCode
+from zero_contract.worker import ExitCode
 
 TRACEBACK_LIMIT = 16_000
 """Characters of a traceback that travel through the store; the end of it says most."""

@@ -14,7 +14,7 @@ from zero_agent.workers.exits import fresh_error_file
 from zero_agent.workers.streams import Std
 from zero_agent.workers.worker_env import Place, own_device, places, worker_env
 from zero_agent.workers.workers import Order
-from zero_orchestrator.exit_codes import AgentExit
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import Node, Snapshot
 
 

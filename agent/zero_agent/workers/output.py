@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.streams import Route
-from zero_orchestrator.writer import Writer
+from zero_contract.writer import Writer
 
 log = logging.getLogger("zero")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from zero_agent.pulse import Pulses
 from zero_agent.workers.hang import HangPolicy, StepClock
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.contract import Progress
+from zero_contract.clock import Clock
+from zero_contract.worker import Progress
 
 
 class Steps:

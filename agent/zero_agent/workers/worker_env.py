@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_orchestrator.addresses import split_host_port
-from zero_orchestrator.contract import (
+from zero_contract.worker import (
     ENV_COMMITTED,
     ENV_FENCE,
     ENV_HEARTBEAT,
@@ -24,6 +23,7 @@ from zero_orchestrator.contract import (
     ENV_VOTE_KEY,
     derived_key,
 )
+from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import Node, Snapshot
 

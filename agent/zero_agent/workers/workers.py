@@ -36,8 +36,8 @@ from zero_agent.workers.output import STDERR, STDOUT, Tap
 from zero_agent.workers.streams import Route
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
-from zero_orchestrator.clock import Clock, SystemClock
-from zero_orchestrator.contract import ExitCode
+from zero_contract.clock import Clock, SystemClock
+from zero_contract.worker import ExitCode
 
 log = logging.getLogger("zero")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zipfile import is_zipfile
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 RECORD = "zero_run.json"
 STATE = "trainer_state.json"
@@ -32,7 +32,7 @@ _RUN_OF_A_COMMAND = re.compile(r"(.+-[0-9a-f]{8})\.\d+")
 """The name of a job that was not given one: its command, and how often that was typed."""
 
 
-class CannotGoOn(EngineError):
+class CannotGoOn(ZeroError):
     """This run cannot go on as it began: the message says why, and what to do."""
 
 

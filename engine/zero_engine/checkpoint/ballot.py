@@ -26,7 +26,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zero_engine.errors import CheckpointError, PeerLost
+from zero_contract.errors import PeerLost
+from zero_engine.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_contract.errors import CommitRefused
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import newest_committed
 from zero_engine.checkpoint.files.object_disk import disk_of
@@ -44,7 +45,7 @@ from zero_engine.checkpoint.publish import (
     vote_for,
     withdraw,
 )
-from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
+from zero_engine.errors import CheckpointError, DiskFull
 
 _log = logging.getLogger(__name__)
 

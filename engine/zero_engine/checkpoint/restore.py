@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
+from zero_contract.errors import PeerLost
 from zero_engine.checkpoint.ballot import COORDINATOR, Ballot, Record
 from zero_engine.checkpoint.candidates import (
     WAS_COMMITTED,
@@ -40,7 +41,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram.ram_node import age
 from zero_engine.checkpoint.ram.ram_search import RamCheckpoint, RamSearch
 from zero_engine.checkpoint.reader import Copies, fill
-from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch, PeerLost
+from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 
 _log = logging.getLogger(__name__)
 

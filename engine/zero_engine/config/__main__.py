@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import reading
 from zero_engine.config.explain import check_batch, explain
 from zero_engine.config.parse import AUTO, load_config
 from zero_engine.config.schema import Config
-from zero_engine.errors import ConfigError
 from zero_engine.optim.sections import check_sections
 
 _BROKEN_PIPE = 141

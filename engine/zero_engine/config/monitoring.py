@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_contract.errors import ConfigError
 from zero_engine.config.ranges import check_least
-from zero_engine.errors import ConfigError
 
 OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
 """Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_contract.errors import ConfigError
 from zero_engine.config.ranges import check_least
-from zero_engine.errors import ConfigError
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import keys, ranges
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.nearest import unknown_key
 from zero_engine.config.ranges import check_range
 from zero_engine.config.reading import read_json
 from zero_engine.config.schema import SECTIONS, Config
-from zero_engine.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

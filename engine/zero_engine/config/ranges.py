@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import hjson
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from zero_contract.errors import ConfigError
 from zero_engine.config.ranges import check_least
-from zero_engine.errors import ConfigError
 
 AUTO = "auto"
 SecondsOrAuto = float | Literal["auto"]

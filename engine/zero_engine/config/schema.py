@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_contract.errors import ConfigError
 from zero_engine.config.elasticity import Elasticity
 from zero_engine.config.monitoring import (
     CommsLogger,
@@ -23,7 +24,6 @@ from zero_engine.config.monitoring import (
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.config.ranges import check_least
 from zero_engine.config.saving import Checkpoint, KeepBest, Ram
-from zero_engine.errors import ConfigError
 from zero_engine.stages import STAGES
 
 _LARGEST_POWER = 127

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_engine.errors import Diverged, LeavingNow, PeerLost
+from zero_contract.errors import PeerLost
+from zero_engine.errors import Diverged, LeavingNow
 from zero_engine.exchange.comms_log import LOG
 from zero_engine.exchange.distributed import group_store
 from zero_engine.exchange.neighbourhood import meet

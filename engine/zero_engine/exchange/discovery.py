@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 

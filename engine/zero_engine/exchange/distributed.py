@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 from zero_engine.exchange.discovery import discover
 from zero_engine.exchange.transport import transport_failures
 

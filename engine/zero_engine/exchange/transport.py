@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from zero_engine.errors import PeerLost
+from zero_contract.errors import PeerLost
 
 # How gloo (a plain RuntimeError) and NCCL say that a connection, not the program, is broken.
 _SIGNS = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 __all__ = ["MoE"]
 
@@ -15,7 +15,7 @@ class MoE(nn.Module):
     """A layer of experts that are divided among the ranks; there is none here."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise EngineError(
+        raise ZeroError(
             "deepspeed.moe: there is no expert parallelism; put the experts into a ModuleList, "
             "which every stage divides like all parameters, and route in the model's forward"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_contract.errors import ConfigError
 from zero_engine.config import Config, OptimizerConfig
 from zero_engine.config.nearest import check_params, unquoted
 from zero_engine.config.offload import NONE
-from zero_engine.errors import ConfigError
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
 from zero_engine.optim.muon import Muon, mark

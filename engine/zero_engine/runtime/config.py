@@ -1,6 +1,6 @@
 """DeepSpeed's `deepspeed.runtime.config`: names that `engine.optimizer_name()` is compared with."""
 
-from zero_engine.errors import ConfigError as DeepSpeedConfigError
+from zero_contract.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from zero_engine.errors import ConfigError, EngineError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.samples.global_batch import (
     BatchShape,
     Cursor,
@@ -149,7 +149,7 @@ class LeafSampler:
         """The leaves from the committed position to the end of the epoch.
 
         Raises:
-            EngineError: All have run, and the script has not ended the step.
+            ZeroError: All have run, and the script has not ended the step.
         """
         if not self.managed:
             yield from self._tickets_of_rest()
@@ -169,7 +169,7 @@ class LeafSampler:
         # Nobody knows yet in which step a leaf will run: its place in the run seeds it.
         plan, begun = self._rest(), self.cursor.micro
         if begun == plan.micro_steps(self.world):
-            raise EngineError(PAST_THE_EPOCH)
+            raise ZeroError(PAST_THE_EPOCH)
         for micro in range(begun, plan.micro_steps(self.world)):
             leaf = plan.leaf(micro, self.rank, self.world)
             yield self._ticket(plan, leaf, leaf_seed(self.seed, plan.position + leaf.start, 0))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def read_ledger(directory: str | Path) -> list[Entry]:
     A last line cut short by a kill is left out: its step had not ended.
 
     Raises:
-        EngineError: A line that is no entry, with its place.
+        ZeroError: A line that is no entry, with its place.
     """
     return [
         entry
@@ -102,7 +102,7 @@ def _entry(line: bytes, where: str) -> Entry:
         leaves = {int(leaf): tuple(ids) for leaf, ids in record["leaves"].items()}
         return Entry(record["step"], record["round"], record["rank"], record["world"], leaves)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{where}: not a ledger entry: {line[:80]!r}") from error
+        raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
 
 
 def verify(entries: Iterable[Entry], dataset_size: int) -> Report:

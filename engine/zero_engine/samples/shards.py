@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import Dataset
 
-from zero_engine.errors import ConfigError, EngineError
+from zero_contract.errors import ConfigError, ZeroError
 
 _READ_OVER = 1024
 """A gap of up to so many samples is read over; for a larger one the shard is opened again."""
@@ -93,7 +93,7 @@ class ShardReader(Dataset[Any]):
             if here == number:
                 self._open[shard] = (number + 1, samples)
                 return sample
-        raise EngineError(
+        raise ZeroError(
             f"training_data: shard {shard} has no sample {number}, though shard_sizes says so; "
             "give the sizes that read_shard() really has"
         )

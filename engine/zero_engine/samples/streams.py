@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from zero_engine.errors import ConfigError, EngineError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.samples.elastic_loader import Ticket, leaf_seed, seed_everything
 from zero_engine.samples.global_batch import BatchShape, Cursor, StepPlan, mix
 
@@ -171,13 +171,13 @@ class StreamSteps(IterableDataset[Item]):
 
         Raises:
             ConfigError: There is nothing in it, or not even one global batch.
-            EngineError: An epoch is longer or shorter than the one before.
+            ZeroError: An epoch is longer or shorter than the one before.
         """
         if ended and read == 0:
             few = f"less than one global batch of {self.batch.samples} samples"
             raise ConfigError(f"training_data: {few if self.drop_last else 'the dataset is empty'}")
         if self.size is not None and (read > self.size or (ended and read < self.size)):
-            raise EngineError(
+            raise ZeroError(
                 f"training_data: this epoch has {'more' if read > self.size else read} samples, "
                 f"the one before had {self.size}: a position in it would not be found again; "
                 "give equally many in every epoch"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.samples.global_batch import StepPlan
 
 NOMINAL = 256
@@ -33,11 +33,11 @@ def checked(tokens: int | Tensor) -> int:
     """A number of tokens as an integer.
 
     Raises:
-        EngineError: It is none, or too large.
+        ZeroError: It is none, or too large.
     """
     count = int(tokens)
     if count != float(tokens) or not 0 <= count <= _LARGEST:
-        raise EngineError(
+        raise ZeroError(
             f"backward(): {float(tokens):g} is not a number of tokens; give a whole number from 0 "
             f"to {_LARGEST}"
         )
@@ -60,20 +60,20 @@ def correction(counts: Tensor, plan: StepPlan) -> float:
         plan: The step; what is beyond its leaves is ghosts.
 
     Raises:
-        EngineError: Not all leaves are weighted in the same way.
+        ZeroError: Not all leaves are weighted in the same way.
     """
     leaves = counts.t().flatten()[: plan.leaves].tolist()
     without = sum(count < 0 for count in leaves)
     if without == len(leaves):
         if len(set(leaves)) > 1:
-            raise EngineError(
+            raise ZeroError(
                 "scale_wrt_gas is true in some micro-batches of this step and false in others; "
                 "give the same to every backward()"
             )
         full = counts.numel() * plan.micro_batch / plan.samples
         return full if BY_SCRIPT in leaves or plan.weighed_as is not None else 1.0
     if without:
-        raise EngineError(
+        raise ZeroError(
             f"{without} of the {len(leaves)} micro-batches of this step have no number of tokens, "
             "the others have; give it to every backward() or to none"
         )

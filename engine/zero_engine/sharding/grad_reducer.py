@@ -24,7 +24,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 from zero_engine.exchange.collectives import Collectives, Pending, has_ended, wait
 from zero_engine.exchange.quantization import pack, packed_size, unpack
 from zero_engine.sharding.flat_unit import FlatUnit
@@ -207,12 +207,12 @@ class GradReducer:
             weight: What gradients are multiplied with, if the loss was not.
 
         Raises:
-            EngineError: An earlier backward pass of the step has failed half way.
+            ZeroError: An earlier backward pass of the step has failed half way.
         """
         if self.running:
             self.abandon()
         if self._torn and not first:
-            raise EngineError(
+            raise ZeroError(
                 "a backward() of this step has failed half way, and what it has added to the "
                 "gradients of the micro-batches before it cannot be taken back; go on from a "
                 "checkpoint: engine.load_checkpoint()"
@@ -374,7 +374,7 @@ def _sum(leaves: list[Tensor], total: Tensor) -> None:
 
 
 def _refuse() -> None:
-    raise EngineError(
+    raise ZeroError(
         "gradients outside engine.backward(loss); call it in place of loss.backward(), or call "
         "engine.scale(loss).backward()"
     )

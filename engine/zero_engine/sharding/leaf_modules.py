@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import nn
 
-from zero_engine.errors import ConfigError
+from zero_contract.errors import ConfigError
 
 __all__ = [
     "get_z3_leaf_modules",

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zero_engine.errors import EngineError
+from zero_contract.errors import ZeroError
 
 
 class Hook:
@@ -35,9 +35,9 @@ class Hook:
         """Refuse `copy.deepcopy(module)` and `torch.save(module)`.
 
         Raises:
-            EngineError: Always.
+            ZeroError: Always.
         """
-        raise EngineError(
+        raise ZeroError(
             "a module cannot be copied or pickled at stage 3: its parameters are divided; do it "
             "before initialize(), or make another one and load engine.module_state_dict() into it"
         )

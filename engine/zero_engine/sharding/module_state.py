@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_engine.errors import ConfigError, EngineError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.module_hooks import Hook
 
@@ -94,7 +94,7 @@ class ModuleState:
         """Weights are only written where there is memory for them."""
         for name, param in module._parameters.items():
             if param is not None and prefix + name in state and not self._is_there(param):
-                raise EngineError(
+                raise ZeroError(
                     f"load_state_dict() at stage 3: {prefix}{name} is divided; load the weights "
                     "before initialize(), or inside zero.GatheredParameters(parameters, "
                     "modifier_rank=0)"

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_contract.errors import CommitRefused, ZeroError
 from zero_engine import checkpoint
 from zero_engine.checkpoint.background import Outcome
 from zero_engine.checkpoint.format.pieces import State
@@ -39,7 +40,7 @@ from zero_engine.elastic import (
     leave,
     peers_may_vanish,
 )
-from zero_engine.errors import CheckpointError, CommitRefused, DiskFull, EngineError
+from zero_engine.errors import CheckpointError, DiskFull
 from zero_engine.exchange.distributed import group_store
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
@@ -436,7 +437,7 @@ class Persistence:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         if self._run.cursor.micro:
-            raise EngineError("load_checkpoint() in the middle of a step; call it before training")
+            raise ZeroError("load_checkpoint() in the middle of a step; call it before training")
         self._tell(self.saver.wait_for_room())
         if self.ram is not None:
             self.ram.prepare()
@@ -542,7 +543,7 @@ class Persistence:
         assert self._directory is not None
         try:
             self.save(self._directory, None, {})
-        except CheckpointError as error:
+        except (CheckpointError, CommitRefused) as error:
             # The next round goes on from the checkpoint before; staying would help nobody.
             _log.error("leaving without a new checkpoint: %s", error)
             self._leave()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from zero_contract.errors import CommitRefused, PeerLost
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.background import Background, Outcome
@@ -33,7 +34,7 @@ from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.room import NoArena, PrivateRoom
 from zero_engine.config.saving import Checkpoint
 from zero_engine.elastic import AgentLink
-from zero_engine.errors import CheckpointError, CommitRefused, PeerLost
+from zero_engine.errors import CheckpointError
 from zero_engine.exchange.distributed import group_store
 from zero_engine.state.line import Line
 

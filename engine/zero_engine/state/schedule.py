@@ -13,9 +13,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from zero_contract.errors import ZeroError
 from zero_engine.checkpoint.interval import Costs, Failures, best_interval_s
 from zero_engine.config.saving import AUTO, Checkpoint
-from zero_engine.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
@@ -109,12 +109,12 @@ class Schedule:
         """Whether to save after this step; without an interval, by the config's.
 
         Raises:
-            EngineError: There is no interval, or there are two.
+            ZeroError: There is no interval, or there are two.
         """
         if every_steps is None and every_s is None:
             every_steps, every_s = self._config.every_steps, self._config.every_s
         if (every_steps is None) == (every_s is None):
-            raise EngineError(
+            raise ZeroError(
                 "checkpoint_due(): give it every_steps or every_s, or set one of them in the "
                 'config\'s "checkpoint"'
             )

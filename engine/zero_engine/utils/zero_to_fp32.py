@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zero_contract.errors import ZeroError
 from zero_engine.checkpoint.candidates import Candidate
 from zero_engine.checkpoint.format.pieces import PARAM
 from zero_engine.checkpoint.tools.arguments import size
 from zero_engine.checkpoint.tools.export import Selection, export_hf, export_torch, select
 from zero_engine.checkpoint.tools.locate import one
 from zero_engine.checkpoint.tools.tensors import read_tensors
-from zero_engine.errors import EngineError
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     del options["debug"]
     try:
         written = convert_zero_checkpoint_to_fp32_state_dict(**options)
-    except (EngineError, OSError, argparse.ArgumentTypeError) as error:
+    except (ZeroError, OSError, argparse.ArgumentTypeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print("\n".join(str(path) for path in written))

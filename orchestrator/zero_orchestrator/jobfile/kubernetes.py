@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 
-from zero_orchestrator.errors import ZeroError
+from zero_contract.errors import ZeroError
 from zero_orchestrator.jobfile import templates
 from zero_orchestrator.jobfile.patches import Object, members, named, operations
 from zero_orchestrator.jobfile.schema import CONFIG_NAME, Job, JobFile

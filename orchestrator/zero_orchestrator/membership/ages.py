@@ -7,7 +7,7 @@ compared. Who calls it: `rendezvous`, for an agent that sees the whole job.
 
 from __future__ import annotations
 
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
 from zero_orchestrator.membership.job_state import Snapshot, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rounds import Observed

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
 from zero_orchestrator.errors import LeaseLost, TakenForGone
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.ages import Ages
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore

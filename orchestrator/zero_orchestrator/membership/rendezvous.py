@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zero_orchestrator.clock import Clock
-from zero_orchestrator.errors import StoreFull, StoreUnavailable, ZeroError
-from zero_orchestrator.journal import Journal
+from zero_contract.clock import Clock
+from zero_contract.errors import ZeroError
+from zero_contract.journal import Journal
+from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.ages import Ages
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys

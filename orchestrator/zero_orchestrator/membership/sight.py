@@ -24,7 +24,7 @@ import heapq
 import random
 from collections.abc import Callable
 
-from zero_orchestrator.clock import Clock
+from zero_contract.clock import Clock
 from zero_orchestrator.errors import StoreReplaced
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys

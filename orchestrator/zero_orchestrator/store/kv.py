@@ -6,7 +6,7 @@ writes, atomically. A key written with a lease vanishes when the lease is not ke
 watch delivers every change after a given revision, in order, exactly once.
 
 Two implementations pass one contract suite (`tests/contract/kv`): `etcd.EtcdStore` for
-jobs, `kv_memory.MemoryStore` for tests and simulation.
+jobs, the tests' `MemoryStore` for simulation.
 
 Source of the model: the etcd v3 API (https://etcd.io/docs/v3.5/learning/api/).
 """

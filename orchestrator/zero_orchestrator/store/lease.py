@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from enum import StrEnum
 
-from zero_orchestrator.clock import Clock, SystemClock
+from zero_contract.clock import Clock, SystemClock
 from zero_orchestrator.errors import LeaseLost, StoreError
 from zero_orchestrator.store.kv import KeyValueStore
 

@@ -17,12 +17,12 @@ from zero_agent.command.preflight import preflight
 from zero_agent.etcd import etcd_clock
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
+from zero_contract.clock import SystemClock
+from zero_contract.journal import Journal
+from zero_contract.worker import Progress
 from zero_orchestrator.cli import main
-from zero_orchestrator.clock import SystemClock
-from zero_orchestrator.contract import Progress
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.events import Publisher, seen_key
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.etcd_server import EtcdServer
+from tests.support.manual_clock import ManualClock
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member
+from zero_contract.clock import SystemClock
+from zero_contract.journal import Journal
+from zero_contract.worker import Progress
 from zero_orchestrator import events
-from zero_orchestrator.clock import ManualClock, SystemClock
-from zero_orchestrator.contract import Progress
 from zero_orchestrator.events import Publisher
-from zero_orchestrator.journal import Journal
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous

@@ -22,10 +22,10 @@ from tests.numerics.test_leaving import under_agent
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
+from zero_contract import peer_memory as ram_wire
+from zero_contract.worker import RamReply, RamRequest
 from zero_engine.checkpoint import find
 from zero_engine.state.ram_tier import needed_bytes, over_budget
-from zero_orchestrator import ram_wire
-from zero_orchestrator.contract import RamReply, RamRequest
 
 
 @pytest.mark.full
@@ -73,7 +73,7 @@ def train_without_agent(root: str) -> list[str]:
 _STOPPED = """
 import sys
 from zero_agent.ram import Ram
-from zero_orchestrator.contract import RamRequest
+from zero_contract.worker import RamRequest
 print(Ram("job", "stopped", "127.0.0.1").open(RamRequest(request=1), "secret").address, flush=True)
 sys.stdin.read()
 """

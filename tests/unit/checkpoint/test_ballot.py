@@ -10,8 +10,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.checkpoint.support import on_ranks
+from zero_contract.errors import PeerLost
 from zero_engine.checkpoint import Ballot
-from zero_engine.errors import CheckpointError, PeerLost
+from zero_engine.errors import CheckpointError
 
 
 def test_all_ranks_hear_the_same_verdict_on_all_votes():

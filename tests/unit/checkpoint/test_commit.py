@@ -23,10 +23,11 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
+from zero_contract.errors import CommitRefused
 from zero_engine.checkpoint import find, save
 from zero_engine.checkpoint.ballot import Ballot
 from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
-from zero_engine.errors import CheckpointError, CommitRefused, DiskFull
+from zero_engine.errors import CheckpointError, DiskFull
 
 
 class Failing(SmallBlocks):

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from tests.support.training import config
+from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.checkpoint.interval import Costs, Failures, best_interval_s, daly_s
 from zero_engine.config import load_config
-from zero_engine.errors import ConfigError, EngineError
 from zero_engine.state.schedule import Schedule
 
 HOUR_S = 3600.0
@@ -134,7 +134,7 @@ def test_the_time_of_earlier_rounds_counts():
 
 @pytest.mark.parametrize("asked", [(None, None), (3, 5.0)])
 def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
-    with pytest.raises(EngineError, match="give it every_steps or every_s, or set one of them"):
+    with pytest.raises(ZeroError, match="give it every_steps or every_s, or set one of them"):
         schedule(Clock()).due(1, *asked)
 
 

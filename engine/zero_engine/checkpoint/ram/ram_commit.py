@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from zero_contract.errors import CommitRefused
 from zero_engine.checkpoint.arena import FrozenImage
 from zero_engine.checkpoint.ballot import Ballot, Record
 from zero_engine.checkpoint.commit import generation
@@ -43,7 +44,7 @@ from zero_engine.checkpoint.format.pieces import State
 from zero_engine.checkpoint.publish import Fence, Header, assemble, vote_for
 from zero_engine.checkpoint.ram.ram_node import RamNode, home_of, keep_manifest, seal
 from zero_engine.checkpoint.ram.ram_peers import Neighbours, neighbours
-from zero_engine.errors import CheckpointError, CommitRefused
+from zero_engine.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from zero_contract import peer_memory as ram_wire
+from zero_contract.peer_memory import Get, Put
 from zero_engine.checkpoint.arena import FrozenImage
 from zero_engine.checkpoint.files.source import Span
 from zero_engine.checkpoint.format.manifest import FileRecord
-from zero_orchestrator import ram_wire
-from zero_orchestrator.ram_wire import Get, Put
 
 PUSH_LIMIT_S = 30.0
 """A neighbour that takes longer for one image is too slow to keep one."""

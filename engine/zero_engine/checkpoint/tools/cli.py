@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from zero_contract.exit_codes import CkptExit
 from zero_engine.checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, Why, find
 from zero_engine.checkpoint.place import Place, place
 from zero_engine.checkpoint.tools import arguments, convert, locate, output, upkeep
@@ -22,7 +23,6 @@ from zero_engine.checkpoint.tools.describe import describe
 from zero_engine.checkpoint.tools.listing import Status, list_roots
 from zero_engine.checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_engine.errors import CheckpointError
-from zero_orchestrator.exit_codes import CkptExit
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C, after SIGTERM."""

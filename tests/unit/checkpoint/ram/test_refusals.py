@@ -61,7 +61,7 @@ _STOPPED = """
 import sys
 from pathlib import Path
 from zero_agent.ram import Ram
-from zero_orchestrator.contract import RamRequest
+from zero_contract.worker import RamRequest
 reply = Ram("job", "b", "127.0.0.1", Path(sys.argv[1])).open(RamRequest(request=1), "secret")
 print(reply.directory, reply.address, flush=True)
 sys.stdin.read()

@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from zero_orchestrator.clock import Clock, SystemClock
+from tests.support.mvcc import Batch, Database
+from zero_contract.clock import Clock, SystemClock
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -31,7 +32,6 @@ from zero_orchestrator.store.kv import (
     TxnResult,
     Write,
 )
-from zero_orchestrator.store.mvcc import Batch, Database
 
 __all__ = ["Database", "MemoryStore", "MemoryWatch"]
 

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from zero_orchestrator.writer import Writer
+from zero_contract.writer import Writer
 
 log = logging.getLogger("zero")
 

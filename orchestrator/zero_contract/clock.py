@@ -1,9 +1,9 @@
 """Time as the orchestrator sees it: seconds that only go forward, handed in, never looked up.
 
 A clock tells the time and repeats an action. Under the system's clock the action has a thread
-of its own; under a `ManualClock` it runs inside `advance`, at exactly the time it is due. So a
-test or a simulation with a thousand nodes moves hours in no time, without threads, and the
-same way each time.
+of its own; under the tests' `ManualClock` it runs when the test advances the time, so a
+simulation with a thousand nodes moves hours in no time, without threads, and the same way each
+time.
 
 Must always hold: no decision reads the wall clock, and no two nodes compare their clocks (the
 leases of the store are the shared clock). Who calls it: everything that waits or judges silence.
@@ -11,8 +11,6 @@ leases of the store are the shared clock). Who calls it: everything that waits o
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import threading
 import time
@@ -67,7 +65,7 @@ class _RepeatingThread:
 
     def _run(self, after_s: float | None) -> None:
         while after_s is not None and not self._cancelled.wait(after_s):
-            after_s = _run_logged(self._action)
+            after_s = run_logged(self._action)
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -75,62 +73,7 @@ class _RepeatingThread:
             self._thread.join(_JOIN_S)
 
 
-class ManualClock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self._now = now
-        self._due: list[tuple[float, int, _ManualRepeating]] = []
-        self._ticket = itertools.count()  # actions due at the same time run in order of booking
-        self._lock = threading.Lock()
-
-    def now(self) -> float:
-        """Seconds, as last moved to."""
-        return self._now
-
-    def repeat(self, action: Action, after_s: float) -> Repeating:
-        """Run `action` inside `advance`, when it is due."""
-        repeating = _ManualRepeating(action)
-        self._book(repeating, after_s)
-        return repeating
-
-    def advance(self, seconds: float) -> None:
-        """Move forward, stopping at each action that falls due on the way to run it."""
-        if seconds < 0:
-            raise ValueError(f"a clock never goes back: advance({seconds:g})")
-        end = self._now + seconds
-        while (repeating := self._next_due(end)) is not None:
-            again_s = repeating.run()
-            if again_s is not None:
-                self._book(repeating, again_s)
-        self._now = end
-
-    def _book(self, repeating: _ManualRepeating, after_s: float) -> None:
-        with self._lock:
-            heapq.heappush(self._due, (self._now + after_s, next(self._ticket), repeating))
-
-    def _next_due(self, end: float) -> _ManualRepeating | None:
-        with self._lock:
-            if not self._due or self._due[0][0] > end:
-                return None
-            self._now, _, repeating = heapq.heappop(self._due)
-            return repeating
-
-
-class _ManualRepeating:
-    def __init__(self, action: Action) -> None:
-        self._action = action
-        self._cancelled = False
-
-    def run(self) -> float | None:
-        again_s = None if self._cancelled else _run_logged(self._action)
-        return None if self._cancelled else again_s
-
-    def cancel(self) -> None:
-        self._cancelled = True
-
-
-def _run_logged(action: Action) -> float | None:
+def run_logged(action: Action) -> float | None:
     """A mistake in an action ends its repetition, loudly, and nothing else."""
     try:
         return action()

@@ -1,0 +1,1 @@
+"""What processes say to each other, and what all packages share. Standard library only."""

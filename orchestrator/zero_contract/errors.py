@@ -1,0 +1,28 @@
+"""The roots of all errors: each message names what was wrong, where, and the remedy.
+
+Packages subclass these. What two packages that do not know each other must both recognise, such
+as a lost peer or a refused commit, is defined here.
+"""
+
+from __future__ import annotations
+
+
+class ZeroError(Exception):
+    """Anything that is reported to a user; a command never shows it as a traceback."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """The configuration is wrong: an unknown key, a value out of bounds, a contradiction."""
+
+
+class PeerLost(ZeroError):
+    """A collective failed because another rank is gone; this rank itself is healthy."""
+
+
+class CommitRefused(ZeroError):
+    """The round of this worker is over, or its agent is cut off: nothing was published."""
+
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+        """Etcd does not take it: the agent, which is there, logs that and tries again."""
