@@ -168,13 +168,13 @@ class MicroSteps:
         """Drop the gradients that a loss of other engines has left here.
 
         Raises:
-            EngineError: They have been added to those of earlier micro-steps, or their batch is one
+            ZeroError: They have been added to those of earlier micro-steps, or their batch is one
                 that the engine counts.
         """
         if not self._shared:
             return
         if not self.awaits_step or self._run.cursor.micro or self._run.loader is not None:
-            raise EngineError(
+            raise ZeroError(
                 "zero_grad(): the last loss.backward() went through several engines, and its "
                 "gradients have been added to those of earlier micro-steps here, or its batch "
                 "has been counted; call engine.backward(loss) of the engine that it trains, which "
@@ -187,7 +187,7 @@ class MicroSteps:
 
     def _begin(self, tokens: float, weight: float = 1.0) -> None:
         if self._shared:
-            raise EngineError(
+            raise ZeroError(
                 "a loss.backward() went through several engines, and this one has neither made a "
                 "step() of its gradients nor dropped them by zero_grad() before the next "
                 "backward; call one of the two, or engine.backward(loss) of the engine that the "
