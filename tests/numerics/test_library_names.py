@@ -81,6 +81,14 @@ def sizes_of_clones() -> list[bool]:
     ]
 
 
+def test_tensors_without_memory_stay_apart_unless_they_are_one() -> None:
+    weights = {name: torch.empty(2, 3, device="meta") for name in ("a", "b", "other")}
+    weights["tied"] = weights["a"].view(2, 3)
+    clones = clone_tensors_for_torch_save(weights, "meta")
+    assert len({id(clone) for clone in clones.values()}) == 3
+    assert clones["tied"] is clones["a"]
+
+
 def test_tied_weights_are_one_tensor_at_every_stage(worlds: WorldPool) -> None:
     """Transformers writes both of two tensors, which a tied model does not need."""
     assert worlds.run(1, tied_weights) == [[True, True, True, True]]

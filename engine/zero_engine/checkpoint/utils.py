@@ -36,4 +36,6 @@ def _place(data: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements in the same order; none shares nothing."""
     if data.numel() == 0:
         return (id(data),)
-    return (data.data_ptr(), data.dtype, data.shape, data.stride(), data.device)
+    # Meta tensors have no address, but each a storage of its own, unless they are tied.
+    start = data.data_ptr() or (data.untyped_storage()._cdata, data.storage_offset())
+    return (start, data.dtype, data.shape, data.stride(), data.device)
