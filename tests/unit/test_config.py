@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config, load_config, ranges
 from zero_engine.config.nearest import check_params
+from zero_engine.config.schema import SECTIONS
 
 
 def test_an_empty_config_has_deepspeeds_defaults() -> None:
@@ -271,6 +273,35 @@ def test_numbers_without_effect_are_taken_as_deepspeed_takes_them() -> None:
         for value in (1, 1.0, "1", "auto", None):
             assert load_config(nested(path, value)) == Config()
     assert load_config(nested("zero_optimization.reduce_bucket_size", "5e8")) == Config()
+
+
+def whole_numbers(section: type[Any], path: str = "") -> Iterator[str]:
+    """The paths of all keys that have an integer, or several."""
+    for each in dataclasses.fields(section):
+        annotation = str(each.type).removesuffix(" | None")
+        where = f"{path}.{each.name}" if path else each.name
+        if annotation in SECTIONS:
+            yield from whole_numbers(SECTIONS[annotation], where)
+        elif annotation in ("int", "Interval", "tuple[int, ...]", "Seed"):
+            yield where
+
+
+@pytest.mark.parametrize("value", [1 << 70, -(1 << 70), 1e30])
+def test_an_integer_that_64_bits_do_not_hold_is_refused_by_name(value: float) -> None:
+    paths = list(whole_numbers(Config))
+    assert {"seed", "train_batch_size", "zero_optimization.sub_group_size"} < set(paths)
+    for path in paths:
+        written = [value] if path.endswith("sizes") else value
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {int(value)} is not from ")):
+            load_config(nested(path, written))
+
+
+def test_a_seed_is_64_bits_without_a_sign() -> None:
+    for seed in (0, (1 << 64) - 1):
+        assert load_config({"seed": seed}).seed == seed
+    for seed in (-1, 1 << 64):
+        with pytest.raises(ConfigError, match=f"^seed: {seed} is not from 0 to {(1 << 64) - 1}"):
+            load_config({"seed": seed})
 
 
 def test_a_feature_that_is_named_but_switched_off_is_accepted() -> None:

@@ -21,7 +21,7 @@ from zero_contract.errors import ConfigError
 from zero_engine.config import keys, ranges
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.nearest import unknown_key
-from zero_engine.config.ranges import check_range
+from zero_engine.config.ranges import check_bits, check_range
 from zero_engine.config.reading import read_json
 from zero_engine.config.schema import SECTIONS, Config
 
@@ -214,6 +214,7 @@ def _as_ints(value: Any) -> tuple[int, ...]:
 
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
+    "Seed": ("an integer", _as_int),
     "Interval": ("an integer", _as_interval),
     "float": ("a number", lambda value: float(_number(value))),
     "SecondsOrAuto": ('a number or "auto"', _as_float_or_auto),
@@ -241,9 +242,11 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
         return _parse(SECTIONS[wanted], _as_section(value, where, SECTIONS[wanted]), where)
     name, convert = _COERCE[wanted]
     try:
-        return convert(value)
+        made = convert(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where}: {value!r} is not {name}") from None
+    check_bits(where, wanted, made)
+    return made
 
 
 def _as_section(value: Any, where: str, section: type[Any]) -> Mapping[str, Any]:

@@ -65,6 +65,31 @@ WITHOUT_EFFECT: Mapping[str, Range] = {
 """Path of a key without effect -> what it may be, beside null and "auto"."""
 
 
+_SIGNED = (-(1 << 63), (1 << 63) - 1)
+
+BITS: Mapping[str, tuple[int, int]] = {
+    "int": _SIGNED,
+    "Interval": _SIGNED,
+    "tuple[int, ...]": _SIGNED,
+    "Seed": (0, (1 << 64) - 1),
+}
+"""A field's annotation -> the smallest and the largest integer that it holds.
+
+Sizes and counts become indices of tensors and records in checkpoints, of 64 bits with a sign. A
+seed is hashed as 64 bits without one: -1 would be the same run as 2**64 - 1, not a random one.
+"""
+
+
+def check_bits(where: str, annotation: str, value: Any) -> None:
+    """Raises ConfigError if an integer, or one of several, does not fit into its 64 bits."""
+    if annotation not in BITS or value is None:
+        return
+    least, most = BITS[annotation]
+    for number in value if isinstance(value, tuple) else (value,):
+        if not least <= number <= most:
+            raise ConfigError(f"{where}: {number} is not from {least} to {most}, as 64 bits are")
+
+
 def check_range(where: str, value: Any, allowed: Range) -> None:
     """Raises ConfigError if a key has a value that is out of its range."""
     problem = allowed.problem(value)

@@ -27,6 +27,7 @@ from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.stages import STAGES
 
 _LARGEST_POWER = 127
+Seed = int  # from 0, of 64 bits
 Interval = int  # of steps; infinity, as accelerate writes it, is never
 _DTYPE_NAMES = {
     "fp32": "fp32",
@@ -228,7 +229,7 @@ class Config:
     """Over the ranks: "mean", or "sum", which is those of the run's first round."""
     communication_data_type: str | None = None
     """Gradients travel unreduced in the compute dtype and are summed in fp32; none other."""
-    seed: int = 42
+    seed: Seed = 42
     """Decides sample order and dropout; not one of DeepSpeed's keys."""
     steps_per_print: Interval | None = None
     wall_clock_breakdown: bool = False
