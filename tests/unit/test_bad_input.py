@@ -135,6 +135,43 @@ def test_a_wrong_value_in_the_environment_does_no_harm_beside_the_flag(refusal, 
     assert "--max-restarts: y is no whole number" in refusal(["--max-restarts=y"])
 
 
+def test_mistakes_of_all_kinds_are_told_together(refusal, monkeypatch):
+    monkeypatch.setenv("PET_EXCLUDE_AFTER", "-1")
+    flags = ["--nprc=2", "--monitor-interval=soon", "--start-method=fast", "--nnodes=x"]
+    flags += ["--tee=9", "--etcd-user=me", "--numa-binding", "socket", "--logs-specs=mine"]
+    assert refusal(flags).splitlines() == [
+        "--nprc: there is no such flag; --help lists the flags",
+        "--monitor-interval: soon is no length of time; write seconds, such as 30, or 10m, or 2h, "
+        "or 7d",
+        "--start-method: invalid choice: 'fast' (choose from 'spawn', 'fork', 'forkserver')",
+        "--nnodes=x: not a number of nodes; write 4, or 1:4 for 1 to 4 nodes",
+        "PET_EXCLUDE_AFTER=-1: must not be negative; write 0",
+        "--etcd-user and --etcd-password-file: give both, or neither",
+        "--tee=9: write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or one of them for each "
+        "local rank, such as 0:1,1:3",
+        "--logs-specs=mine: torchrun's plug-ins do not work here; use --log-dir, --redirects and "
+        "--tee",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--nnodes=x --node-unit=3 --node-rank=7", ["--nnodes=x"]),
+        ("--nnods=4 --node-unit=3 --standalone", ["--nnods"]),
+        ("--rdzv-endpoint=a:b --etcd-user=me", ["--rdzv-endpoint=a:b", "--etcd-user"]),
+        ("--etcd-cert=/nowhere --etcd-ca=/none", ["--etcd-ca=/none", "--etcd-cert=/nowhere"]),
+        ("--nnodes=2 --standalone --node-unit=0", ["--node-unit=0", "--standalone"]),
+        ("--foo 3", ["--foo"]),
+    ],
+)
+def test_what_only_follows_from_another_mistake_is_not_told(line, told, refusal):
+    lines = refusal(line.split()).splitlines()
+    assert [re.split("[: ]", one, maxsplit=1)[0] for one in lines] == [
+        re.split("[: ]", flag, maxsplit=1)[0] for flag in told
+    ]
+
+
 def test_no_flag_is_forgotten():
     takes_a_value = {name for name, flag in FLAGS.items() if flag.kind is not None}
     assert set(WRONG) | ANYTHING_GOES == takes_a_value

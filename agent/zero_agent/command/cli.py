@@ -1,7 +1,8 @@
 """`zero-agent`: what was typed, into a running agent, into an exit code.
 
-`command_line.py` reads it, `resolve.py` says what it means, `meeting.py` where the agents
-meet; here they are put together, and whatever goes wrong becomes one message and a code.
+`command_line.py` reads it, `mistakes.py` says what is wrong, `resolve.py` what it means,
+`meeting.py` where the agents meet; here they are put together, and whatever goes wrong becomes one
+message and a code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zero_agent import signals
 from zero_agent.agent import Agent
-from zero_agent.command import command_line
+from zero_agent.command import command_line, mistakes
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.config import AgentConfig, AgentFailed
@@ -41,7 +42,7 @@ from zero_contract.clock import SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set
-from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError
+from zero_orchestrator.errors import SpecMismatch, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
 from zero_orchestrator.store.kv import KeyValueStore
@@ -99,9 +100,10 @@ def _sign_lines(node: str) -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
-    args = command_line.parse(argv, os.environ)
-    with named_as_set(args.variables):
-        return _obey(args)
+    line = command_line.read(argv, os.environ)
+    with named_as_set(line.args.variables):
+        mistakes.refuse(line, os.environ)
+        return _obey(line.args)
 
 
 def _obey(args: argparse.Namespace) -> int:
@@ -120,10 +122,6 @@ def _meet(
     """Find the other agents, and take part."""
     backend, note = notes
     access = Access.of(args, conf, args.rdzv_endpoint)
-    if access.is_secure and way is not Way.NAMED and joining.tls is None:
-        raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
-    if way is Way.NAMED:
-        _ = access.first  # is it written correctly?
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
     backend = backend if way is Way.NAMED else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, OURS, Flag
@@ -25,56 +26,76 @@ _SHORT = {flag.short: flag for flag in FLAGS.values() if flag.short}
 _HELP = ("-h", "--help")
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """All flags with their values, and `script` and `arguments`.
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A command line as far as it can be read."""
 
-    `variables` says which of the flags were set by which variable of the environment.
+    args: argparse.Namespace
+    """All flags with their values, and `script`, `arguments` and `variables`: which of the flags
+    were set by which variable of the environment. A flag that is wrong has its default."""
+    wrong: tuple[str, ...]
+    """What is wrong, a line each."""
+    about: frozenset[str]
+    """The flags that are wrong, or may be others than they look; `script` may be among them."""
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    lines: list[str] = field(default_factory=list)
+    about: set[str] = field(default_factory=set)
+
+    def add(self, line: str, *about: str) -> None:
+        self.lines.append(line)
+        self.about.update(about)
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """The flags of a line, see `Line`.
 
     Raises:
         SpecError: Flags that do not exist, values they cannot have, or no script; all of the
             wrong ones are named, one a line.
     """
+    line = read(argv, environ)
+    with named_as_set(line.args.variables):
+        if line.wrong:
+            raise SpecError("\n".join(line.wrong))
+    return line.args
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
+    """What a command line says, and what is wrong with it by itself; flags are called `--flag`."""
     flags, command, wrong = _split(argv)
     typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
     variables = {name: it for name in FLAGS if name not in typed and (it := _set_by(name, environ))}
-    with named_as_set(variables):
-        flags = [*_from_environment(variables, environ, wrong), *flags]
-        args = _values(flags, wrong)
+    args = _values([*_from_environment(variables, environ, wrong), *flags], wrong)
     args.variables = variables
-    if not command and not args.preflight:
-        raise SpecError(f"no script is given; write {USAGE}; --help lists the flags")
+    if not command and not args.preflight and not wrong.lines:
+        wrong.add(f"no script is given; write {USAGE}; --help lists the flags", "script")
     args.script, args.arguments = command[0] if command else "", command[1:]
-    return args
+    about = wrong.about if command else {*wrong.about, "script"}
+    return Line(args=args, wrong=tuple(wrong.lines), about=frozenset(about))
 
 
-def _values(flags: Sequence[str], wrong: Sequence[str]) -> argparse.Namespace:
-    """The values of flags that are written in full.
-
-    Args:
-        flags: `--name` or `--name=value` each.
-        wrong: What else is known to be wrong.
-
-    Raises:
-        SpecError: All that is wrong.
-    """
-    parser, found = _parser(), list(wrong)
+def _values(flags: Sequence[str], wrong: _Wrong) -> argparse.Namespace:
+    """The values of flags that are written in full, `--name` or `--name=value` each."""
+    parser, right = _parser(), []
     for flag in flags:
         try:
             parser.parse_args([flag])
+            right.append(flag)
         except SpecError as error:
-            found.append(str(error))
-    if found:
-        raise SpecError("\n".join(found))
-    return parser.parse_args(flags)
+            wrong.add(str(error), flag.partition("=")[0].removeprefix("--"))
+    return parser.parse_args(right)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
     """The flags, written in full as `--name=value`; the program with its arguments; what is wrong.
 
     Whether a value follows a flag that does not exist is a guess, by the one that was meant.
     """
     flags: list[str] = []
-    wrong: list[str] = []
+    wrong = _Wrong()
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         token = rest.pop(0)
@@ -86,12 +107,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
             continue
         flag, problem = _find(name)
         if problem:
-            wrong.append(problem)
+            wrong.add(problem, "script", *([flag.name] if flag is not None else []))
             if flag is not None and flag.kind is not None and not equals and rest:
                 rest.pop(0)
         elif flag is not None:
             written, problem = _in_full(token, flag, equals + value, rest)
-            (wrong if problem else flags).append(problem or written)
+            if problem:
+                wrong.add(problem, flag.name)
+            else:
+                flags.append(written)
     return flags, rest, wrong
 
 
@@ -149,7 +173,7 @@ _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
 
 
 def _from_environment(
-    variables: Mapping[str, str], environ: Mapping[str, str], wrong: list[str]
+    variables: Mapping[str, str], environ: Mapping[str, str], wrong: _Wrong
 ) -> list[str]:
     """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; a switch that is neither 0 nor 1 is wrong."""
     found = []
@@ -160,7 +184,7 @@ def _from_environment(
         elif value == "1":
             found.append(f"--{name}")
         elif value != "0":
-            wrong.append(f"{variable}={value}: write 1 for yes or 0 for no")
+            wrong.add(f"{variable}={value}: write 1 for yes or 0 for no", name)
     return found
 
 

@@ -1,7 +1,6 @@
 """From flags to an `AgentConfig`: what the words on the command line mean on this machine.
 
-Everything a user can get wrong is found here or in `command_line.py`, before anything is started.
-Who calls it: `cli.py`.
+Who calls it: `cli.py`, once `mistakes.py` has found nothing wrong with them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pathlib import Path
 from zero_agent.command.flags import parse_ports
 from zero_agent.config import AgentConfig, AgentFailed
 from zero_agent.etcd.rdzv_conf import RdzvConf
-from zero_agent.network import is_local
 from zero_agent.workers import numa
 from zero_agent.workers.hang import parse_hang_timeout
 from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_selection
@@ -35,7 +33,7 @@ from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.rounds import Timing
-from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
+from zero_orchestrator.membership.spec import JobSpec, parse_nnodes
 
 log = logging.getLogger("zero")
 
@@ -55,8 +53,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     Raises:
         SpecError: Something cannot be as it was written.
     """
-    _check(args)
-    program = _program(args, environ)
+    program = program_of(args, environ)
     streams = _streams(args, environ)
     spec, lease_ttl_s = _job_spec(args), _lease_ttl_s(args, conf)
     slots = count_slots(args.nproc_per_node)
@@ -66,7 +63,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         spec=spec,
         program=program,
         slots=slots,
-        job=check_name("--rdzv-id", args.rdzv_id) if args.rdzv_id else None,
+        job=args.rdzv_id or None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host=args.machine or ("" if args.node_id else socket.gethostname()),
         address=args.local_addr,
@@ -83,8 +80,8 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         streams=streams,
         cpus=_cpus(args.numa_binding, slots, environ),
         virtual_local_rank=args.virtual_local_rank,
-        preload=_preload(args.preload, program),
-        shutdown_timeout_s=_shutdown_timeout_s(args, environ),
+        preload=preload_of(args.preload, program),
+        shutdown_timeout_s=shutdown_timeout_s(args.shutdown_timeout, environ),
         hang=parse_hang_timeout(args.hang_timeout),
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
         stop_exit_code=args.stop_exit_code,
@@ -94,13 +91,17 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
 
 def _lease_ttl_s(args: argparse.Namespace, conf: RdzvConf) -> int:
     """As given, or as many nodes need: each keeps its lease alive three times in that long."""
-    if args.lease_ttl is not None and args.lease_ttl < SHORTEST_LEASE_S:
-        raise SpecError(
-            f"--lease-ttl={args.lease_ttl}: etcd has no shorter leases than {SHORTEST_LEASE_S} s"
-        )
     _, nodes = parse_nnodes(args.nnodes)
     usual_s = min(AgentConfig.lease_ttl_s + nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
     return int(args.lease_ttl or conf.lease_ttl_s or usual_s)
+
+
+def check_lease_ttl(ttl_s: int | None) -> None:
+    """Raise SpecError if etcd has no such leases."""
+    if ttl_s is not None and ttl_s < SHORTEST_LEASE_S:
+        raise SpecError(
+            f"--lease-ttl={ttl_s}: etcd has no shorter leases than {SHORTEST_LEASE_S} s"
+        )
 
 
 def _timing(args: argparse.Namespace, conf: RdzvConf, lease_ttl_s: int) -> Timing:
@@ -112,22 +113,6 @@ def _timing(args: argparse.Namespace, conf: RdzvConf, lease_ttl_s: int) -> Timin
         symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
         return_within_s=max(usual.return_within_s, lease_ttl_s + 1.0),
     )
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.node_id:
-        check_name("--node-id", args.node_id)
-    if args.logs_specs:
-        raise SpecError(
-            f"--logs-specs={args.logs_specs}: torchrun's plug-ins do not work here; use "
-            "--log-dir, --redirects and --tee"
-        )
-    if args.local_addr and not is_local(args.local_addr):
-        raise SpecError(
-            f"--local-addr={args.local_addr}: not an address of this machine; leave it out to "
-            "use the one that routes to etcd, or write --advertise-addr if other nodes reach this "
-            "one by it"
-        )
 
 
 def signals_to_handle(text: str) -> list[signal.Signals]:
@@ -152,23 +137,18 @@ def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
-def _shutdown_timeout_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
-    """The flag, or torchelastic's own variable, or the default."""
+def shutdown_timeout_s(flag_s: float | None, environ: Mapping[str, str]) -> float:
+    """The flag, or torchelastic's own variable, or the default. Raises SpecError."""
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     try:
         from_environment = float(environ[name]) if environ.get(name) else None
     except ValueError:
         raise SpecError(f"{name}={environ[name]}: write seconds, such as 30") from None
-    return _first(args.shutdown_timeout, from_environment, SHUTDOWN_TIMEOUT_S)
+    return _first(flag_s, from_environment, SHUTDOWN_TIMEOUT_S)
 
 
 def _job_spec(args: argparse.Namespace) -> JobSpec:
     low, high = parse_nnodes(args.nnodes)
-    if args.standalone and high > 1:
-        raise SpecError(
-            f"--standalone with --nnodes={args.nnodes}: a standalone job has one node; "
-            "leave out --standalone, the agents of one machine find each other without it"
-        )
     is_file = Path(args.script).is_file() and not args.module
     where = str(Path(args.script).resolve()) if is_file else args.script
     return JobSpec(
@@ -187,7 +167,8 @@ def _job_spec(args: argparse.Namespace) -> JobSpec:
 # ---- the program ----
 
 
-def _program(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
+def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
+    """What the workers run. Raises SpecError if it is not there, or not to be run like that."""
     if args.no_python and not args.run_path:
         return _executable(args)
     if args.module:
@@ -208,8 +189,8 @@ def _program(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
     )
 
 
-def _preload(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
-    """What is imported before workers are forked from it."""
+def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
+    """What is imported before workers are forked from it. Raises SpecError."""
     flag = f"--preload={','.join(wanted)}"
     if program.command:
         if wanted:
@@ -280,14 +261,21 @@ def _log_dir(path: Path | None, streams: Streams) -> Path | None:
     if path == NO_FILES or (path is None and not streams.needs_files):
         return None
     if path is None:
-        path = Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's: people look there
+        return Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's: people look there
+    make_log_dir(path)
+    return path
+
+
+def make_log_dir(path: Path | None) -> None:
+    """The directory that --log-dir names, if it names one. Raises SpecError."""
+    if path in (None, NO_FILES):
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(
             f"--log-dir={path}: {error.strerror}; name a directory that can be written"
         ) from error
-    return path
 
 
 # ---- workers on this node ----
@@ -300,6 +288,7 @@ def wants_gpus(args: argparse.Namespace) -> bool:
 
 def count_slots(text: str) -> int:
     """`--nproc-per-node`: a number, or what the machine has."""
+    check_slots(text)
     gpus = _gpus() if text in {"auto", "gpu"} else 0
     cpus = len(os.sched_getaffinity(0))
     by_name = {"auto": gpus or cpus, "cpu": cpus, "gpu": gpus}
@@ -307,11 +296,13 @@ def count_slots(text: str) -> int:
         # A fault of this machine, perhaps: other nodes of the job may well have GPUs.
         why = "--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number"
         raise AgentFailed(AgentExit.UNFIT, why)
-    if text in by_name:
-        return by_name[text]
-    if not text.isdecimal() or int(text) < 1:
+    return by_name[text] if text in by_name else int(text)
+
+
+def check_slots(text: str) -> None:
+    """Raise SpecError if --nproc-per-node cannot be that."""
+    if text not in {"auto", "cpu", "gpu"} and not (text.isdecimal() and int(text) > 0):
         raise SpecError(f"--nproc-per-node={text}: write a number from 1, or auto, cpu, gpu")
-    return int(text)
 
 
 def _cpus(mode: str, slots: int, environ: Mapping[str, str]) -> tuple[numa.Cpus, ...]:

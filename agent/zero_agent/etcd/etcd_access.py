@@ -57,25 +57,16 @@ class Access:
         access = cls(
             endpoints=endpoints,
             timeout_s=conf.read_timeout_s or cls.timeout_s,
-            ca=_file("--etcd-ca", args.etcd_ca or conf.ca),
-            cert=_file("--etcd-cert", args.etcd_cert or conf.cert),
-            key=_file("--etcd-key", args.etcd_key or conf.key),
+            ca=readable("--etcd-ca", given("etcd-ca", args, conf)),
+            cert=readable("--etcd-cert", given("etcd-cert", args, conf)),
+            key=readable("--etcd-key", given("etcd-key", args, conf)),
             user=args.etcd_user or None,
             password=_password(args.etcd_password_file),
         )
-        access._check_pairs()
+        for one, other in PAIRS:
+            check_pair(one, other, args, conf)
+        check_authority(args, conf)
         return access
-
-    def _check_pairs(self) -> None:
-        pairs = {
-            "--etcd-cert and --etcd-key": (self.cert, self.key),
-            "--etcd-user and --etcd-password-file": (self.user, self.password),
-        }
-        for names, (one, other) in pairs.items():
-            if (one is None) != (other is None):
-                raise SpecError(f"{names}: give both, or neither")
-        if self.cert and not self.ca:
-            raise SpecError("--etcd-cert: give --etcd-ca as well, who signed etcd's certificate")
 
     @property
     def first(self) -> str:
@@ -215,8 +206,29 @@ def check_is_etcd(args: argparse.Namespace) -> None:
         )
 
 
-def _file(flag: str, path: Path | None) -> Path | None:
-    """The path itself, if there is one and it can be read."""
+PAIRS = (("etcd-cert", "etcd-key"), ("etcd-user", "etcd-password-file"))
+
+
+def given(flag: str, args: argparse.Namespace, conf: RdzvConf) -> Any:
+    """What a flag about etcd says, or --rdzv-conf in its place; None: nothing."""
+    of_conf = getattr(conf, flag.removeprefix("etcd-"), None)
+    return getattr(args, flag.replace("-", "_")) or of_conf
+
+
+def check_pair(one: str, other: str, args: argparse.Namespace, conf: RdzvConf) -> None:
+    """Raise SpecError if one of two flags is given without the other."""
+    if bool(given(one, args, conf)) != bool(given(other, args, conf)):
+        raise SpecError(f"--{one} and --{other}: give both, or neither")
+
+
+def check_authority(args: argparse.Namespace, conf: RdzvConf) -> None:
+    """Raise SpecError if there is a certificate, but none for etcd to be known by."""
+    if given("etcd-cert", args, conf) and not given("etcd-ca", args, conf):
+        raise SpecError("--etcd-cert: give --etcd-ca as well, who signed etcd's certificate")
+
+
+def readable(flag: str, path: Path | None) -> Path | None:
+    """The path itself, if there is one and it can be read. Raises SpecError."""
     if path is not None:
         _read(flag, path)
     return path

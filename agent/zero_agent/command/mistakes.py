@@ -1,0 +1,222 @@
+"""All that is wrong with a command line, told at once: a line for each mistake.
+
+`command_line.py` knows flags that do not exist and values of the wrong kind. Here is what takes
+more to see: values that mean nothing, names of what is not there, and flags that contradict each
+other.
+
+Must always hold: nothing is started and, but for --log-dir, nothing made; what is said of a flag is
+not the consequence of another mistake. Who calls it: `cli.py`, before `resolve.py` says what the
+flags mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from zero_agent.command import resolve
+from zero_agent.command.command_line import Line
+from zero_agent.etcd import meeting
+from zero_agent.etcd.etcd_access import PAIRS, Access, check_authority, check_pair, given, readable
+from zero_agent.etcd.meeting import Static, Way
+from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
+from zero_agent.network import is_local
+from zero_agent.workers.streams import parse_ranks, parse_selection
+from zero_agent.workers.worker_env import own_device
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """What there is to look at."""
+
+    args: argparse.Namespace
+    environ: Mapping[str, str]
+
+    @property
+    def conf(self) -> RdzvConf:
+        """What --rdzv-conf says. Raises SpecError."""
+        return parse_rdzv_conf(self.args.rdzv_conf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One way to be wrong."""
+
+    at: tuple[str, ...]
+    """The flags that are wrong then."""
+    beside: tuple[str, ...] = ()
+    """Those that it takes to see that: if one of all these is wrong already, nothing is said, since
+    it might follow from that alone."""
+    find: Callable[[Typed], object]
+    """Raises SpecError."""
+
+
+def refuse(line: Line, environ: Mapping[str, str]) -> None:
+    """Return if the command line can be obeyed, as far as that can be seen before a start.
+
+    Args:
+        line: As it was read.
+        environ: Of this process.
+
+    Raises:
+        SpecError: All that is wrong, one a line. With --preflight only what cannot be read: the
+            other flags are a part of what is looked at.
+    """
+    found, wrong = list(line.wrong), set(line.about)
+    for look in () if line.args.preflight else LOOKS:
+        if wrong.isdisjoint((*look.at, *look.beside)):
+            try:
+                look.find(Typed(args=line.args, environ=environ))
+            except SpecError as error:
+                found.append(str(error))
+                wrong.update(look.at)
+    if found:
+        raise SpecError("\n".join(found))
+
+
+# ---- the job ----
+
+
+def _count(name: str, typed: Typed) -> None:
+    JobSpec(min_nodes=1, max_nodes=1, **{name: getattr(typed.args, name)})
+
+
+def _unit(typed: Typed) -> None:
+    low, high = parse_nnodes(typed.args.nnodes)
+    JobSpec(min_nodes=low, max_nodes=high, node_unit=typed.args.node_unit)
+
+
+def _name(flag: str, typed: Typed) -> None:
+    if name := getattr(typed.args, flag.replace("-", "_")):
+        check_name(f"--{flag}", name)
+
+
+def _standalone(typed: Typed) -> None:
+    nnodes = typed.args.nnodes
+    if typed.args.standalone and parse_nnodes(nnodes)[1] > 1:
+        raise SpecError(
+            f"--standalone with --nnodes={nnodes}: a standalone job has one node; "
+            "leave out --standalone, the agents of one machine find each other without it"
+        )
+
+
+def _own_device(typed: Typed) -> None:
+    slots = typed.args.nproc_per_node
+    if typed.args.virtual_local_rank and slots.isdecimal():
+        own_device(typed.environ, int(slots) - 1)
+
+
+# ---- where the nodes meet ----
+
+
+def _fixed_world(typed: Typed) -> None:
+    if meeting.choose(typed.args)[0] is Way.STATIC:
+        Static.of(typed.args, join_timeout_s=0.0)
+
+
+def _endpoint(typed: Typed) -> None:
+    if meeting.choose(typed.args)[0] is Way.NAMED:
+        _ = Access(endpoints=typed.args.rdzv_endpoint).first
+
+
+def _local_address(typed: Typed) -> None:
+    address = typed.args.local_addr
+    if address and not is_local(address):
+        raise SpecError(
+            f"--local-addr={address}: not an address of this machine; leave it out to use the one "
+            "that routes to etcd, or write --advertise-addr if other nodes reach this one by it"
+        )
+
+
+def _file(flag: str, typed: Typed) -> None:
+    readable(f"--{flag}", given(flag, typed.args, typed.conf))
+
+
+def _pair(one: str, other: str, typed: Typed) -> None:
+    check_pair(one, other, typed.args, typed.conf)
+
+
+def _etcd_is_named(typed: Typed) -> None:
+    is_secure = any(given(flag, typed.args, typed.conf) for flag in ("etcd-user", *_TLS))
+    if is_secure and meeting.choose(typed.args)[0] is not Way.NAMED:
+        raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
+
+
+# ---- output ----
+
+
+def _selection(name: str, typed: Typed) -> None:
+    parse_selection(f"--{name}", getattr(typed.args, name))
+
+
+def _logs_specs(typed: Typed) -> None:
+    if typed.args.logs_specs:
+        raise SpecError(
+            f"--logs-specs={typed.args.logs_specs}: torchrun's plug-ins do not work here; use "
+            "--log-dir, --redirects and --tee"
+        )
+
+
+_COUNTS = (
+    *("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after"),
+)
+_PROGRAM = ("script", "module", "no-python", "run-path", "cold-start")
+_WAY = ("nnodes", "standalone", "rdzv-endpoint", "node-rank", "master-addr", "master-port")
+_TLS = ("etcd-ca", "etcd-cert", "etcd-key")
+
+LOOKS: tuple[Look, ...] = (
+    Look(at=("nnodes",), find=lambda typed: parse_nnodes(typed.args.nnodes)),
+    Look(at=("nproc-per-node",), find=lambda typed: resolve.check_slots(typed.args.nproc_per_node)),
+    *(Look(at=(name.replace("_", "-"),), find=partial(_count, name)) for name in _COUNTS),
+    Look(at=("node-unit",), beside=("nnodes",), find=_unit),
+    Look(at=("standalone",), beside=("nnodes",), find=_standalone),
+    Look(at=("rdzv-id",), find=partial(_name, "rdzv-id")),
+    Look(at=_PROGRAM, find=lambda typed: resolve.program_of(typed.args, typed.environ)),
+    Look(
+        at=("preload",),
+        beside=_PROGRAM,
+        find=lambda typed: resolve.preload_of(
+            typed.args.preload, resolve.program_of(typed.args, typed.environ)
+        ),
+    ),
+    Look(at=("rdzv-backend",), find=lambda typed: check_backend(typed.args.rdzv_backend)),
+    Look(at=("rdzv-conf",), find=lambda typed: typed.conf),
+    Look(at=_WAY, beside=("advertise-addr", "local-addr"), find=_fixed_world),
+    Look(at=("rdzv-endpoint",), beside=_WAY, find=_endpoint),
+    Look(at=("node-id",), find=partial(_name, "node-id")),
+    Look(at=("local-addr",), find=_local_address),
+    *(
+        Look(at=(flag,), beside=("rdzv-conf",), find=partial(_file, flag))
+        for flag in (*_TLS, "etcd-password-file")
+    ),
+    *(
+        Look(at=(one, other), beside=("rdzv-conf",), find=partial(_pair, one, other))
+        for one, other in PAIRS
+    ),
+    Look(
+        at=("etcd-cert", "etcd-ca"),
+        beside=("rdzv-conf",),
+        find=lambda typed: check_authority(typed.args, typed.conf),
+    ),
+    Look(at=("etcd-user", *_TLS), beside=(*_WAY, "rdzv-conf"), find=_etcd_is_named),
+    Look(at=("lease-ttl",), find=lambda typed: resolve.check_lease_ttl(typed.args.lease_ttl)),
+    Look(at=("redirects",), find=partial(_selection, "redirects")),
+    Look(at=("tee",), find=partial(_selection, "tee")),
+    Look(at=("local-ranks-filter",), find=lambda typed: parse_ranks(typed.args.local_ranks_filter)),
+    Look(at=("log-dir",), find=lambda typed: resolve.make_log_dir(typed.args.log_dir)),
+    Look(at=("logs-specs",), find=_logs_specs),
+    Look(
+        at=("shutdown-timeout",),
+        find=lambda typed: resolve.shutdown_timeout_s(typed.args.shutdown_timeout, typed.environ),
+    ),
+    Look(
+        at=("signals-to-handle",),
+        find=lambda typed: resolve.signals_to_handle(typed.args.signals_to_handle),
+    ),
+    Look(at=("virtual-local-rank",), beside=("nproc-per-node",), find=_own_device),
+)
+"""In the order in which `--help` prints the flags."""
