@@ -216,7 +216,7 @@ APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """As on another machine: one agent does not see the process of the other."""
 
 
-def test_a_firewall_that_rejects_costs_no_restart_while_the_other_node_keeps_its_lease(machines):
+def test_a_port_that_refuses_costs_no_restart_while_the_other_node_keeps_its_lease(machines):
     """The ring is cut as well, by a middle box that restarts: only the lease says who lives."""
     machines.job.prefix = APART
     machines.start("a", "b")
@@ -229,6 +229,21 @@ def test_a_firewall_that_rejects_costs_no_restart_while_the_other_node_keeps_its
     assert machines.job.finish() == 1
     assert machines.job.events("interrupt") == []
     assert "keeps its lease alive although" in machines.job.output
+
+
+def test_a_firewall_that_rejects_one_way_evicts_nobody_whose_agent_is_alive(machines):
+    """A real REJECT rule: the one finds a port that refuses, to the other packets are lost."""
+    machines.job.prefix = APART
+    machines.start("a", "b")
+    machines.job.wait_for_round(1, world=2)
+    machines.net.reject("a", by="b")
+    machines.net.drop_connections("a", "b")
+    wait_for(lambda: machines.job.events("ring"), 60, "b to be found alive")
+    machines.job.goes_on(1, world=2)
+    assert machines.job.finish() == 1
+    (found,) = machines.job.events("ring")
+    assert (found["node"], "node b keeps its lease alive" in found["text"]) == ("a", True)
+    assert machines.job.events("dead") == machines.job.events("interrupt") == []
 
 
 def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):

@@ -66,6 +66,16 @@ class Network:
         """
         _ip("-n", self._namespace(here), "addr", "add", f"{self.address(there)}/32", "dev", "lo")
 
+    def reject(self, here: str, by: str) -> None:
+        """From now on a firewall resets what comes from one machine by TCP, and lets it all out."""
+        if shutil.which("nft") is None:
+            pytest.skip("a firewall that rejects needs nft, of nftables")
+        rule = f"ip saddr {self.address(here)} meta l4proto tcp reject with tcp reset"
+        chain = f"chain input {{ type filter hook input priority 0\n {rule}\n }}"
+        table = f"table inet zero {{\n {chain}\n }}"
+        nft = ["ip", "netns", "exec", self._namespace(by), "nft", table]
+        subprocess.run(nft, check=True, capture_output=True)
+
     def drop_connections(self, here: str, there: str) -> None:
         """End those between two machines, as a middle box that restarts."""
         if shutil.which("ss") is None:
