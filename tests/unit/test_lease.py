@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
+from zero_orchestrator.store.lease import LeaseKeeper, LeaseState, phase
 
 TTL_S = 3
 
@@ -67,7 +69,8 @@ def test_a_short_silence_of_the_store_is_told_once_and_costs_nothing() -> None:
     assert node.keeper.state is LeaseState.SILENT
     node.store.trouble = None
     node.clock.advance(0.3)
-    assert node.told == [("silent", "no answer"), ("heard", "the store answers again, after 2.2 s")]
+    assert [what for what, _ in node.told] == ["silent", "heard"]
+    assert node.told[1][1].startswith("the store answers again, after ")
     assert node.keeper.state is LeaseState.HELD
     assert node.here
 
@@ -140,3 +143,49 @@ def test_a_keep_alive_that_finds_no_thread_or_descriptor_is_tried_again(caplog) 
     node.clock.advance(100.0)
     assert (node.here, node.keeper.state) == (True, LeaseState.HELD)
     assert "can't start new thread" in caplog.text
+
+
+class Fleet:
+    """Holders that were all given their leases at once, and when each has refreshed its own."""
+
+    def __init__(self, size: int) -> None:
+        self.clock = ManualClock()
+        self.beats: list[tuple[float, int]] = []
+        self.store = Flaky(self.clock)
+        refresh = self.store.keep_alive
+
+        def keep_alive(lease: int) -> float:
+            self.beats.append((self.clock.now(), lease))
+            return refresh(lease)
+
+        self.store.keep_alive = keep_alive  # type: ignore[method-assign]
+        self.keepers = [
+            LeaseKeeper(self.store, TTL_S, on_lost=pytest.fail, clock=self.clock)
+            for _ in range(size)
+        ]
+
+    def most_at_once(self, since_s: float) -> int:
+        """Refreshes in the worst tenth of a period."""
+        slots = Counter(int(now_s * 30 / TTL_S) for now_s, _ in self.beats if now_s >= since_s)
+        return max(slots.values())
+
+
+def test_a_fleet_that_starts_together_refreshes_its_leases_evenly_over_the_period() -> None:
+    fleet = Fleet(500)
+    fleet.clock.advance(10 * TTL_S / 3)
+    assert fleet.most_at_once(since_s=0.0) <= 2 * 500 / 10
+    by_lease = Counter(lease for _, lease in fleet.beats)
+    assert set(by_lease.values()) == {10}, "no more of them than before"
+    assert all(0 < phase(lease) <= 1 for lease in by_lease)
+
+
+def test_after_an_outage_of_the_store_a_fleet_falls_out_of_step_again() -> None:
+    fleet = Fleet(500)
+    fleet.clock.advance(TTL_S)
+    fleet.store.trouble = StoreUnavailable("no answer")
+    fleet.clock.advance(TTL_S / 2)
+    fleet.store.trouble = None
+    healed_s = fleet.clock.now()
+    fleet.clock.advance(TTL_S)
+    assert fleet.most_at_once(healed_s + TTL_S / 3) <= 2 * 500 / 10
+    assert {keeper.state for keeper in fleet.keepers} == {LeaseState.HELD}

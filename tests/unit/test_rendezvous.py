@@ -7,7 +7,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_contract.journal import Journal
-from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.errors import SpecError, StoreUnavailable, TakenForGone
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
 from zero_orchestrator.membership.rounds import Timing
@@ -61,7 +61,10 @@ class Cluster:
 
     def react(self, agent: Rendezvous) -> None:
         """Poll, and do an agent's part of leaving a round."""
-        job = agent.poll()
+        try:
+            job = agent.poll()
+        except TakenForGone:
+            return  # as the agent's loop: the next poll takes a new lease
         leaving = job.state is State.FORMING or job.yielding is not None
         if leaving and job.has_member(agent.node) and agent.node.id not in job.quiet:
             since = self.leaving.setdefault((agent.node.id, job.n), self.clock.now())

@@ -1,6 +1,8 @@
 """A lease kept alive: the proof that this node is here, and the news when it is not certain.
 
-The lease is refreshed at a third of its time to live. Two things can go wrong, and they are
+The lease is refreshed at every third of its time to live, each holder's at a place of its own in
+that period: a fleet that starts together, or that an outage has brought into step, does not ask the
+store all at once. Two things can go wrong, and they are
 told apart. The store says that the lease has ended: it is *lost*, others have seen this node
 go. Or the store does not answer: the node is *silent*, perhaps for others as well, perhaps for
 nobody (an outage of the store pauses every lease). A silent node may go on computing and must
@@ -12,6 +14,7 @@ until one of the two. Who calls it: the rendezvous, once for each registration.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -33,6 +36,15 @@ class LeaseState(StrEnum):
     LOST = "lost"
     """The store said that the lease has ended."""
     CLOSED = "closed"
+
+
+def phase(lease: int) -> float:
+    """Where in a period the refresh of this lease falls, in (0, 1]: evenly spread over a fleet.
+
+    Stores number their leases, so the number itself says nothing of that.
+    """
+    digest = hashlib.sha256(f"{lease:x}".encode()).digest()
+    return (int.from_bytes(digest[:4], "big") + 1) / 2**32
 
 
 def _ignore(reason: str) -> None: ...
@@ -81,7 +93,8 @@ class LeaseKeeper:
         self._state = LeaseState.HELD
         self._confirmed = self._clock.now()
         self._lease = store.grant(ttl_s)
-        self._repeating = self._clock.repeat(self._beat, self._ttl_s / 3)
+        self._phase_s = phase(self._lease) * self._ttl_s / 3
+        self._repeating = self._clock.repeat(self._beat, self._phase_s)
 
     @property
     def lease(self) -> int:
@@ -131,17 +144,21 @@ class LeaseKeeper:
             _log.exception("a keep-alive could not be sent")
             self._enter(LeaseState.SILENT, f"a keep-alive could not be sent: {error!r}")
         else:
-            self._heard(sent)
+            if self._heard(sent):
+                return self._phase_s
         return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
 
     def _enter(self, state: LeaseState, reason: str) -> None:
         if self._move(state) not in (state, *_FINAL):
             _tell(self._told[state], reason)
 
-    def _heard(self, sent: float) -> None:
+    def _heard(self, sent: float) -> bool:
+        """Whether that is the end of a silence."""
         silent_s, self._confirmed = self.unconfirmed_s, sent
-        if self._move(LeaseState.HELD) is LeaseState.SILENT:
+        again = self._move(LeaseState.HELD) is LeaseState.SILENT
+        if again:
             _tell(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
+        return again
 
     def _move(self, state: LeaseState) -> LeaseState:
         """Go to a state unless one of the final ones is reached; returns the state before."""
