@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import zero_engine
+from zero_comm.distributed import group_store
 from zero_engine.checkpoint import Ballot, find
 from zero_engine.checkpoint.arena import Arena
 from zero_engine.checkpoint.ram.ram_commit import RamSave, commit_in_ram
@@ -32,7 +33,6 @@ from zero_engine.checkpoint.ram.ram_node import RamNode
 from zero_engine.checkpoint.ram.ram_peers import Neighbours
 from zero_engine.checkpoint.room import SharedRoom
 from zero_engine.engine import Engine
-from zero_engine.exchange.distributed import group_store
 
 Took = dict[str, float]
 GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))

@@ -1,5 +1,6 @@
 """The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
 
+from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
 from zero_contract.errors import ConfigError as DeepSpeedConfigError
 from zero_engine import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
@@ -9,7 +10,7 @@ from zero_engine.assembly import initialize
 from zero_engine.comm import init_distributed
 from zero_engine.engine import Engine
 from zero_engine.engine import Engine as DeepSpeedEngine
-from zero_engine.errors import CheckpointError, DamagedCheckpoint, Diverged, ModelMismatch
+from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_engine.samples.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine.exchange.distributed import local_device
+from zero_comm.distributed import local_device
 
 __all__ = ["Accelerator", "get_accelerator"]
 

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero_comm.agent_link import AgentLink, agent_link, peers_may_vanish
+from zero_comm.collectives import Collectives
+from zero_comm.comms_log import LOG
+from zero_comm.cpu.malloc import keep_freed_memory
+from zero_comm.distributed import init_distributed, local_device
+from zero_comm.node_group import node_exchanges
+from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
-from zero_engine.elastic import AgentLink, agent_link, peers_may_vanish
 from zero_engine.engine import Engine
-from zero_engine.exchange.collectives import Collectives
-from zero_engine.exchange.comms_log import LOG
-from zero_engine.exchange.distributed import init_distributed, local_device
-from zero_engine.exchange.node_group import node_exchanges
-from zero_engine.exchange.waiting import Interrupt
-from zero_engine.heap import keep_freed_memory
 from zero_engine.moved_states import MovedStates
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.lr_schedules import make_schedule

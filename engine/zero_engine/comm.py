@@ -41,12 +41,12 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
-from zero_engine.elastic import peers_may_vanish
-from zero_engine.exchange.comms_log import LOG
-from zero_engine.exchange.distributed import group_timeout_s
-from zero_engine.exchange.distributed import init_distributed as _init_from_environment
-from zero_engine.exchange.distributed import local_rank as get_local_rank
-from zero_engine.exchange.telling import tell_group
+from zero_comm.agent_link import peers_may_vanish
+from zero_comm.comms_log import LOG
+from zero_comm.distributed import group_timeout_s
+from zero_comm.distributed import init_distributed as _init_from_environment
+from zero_comm.distributed import local_rank as get_local_rank
+from zero_comm.objects import tell_group
 
 __all__ = [
     "ReduceOp",

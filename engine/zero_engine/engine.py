@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_comm.agent_link import AgentLink, peers_may_vanish
+from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_engine.accessors import Accessors
 from zero_engine.batching import Batching
 from zero_engine.config import Config
-from zero_engine.elastic import AgentLink, peers_may_vanish
-from zero_engine.exchange.distributed import local_rank
 from zero_engine.flops_profiler import Profile
 from zero_engine.micro_steps import Loss, MicroSteps
 from zero_engine.moved_states import (

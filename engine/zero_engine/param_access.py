@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_comm.collectives import wait
 from zero_contract.errors import ZeroError
-from zero_engine.exchange.collectives import wait
 from zero_engine.moved_states import WEIGHTS
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.param_places import place_of

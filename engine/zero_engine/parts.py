@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_engine.exchange.collectives import Collectives
+from zero_comm.collectives import Collectives
 from zero_engine.moved_states import MovedStates
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.samples.elastic_loader import Feed

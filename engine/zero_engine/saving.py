@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_contract.errors import ZeroError
 from zero_engine.checkpoint.place import place
 from zero_engine.config import Config
-from zero_engine.elastic import AgentLink, peers_may_vanish
 from zero_engine.errors import CheckpointError
 from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps

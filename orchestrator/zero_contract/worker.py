@@ -10,7 +10,7 @@ place may be sent it instead, and then keeps its imports, its CUDA context and i
 Must always hold: a message is understood by a reader that knows fewer fields (unknown fields
 are ignored) and refused by name when its kind is unknown. No pickle crosses the socket.
 
-Who calls it: `zero_agent.workers.channel` writes and reads one end, `zero_engine.elastic` the
+Who calls it: `zero_agent.workers.channel` writes and reads one end, `zero_comm.agent_link` the
 other.
 """
 

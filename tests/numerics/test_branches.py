@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 import zero_engine
 from tests.support.training import config, fingerprint, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
+from zero_comm.errors import Diverged
 from zero_contract.errors import PeerLost
 from zero_engine.engine import Engine
-from zero_engine.errors import Diverged
 
 WIDTH = 33
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
+from zero_comm.comms_log import CommsLog
 from zero_contract.errors import ConfigError
 from zero_engine import comm
 from zero_engine.config import load_config
-from zero_engine.exchange.comms_log import CommsLog
 
 
 def summary_of_one_step(settings: dict[str, Any]) -> tuple[list[str], dict[str, int], list[int]]:

@@ -20,10 +20,10 @@ from tests.support.ports import free_port
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
+from zero_comm.waiting import Waiter
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode, Leave, When
 from zero_engine.engine import Engine
-from zero_engine.exchange.waiting import Waiter
 
 ROUND = 3
 

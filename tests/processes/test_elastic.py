@@ -131,8 +131,8 @@ MEETING = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
 import zero_engine
-from zero_engine.elastic import AgentLink, peers_may_vanish
-from zero_engine.exchange.transport import transport_failures
+from zero_comm.agent_link import AgentLink, peers_may_vanish
+from zero_comm.waiting import transport_failures
 if os.environ["ZERO_ROUND"] == "2": sys.exit()
 zero_engine.init_distributed()
 if dist.get_rank() == 1: signal.pause()

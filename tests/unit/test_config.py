@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_contract.errors import ConfigError
-from zero_engine.config import Config, load_config, ranges
+from zero_engine.config import Config, keys, load_config
 from zero_engine.config.nearest import check_params
 from zero_engine.config.schema import SECTIONS
 
@@ -249,7 +249,7 @@ def test_a_mistake_is_an_error_that_names_place_and_remedy(data: Any, message: s
     assert message in str(caught.value)
 
 
-INERT_NUMBERS = sorted(ranges.WITHOUT_EFFECT)
+INERT_NUMBERS = sorted(keys.INERT_NUMBERS)
 
 
 def nested(path: str, value: object) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.cluster import TRAIN, environment, final_hash
 from tests.support.ports import free_port
+from zero_comm.discovery import discover, first_of
 from zero_contract.errors import ConfigError
-from zero_engine.exchange.discovery import discover, first_of
 
 TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_engine.exchange.neighbourhood import runs
-from zero_engine.exchange.neighbours import Neighbour, Neighbours, Reading, key_of
+from zero_comm.cpu.same_host import Neighbour, Neighbours, Reading, key_of, runs
 
 NOBODY = 2**22 + 1
 """A process id that no kernel gives."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zero_engine.exchange.standstill import Standing, Standstill, circle, describe
+from zero_comm.deadlock import Standing, Standstill, circle, describe
 
 
 def standing(awaits: str, turn: int = 0, **begun: int) -> Standing:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_for
-from zero_engine.exchange import waiting
-from zero_engine.exchange.waiting import Interrupt, Waiter
+from zero_comm import waiting
+from zero_comm.waiting import Interrupt, Waiter
 
 
 class Exchange:

@@ -15,8 +15,8 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
+from zero_comm.agent_link import committed_step, current_round
 from zero_engine.as_deepspeed.resuming import check_loop
-from zero_engine.elastic import committed_step, current_round
 
 _exempt: list[str] = []
 """Who guides the loops of this process, if somebody does."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from zero_comm.agent_link import current_job, current_round
+from zero_comm.objects import tell_group
 from zero_engine.as_deepspeed.accelerator import exempt
 from zero_engine.as_deepspeed.resuming import (
     CannotGoOn,
@@ -35,8 +37,6 @@ from zero_engine.as_deepspeed.resuming import (
     record_of,
     share,
 )
-from zero_engine.elastic import current_job, current_round
-from zero_engine.exchange.telling import tell_group
 
 _log = logging.getLogger(__name__)
 

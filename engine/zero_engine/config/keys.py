@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_contract.ranges import Range
+
 _FIXED_ORDER = "gradients are exchanged unit by unit in one fixed order, overlapping backward"
 _UNIT = "stage 3 gathers the parameters of one module at a time"
 _WHOLE = "disks are read and written a sub-group at a time, past the page cache"
@@ -203,3 +205,35 @@ ALIASES = {
     "zero_optimization.zero_stage": "stage",
 }
 """Path of another spelling -> the key."""
+
+
+_SIZE, _COUNT = Range(), Range(least=1)
+
+INERT_NUMBERS: Mapping[str, Range] = {
+    "activation_checkpointing.number_checkpoints": _COUNT,
+    **{
+        f"aio.{name}": _COUNT
+        for name in ("block_size", "intra_op_parallelism", "queue_depth", "thread_count")
+    },
+    "comet.samples_log_interval": _COUNT,
+    # A divisor: at 0 it would divide by zero, and so would what rounds to it in fp32.
+    "gradient_predivide_factor": Range(least=1e-30, whole=False),
+    **{
+        f"zero_optimization.{name}": _SIZE
+        for name in (
+            "allgather_bucket_size",
+            "offload_optimizer.buffer_count",
+            "reduce_bucket_size",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+        )
+    },
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Range(most=1, whole=False),
+}
+"""Path of a key without effect -> what it may be, beside null and "auto".
+
+A number that no run could mean (a bucket of -1 elements) is a slip of the pen, also where nothing
+reads it: whoever wrote it believes that it has an effect.
+"""

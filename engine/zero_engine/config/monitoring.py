@@ -1,18 +1,13 @@
-"""The sections of what is written about a run: curves, counts of exchanges, operations.
+"""The sections of what is written about a run: curves, operations.
 
-`monitors`, `comms_log` and `flops_profiler` read them.
+`monitors` and `flops_profiler` read them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_contract.errors import ConfigError
-from zero_engine.config.ranges import check_least
-
-OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
-"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces
-of whole parameters to one rank and back; what one rank has to everybody."""
+from zero_contract.ranges import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,28 +27,6 @@ class WandbMonitor:
     group: str | None = None
     team: str | None = None
     project: str = "deepspeed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommsLogger:
-    """Counts of the engine's exchanges, for `comm.log_summary`."""
-
-    enabled: bool = False
-    verbose: bool = False
-    """A line for each exchange when it has ended,"""
-    debug: bool = False
-    """and in it the name of what was exchanged."""
-    prof_all: bool = True
-    """Every kind,"""
-    prof_ops: tuple[str, ...] = ()
-    """or these alone."""
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.prof_ops if name not in OPERATIONS]
-        if unknown and not self.prof_all:
-            raise ConfigError(
-                f"comms_logger.prof_ops: {unknown[0]!r} is not one of {', '.join(OPERATIONS)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_contract.errors import ConfigError
-from zero_engine.config.ranges import check_least
+from zero_contract.ranges import check_least
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)

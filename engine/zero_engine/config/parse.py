@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from zero_contract.errors import ConfigError
-from zero_engine.config import keys, ranges
+from zero_contract.ranges import check_range
+from zero_engine.config import keys
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.nearest import unknown_key
-from zero_engine.config.ranges import check_bits, check_range
 from zero_engine.config.reading import read_json
 from zero_engine.config.schema import SECTIONS, Config
 
@@ -144,8 +144,8 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
 
 def _check_inert_number(where: str, value: Any) -> None:
     """A number that nothing reads must be one that somebody could mean."""
-    if where in ranges.WITHOUT_EFFECT and value not in (None, AUTO):
-        check_range(where, value, ranges.WITHOUT_EFFECT[where])
+    if where in keys.INERT_NUMBERS and value not in (None, AUTO):
+        check_range(where, value, keys.INERT_NUMBERS[where])
 
 
 def _canonical(path: str, key: str) -> str:
@@ -212,6 +212,31 @@ def _as_ints(value: Any) -> tuple[int, ...]:
     return tuple(_as_int(each) for each in _exactly(list)(value))
 
 
+_SIGNED = (-(1 << 63), (1 << 63) - 1)
+
+_BITS: Mapping[str, tuple[int, int]] = {
+    "int": _SIGNED,
+    "Interval": _SIGNED,
+    "tuple[int, ...]": _SIGNED,
+    "Seed": (0, (1 << 64) - 1),
+}
+"""A field's annotation -> the smallest and the largest integer that it holds.
+
+Sizes and counts become indices of tensors and records in checkpoints, of 64 bits with a sign. A
+seed is hashed as 64 bits without one: -1 would be the same run as 2**64 - 1, not a random one.
+"""
+
+
+def _check_bits(where: str, annotation: str, value: Any) -> None:
+    """Raises ConfigError if an integer, or one of several, does not fit into its 64 bits."""
+    if annotation not in _BITS or value is None:
+        return
+    least, most = _BITS[annotation]
+    for number in value if isinstance(value, tuple) else (value,):
+        if not least <= number <= most:
+            raise ConfigError(f"{where}: {number} is not from {least} to {most}, as 64 bits are")
+
+
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
     "Seed": ("an integer", _as_int),
@@ -245,7 +270,7 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
         made = convert(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where}: {value!r} is not {name}") from None
-    check_bits(where, wanted, made)
+    _check_bits(where, wanted, made)
     return made
 
 

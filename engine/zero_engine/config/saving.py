@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero_contract.errors import ConfigError
-from zero_engine.config.ranges import check_least
+from zero_contract.ranges import check_least
 
 AUTO = "auto"
 SecondsOrAuto = float | Literal["auto"]

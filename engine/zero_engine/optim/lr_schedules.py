@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_contract.ranges import Range, check_range
 from zero_engine.config import SchedulerConfig
 from zero_engine.config.nearest import check_params
-from zero_engine.config.ranges import Range, check_range
 
 _BETA2 = 0.99  # OneCycle sets the second beta as well, to this
 _WARMUPS = ("log", "linear")

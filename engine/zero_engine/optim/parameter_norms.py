@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero_engine.exchange.collectives import Collectives, wait
+from zero_comm.collectives import Collectives, wait
 from zero_engine.optim.whole import CHUNK, Norms, total
 from zero_engine.sharding.flat_unit import ALIGN, FlatUnit, overlap
 from zero_engine.sharding.segments import Segment

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero_engine.exchange.collectives import Collectives, Pending, wait
+from zero_comm.collectives import Collectives, Pending, wait
 from zero_engine.optim.waves import Shared, Wave, WaveExchange, in_waves
 from zero_engine.optim.whole import Change
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from zero_engine.exchange.collectives import Collectives
+from zero_comm.collectives import Collectives
 from zero_engine.optim.parameter_norms import ParameterNorms
 from zero_engine.optim.parameter_owners import ParameterOwners
 from zero_engine.optim.whole import Change, Norms

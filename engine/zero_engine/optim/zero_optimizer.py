@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from zero_engine.exchange.collectives import Collectives, wait
+from zero_comm.collectives import Collectives, wait
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.sharded_whole import ShardedWhole

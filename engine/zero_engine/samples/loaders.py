@@ -20,9 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from zero_comm.distributed import local_device
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config
-from zero_engine.exchange.distributed import local_device
 from zero_engine.parts import Run
 from zero_engine.samples.elastic_loader import ElasticLoader, LeafSampler, make_source
 from zero_engine.samples.shards import ShardedIterable, ShardReader

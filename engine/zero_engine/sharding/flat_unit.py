@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_engine.exchange.collectives import Collectives, Pending, wait
-from zero_engine.exchange.quantization import pack, packed_size, unpack
+from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.quantization import pack, packed_size, unpack
 from zero_engine.sharding.parameter_views import ParameterViews
 from zero_engine.sharding.partition import UnitSpec
 from zero_engine.sharding.vacancy import Vacancy

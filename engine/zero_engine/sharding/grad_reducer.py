@@ -24,9 +24,9 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from zero_comm.collectives import Collectives, Pending, has_ended, wait
+from zero_comm.quantization import pack, packed_size, unpack
 from zero_contract.errors import ZeroError
-from zero_engine.exchange.collectives import Collectives, Pending, has_ended, wait
-from zero_engine.exchange.quantization import pack, packed_size, unpack
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.stages import Stage
 

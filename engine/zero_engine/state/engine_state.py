@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_comm.collectives import Collectives
 from zero_engine.checkpoint import Manifest
 from zero_engine.checkpoint.format.bulk import uncollected
 from zero_engine.checkpoint.format.extents import Pieces
@@ -26,7 +27,6 @@ from zero_engine.checkpoint.format.match import resolve
 from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_engine.checkpoint.format.table import TensorTable, table_of
 from zero_engine.errors import ModelMismatch
-from zero_engine.exchange.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from zero_comm.collectives import Pending
 from zero_engine import checkpoint
 from zero_engine.checkpoint import Ballot, Loaded, Manifest
 from zero_engine.checkpoint.format.pieces import State
@@ -27,7 +28,6 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.ram.ram_search import RamSearch
 from zero_engine.checkpoint.tools.locate import hint
 from zero_engine.errors import CheckpointError, ModelMismatch
-from zero_engine.exchange.collectives import Pending
 from zero_engine.moved_states import MovedStates, Torn
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState

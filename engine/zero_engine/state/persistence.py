@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_comm.agent_link import AgentLink, Departure, choose_departure, leave, peers_may_vanish
+from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, ZeroError
 from zero_engine import checkpoint
 from zero_engine.checkpoint.background import Outcome
@@ -33,15 +35,7 @@ from zero_engine.checkpoint.place import Place
 from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
 from zero_engine.config.saving import SKIP
-from zero_engine.elastic import (
-    AgentLink,
-    Departure,
-    choose_departure,
-    leave,
-    peers_may_vanish,
-)
 from zero_engine.errors import CheckpointError, DiskFull
-from zero_engine.exchange.distributed import group_store
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
 from zero_engine.state import run_meta

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
+from zero_comm.agent_link import AgentLink
+from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena, FrozenImage
@@ -36,9 +38,7 @@ from zero_engine.checkpoint.ram.ram_search import RamSearch
 from zero_engine.checkpoint.restore import Loaded
 from zero_engine.checkpoint.room import NoArena, SharedRoom, sweep
 from zero_engine.config.saving import Ram
-from zero_engine.elastic import AgentLink
 from zero_engine.errors import CheckpointError
-from zero_engine.exchange.distributed import group_store
 from zero_engine.state.line import Line
 
 _log = logging.getLogger(__name__)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from zero_comm.agent_link import AgentLink
+from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost
 from zero_engine import checkpoint
 from zero_engine.checkpoint.arena import Arena
@@ -33,9 +35,7 @@ from zero_engine.checkpoint.publish import Fence
 from zero_engine.checkpoint.retention import Best
 from zero_engine.checkpoint.room import NoArena, PrivateRoom
 from zero_engine.config.saving import Checkpoint
-from zero_engine.elastic import AgentLink
 from zero_engine.errors import CheckpointError
-from zero_engine.exchange.distributed import group_store
 from zero_engine.state.line import Line
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import logging
 
 import torch
 
+from zero_comm.collectives import Collectives, wait
 from zero_engine.config.saving import FAIL, IGNORE
 from zero_engine.errors import CheckpointError
-from zero_engine.exchange.collectives import Collectives, wait
 
 _log = logging.getLogger(__name__)
 

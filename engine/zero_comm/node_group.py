@@ -11,8 +11,8 @@ import logging
 import torch
 import torch.distributed as dist
 
-from zero_engine.exchange.collectives import Collectives
-from zero_engine.exchange.waiting import Interrupt
+from zero_comm.collectives import Collectives
+from zero_comm.waiting import Interrupt
 
 _log = logging.getLogger(__name__)
 

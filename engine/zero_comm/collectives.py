@@ -27,15 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_comm.comms_log import LOG
+from zero_comm.cpu.same_host import Neighbours, key_of, meet
+from zero_comm.deadlock import Standstill
+from zero_comm.distributed import group_store
+from zero_comm.errors import Diverged, LeavingNow
+from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
 from zero_contract.errors import PeerLost
-from zero_engine.errors import Diverged, LeavingNow
-from zero_engine.exchange.comms_log import LOG
-from zero_engine.exchange.distributed import group_store
-from zero_engine.exchange.neighbourhood import meet
-from zero_engine.exchange.neighbours import Neighbours, key_of
-from zero_engine.exchange.standstill import Standstill
-from zero_engine.exchange.transport import transport_failures
-from zero_engine.exchange.waiting import Interrupt, Waiter, Work
 
 # torch 2.13 renamed this call; the old name warns there, the new one is missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -34,11 +34,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
 
+from zero_comm.errors import LeavingNow
+from zero_comm.waiting import Interrupt
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
 from zero_contract.worker import Ability, CommitReply, ExitCode, Leave, Message, RamReply, When
-from zero_engine.errors import LeavingNow
-from zero_engine.exchange.waiting import Interrupt
 
 _log = logging.getLogger(__name__)
 

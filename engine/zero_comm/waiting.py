@@ -11,19 +11,57 @@ Owns the thread that waits in the transport's stead. Must always hold:
 The thread is needed because gloo can neither abort an exchange nor say of a receive whether it
 has come. A GPU's exchanges are waited for by its stream, which holds nobody up.
 
-Used by `collectives`; `elastic` interrupts.
+What a transport raises when a peer is gone is told from mistakes of the program here as well.
+
+Used by `collectives` and `distributed`; the agent link interrupts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from zero_contract.errors import PeerLost
+
+# How gloo (a plain RuntimeError) and NCCL say that a connection, not the program, is broken.
+_SIGNS = (
+    "application timeout caused pair closure",
+    "broken pipe",
+    "connection closed",
+    "connection refused",
+    "connection reset",
+    "connect timeout",
+    "network error",
+    "remote process exited",
+    "socket closed",
+    "socket timeout",
+    "timed out waiting",
+)
+_NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*", re.DOTALL)
+"""Where in gloo's source it happened, and its advice: to look at logs of a worker that is gone."""
+
+
+@contextmanager
+def transport_failures(what: str) -> Iterator[None]:
+    """Raise PeerLost, which names what was being done, for a broken connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
+            raise
+        raise PeerLost(f"{what}: a peer is gone: {_NOISE.sub('', str(error))}") from error
+
 
 LOOK_S = 3.0
 """How long a wait lasts before somebody looks at what the others are doing, each time."""

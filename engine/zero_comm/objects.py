@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_engine.exchange.collectives import Collectives
+from zero_comm.collectives import Collectives
 
 
 def tell(own: Any, what: str, collectives: Collectives, device: torch.device) -> list[Any]:

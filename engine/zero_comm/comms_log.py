@@ -18,9 +18,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from zero_engine.config.monitoring import CommsLogger
+from zero_contract.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+
+OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
+"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces
+of whole parameters to one rank and back; what one rank has to everybody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommsLogger:
+    """Counts of the engine's exchanges, for `comm.log_summary`."""
+
+    enabled: bool = False
+    verbose: bool = False
+    """A line for each exchange when it has ended,"""
+    debug: bool = False
+    """and in it the name of what was exchanged."""
+    prof_all: bool = True
+    """Every kind,"""
+    prof_ops: tuple[str, ...] = ()
+    """or these alone."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.prof_ops if name not in OPERATIONS]
+        if unknown and not self.prof_all:
+            raise ConfigError(
+                f"comms_logger.prof_ops: {unknown[0]!r} is not one of {', '.join(OPERATIONS)}"
+            )
 
 
 @dataclass(slots=True)

@@ -1,8 +1,12 @@
 """Ranks of one host read what they exchange from each other's memory.
 
-Owns what such ranks tell each other, over a Unix socket for each pair, and the thread that reads.
-Must always hold:
+Owns the system call, the introduction at the start, and what such ranks tell each other afterwards,
+over a Unix socket for each pair, with the thread that reads. Must always hold:
 
+- At the start every rank says where it is and holds out a token; who can read the token can read
+  more. All ranks come to the same division, in runs of consecutive ranks each of which can read
+  every other of its run. A rank outside, or a kernel that forbids it, costs nothing but speed:
+  sockets then carry what memory does not.
 - An exchange is known by its name and by how many of that name came before. What a neighbour holds
   out goes to where this rank wants it under that name, whoever of the two comes first.
 - What is held out stays as it is until every neighbour has said that it has read it: only then
@@ -10,29 +14,84 @@ Must always hold:
 - It needs nobody's wait to go on: the thread reads as soon as both sides have begun.
 - When a neighbour's socket closes, or its memory cannot be read, what needs it ends in an error.
 
-Each byte is copied once, where loopback sockets copy it twice and wake the ranks in between.
+Each byte is copied once, where loopback sockets copy it twice and wake the ranks in between. The
+kernel allows it where a debugger would be allowed: the same user, and no Yama that forbids it.
 
-Made by `neighbourhood`; used by `collectives`.
+Called by `collectives`, on CPUs. Source of the idea: cross-memory attach, as MPI libraries use it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import json
+import logging
 import os
+import secrets
 import selectors
 import socket
 import struct
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from zero_engine.exchange import process_memory
-from zero_engine.exchange.waiting import Told
+from zero_comm.waiting import Told
+
+# ---- the system call ----
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
+    """Copy `size_bytes` bytes at `address` of process `pid` to the address `into` of this one.
+
+    Raises:
+        OSError: There is no such process or memory, it may not be read, or no such call here.
+    """
+    done = 0
+    while done < size_bytes:
+        here = _Range(into + done, size_bytes - done)
+        there = _Range(address + done, size_bytes - done)
+        count = _call()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"reading the memory of process {pid}: {os.strerror(code)}")
+        done += count
+
+
+def let_siblings_read() -> None:
+    """Let the parent of this process, and all below it, read this process's memory.
+
+    Only that which Yama adds on some systems (ptrace_scope 1: none but ancestors may) is lifted,
+    and only for them; where there is no Yama nothing happens. Source: prctl(2), PR_SET_PTRACER.
+    """
+    _LIBRARY.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+_PR_SET_PTRACER = 0x59616D61
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+
+
+def _call() -> ctypes._NamedFuncPointer:
+    try:
+        function = _LIBRARY.process_vm_readv
+    except AttributeError as error:
+        raise OSError(f"there is no process_vm_readv here: {error}") from None
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+# ---- exchanges ----
 
 _HELD_OUT, _READ = b"h", b"r"
 _WORD = struct.Struct("=c16sQQ")
@@ -222,7 +281,7 @@ class _Desk:
             self._fail(key, f"rank {rank} holds out {size} bytes, {wanted} are wanted")
             return False
         try:
-            process_memory.read(self._members[rank].pid, address, into.data_ptr(), size)
+            read_memory(self._members[rank].pid, address, into.data_ptr(), size)
         except OSError as error:
             self._fail(key, f"{_gone(rank)} ({error})")
             return False
@@ -255,3 +314,125 @@ class _Desk:
 
 def _gone(rank: int) -> str:
     return f"connection closed by rank {rank}, which runs on this host"
+
+
+# ---- the introduction ----
+
+_log = logging.getLogger(__name__)
+
+SWITCH = "ZERO_NEIGHBOURS"
+"""The environment variable that turns this off, with "0"."""
+
+Gather = Callable[[Tensor, str], Tensor]
+"""A row [n] and a name -> everybody's rows [world, n]. Collective."""
+
+_CARD_BYTES = 512
+_TOKEN_BYTES = 16
+_INTRODUCTION_S = 60.0
+_CREDENTIALS = struct.Struct("=iII")
+"""Of a peer on a Unix socket: pid, user, group."""
+
+
+def meet(
+    rank: int, world: int, gather: Gather, changed: threading.Condition
+) -> tuple[range, Neighbours | None]:
+    """This rank's run of ranks that read each other's memory, and the way to do so. Collective.
+
+    Args:
+        rank: This one.
+        world: Ranks.
+        gather: Over sockets.
+        changed: Notified when an exchange with neighbours ends.
+
+    Raises:
+        OSError: A neighbour is gone.
+    """
+    if _willing():
+        let_siblings_read()
+    token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")  # the kernel finds a name, in this network namespace
+        listener.listen(world)
+        cards = _cards(gather, _card(listener, token))
+        sees = [_readable(card, cards[rank]) for card in cards]
+        mutual = gather(torch.tensor(sees, dtype=torch.uint8), "who reads whose memory").bool()
+        run = _run_of(rank, runs(mutual & mutual.t()))
+        members = _connect(listener, rank, run, cards)
+    if rank == run.start and len(run) > 1:
+        _log.debug("ranks %d to %d read from each other", run.start, run.stop - 1)
+    return run, Neighbours(members, changed) if members else None
+
+
+def _willing() -> bool:
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def _card(listener: socket.socket, token: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
+    """Where this rank is."""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return {
+        "willing": _willing(),
+        "host": [boot, *spaces],
+        "pid": os.getpid(),
+        "listens": listener.getsockname().hex(),
+        "address": ctypes.addressof(token),
+        "token": token.raw.hex(),
+    }
+
+
+def _cards(gather: Gather, own: dict[str, Any]) -> list[dict[str, Any]]:
+    row = json.dumps(own).encode().ljust(_CARD_BYTES)
+    rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
+    return [json.loads(bytes(each.tolist())) for each in rows]
+
+
+def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether what a card says can be read is what it says."""
+    if not (card["willing"] and own["willing"] and card["host"] == own["host"]):
+        return False
+    found = ctypes.create_string_buffer(_TOKEN_BYTES)
+    try:
+        read_memory(card["pid"], card["address"], ctypes.addressof(found), _TOKEN_BYTES)
+    except OSError as error:
+        _log.debug("process %d: %s", card["pid"], error)
+        return False
+    return found.raw.hex() == card["token"]
+
+
+def runs(mutual: Tensor) -> list[range]:
+    """Consecutive ranks, all of which read each other: [world, world] bool -> a division."""
+    found: list[range] = []
+    for rank in range(len(mutual)):
+        if found and bool(mutual[rank, found[-1].start : rank].all()):
+            found[-1] = range(found[-1].start, rank + 1)
+        else:
+            found.append(range(rank, rank + 1))
+    return found
+
+
+def _run_of(rank: int, division: Sequence[range]) -> range:
+    return next(run for run in division if rank in run)
+
+
+def _connect(
+    listener: socket.socket, rank: int, run: range, cards: Sequence[dict[str, Any]]
+) -> dict[int, Neighbour]:
+    """A line to every other rank of the run: the higher one calls."""
+    lines: dict[int, socket.socket] = {}
+    for other in range(run.start, rank):
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.settimeout(_INTRODUCTION_S)
+        line.connect(bytes.fromhex(cards[other]["listens"]))
+        lines[other] = line
+    callers = {cards[other]["pid"]: other for other in range(rank + 1, run.stop)}
+    listener.settimeout(_INTRODUCTION_S)
+    while callers:
+        line, _ = listener.accept()
+        caller = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(caller)[0]
+        if pid in callers:
+            lines[callers.pop(pid)] = line
+        else:  # a stranger
+            line.close()
+    return {other: Neighbour(cards[other]["pid"], line) for other, line in lines.items()}

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from zero_comm.discovery import discover
+from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError
-from zero_engine.exchange.discovery import discover
-from zero_engine.exchange.transport import transport_failures
 
 GROUP_TIMEOUT_S = 600.0
 """How long a collective may take; DeepSpeed's default as well."""

@@ -1,0 +1,1 @@
+"""What makes training on CPUs fast, and no GPU needs: same-host reads, settings of malloc."""

@@ -1,1 +1,0 @@
-"""What ranks tell each other: the process group, collectives in one order, waits that end."""
