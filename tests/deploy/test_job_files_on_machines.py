@@ -67,10 +67,19 @@ YOURS = "etcd: {endpoints: [a:2379]}\ncheckpoint: {path: /mnt/c}\n"
 LIMITS = "etc/systemd/system/zero-agent@gpt.service.d/job.conf"
 
 
-def test_systemd_limits_the_memory_of_a_job_only_if_its_file_does(tmp_path):
-    assert "MemoryMax" not in RENDERERS["systemd"](job(tmp_path, YOURS))[LIMITS]
-    asked = RENDERERS["systemd"](job(tmp_path, f"{YOURS}resources: {{memory: 32Gi}}"))
-    assert f"MemoryMax={32 * 2**30}\n" in asked[LIMITS]
+@pytest.mark.parametrize(
+    ("to", "limit"),
+    [
+        ("systemd", f"MemoryMax={32 * 2**30}\n"),
+        ("slurm", "#SBATCH --mem=32768M\n"),
+        ("compose", f"mem_limit: {32 * 2**30}\n"),
+    ],
+)
+def test_the_memory_of_a_job_on_machines_is_limited_only_if_its_file_does(tmp_path, to, limit):
+    text = str(RENDERERS[to](job(tmp_path, f"{YOURS}resources: {{cpu: 8}}")))
+    assert limit.partition("=")[0].partition(":")[0] not in text
+    asked = RENDERERS[to](job(tmp_path, f"{YOURS}resources: {{memory: 32Gi}}"))
+    assert limit in (asked[LIMITS] if to == "systemd" else shown(asked))
 
 
 def test_the_variables_of_a_unit_are_for_its_owner_alone_and_secrets_are_in_no_file(tmp_path):
@@ -129,6 +138,10 @@ def test_a_compose_file_has_the_jobs_numbers_and_compose_reads_no_variables_in_t
 def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
     text = shown(RENDERERS["compose"](job(tmp_path, "etcd: {endpoints: [e:2379], ca: /ca.pem}")))
     found = yaml.safe_load(text)
-    assert "etcd" not in found["services"]
-    assert "etcd" not in found["volumes"]
-    assert "/ca.pem:/ca.pem:ro" in found["services"]["agent"]["volumes"]
+    assert found["services"].keys() == {"volume-owner", "agent"}
+    assert found["volumes"].keys() == {"checkpoints"}
+    agent = found["services"]["agent"]
+    assert agent["environment"]["PET_ETCD_CA"] == "/ca.pem"
+    assert "PET_ETCD_KEY" not in agent["environment"]
+    assert agent["volumes"] == ["checkpoints:/checkpoints", "/ca.pem:/ca.pem:ro"]
+    assert "/tls" not in text

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cryptography.x509 import DNSName, SubjectAlternativeName, load_pem_x509_certificate
 from packaging.requirements import Requirement
 
 from tests.deploy.manifests import DEPLOY, ROOT
@@ -103,6 +104,64 @@ def test_compose_names_only_volumes_and_services_that_it_defines():
         assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
     endpoint = COMPOSE["services"]["agent"]["environment"]["PET_RDZV_ENDPOINT"]
     assert endpoint.split(":")[0] in COMPOSE["services"]
+
+
+@pytest.mark.etcd
+@pytest.mark.netns
+def test_compose_lets_nobody_into_its_etcd_without_the_jobs_certificates(tmp_path):
+    """The commands of its services, as they stand there, with other places for files."""
+    services, etcd = COMPOSE["services"], find_etcd()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tls").mkdir()
+    ctl = f'#!/bin/sh\nexec {sys.executable} -m zero_orchestrator "$@"\n'
+    (tmp_path / "bin" / "zero-ctl").write_text(ctl)
+    (tmp_path / "bin" / "zero-ctl").chmod(0o755)
+    places = {"/tls": f"{tmp_path}/tls", "/var/lib/etcd": f"{tmp_path}/data", "$$": "$"}
+    places |= {"/usr/local/bin/etcdctl": str(etcd.with_name("etcdctl"))}
+    places |= {"/usr/local/bin/etcd": str(etcd), "https://etcd:": "https://127.0.0.1:"}
+
+    def here(text: str) -> str:
+        for there, place in places.items():
+            text = text.replace(there, place)
+        return text
+
+    path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    make = [here(word) for word in services["certificates"]["entrypoint"]]
+    for _ in range(2):
+        subprocess.run(make, env=environment() | path, check=True)
+    made = {file.name: file.stat() for file in (tmp_path / "tls" / "job").iterdir()}
+    assert made.keys() == {"ca.pem", "cert.pem", "key.pem"}
+    assert {stat.st_mode & 0o777 for stat in made.values()} == {0o600}
+    asked = {name: here(value) for name, value in services["agent"]["environment"].items()}
+    host, _, port = asked["PET_RDZV_ENDPOINT"].partition(":")
+    certificate = load_pem_x509_certificate((tmp_path / "tls/job/cert.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(SubjectAlternativeName).value
+    assert host in names.get_values_for_type(DNSName)
+    asked["PET_RDZV_ENDPOINT"] = f"127.0.0.1:{port}"
+    with own_loopback(int(port)) as network:
+        command = [*network, *map(here, services["etcd"]["command"])]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+
+            def answers(words: list[str], **more: str) -> bool:
+                variables = environment() | path | more
+                done = subprocess.run(
+                    [*network, *words], env=variables, check=False, capture_output=True
+                )
+                return done.returncode == 0
+
+            check = [here(word) for word in services["etcd"]["healthcheck"]["test"][1:]]
+            let_in = {name: here(path) for name, path in services["etcd"]["environment"].items()}
+            status = ["zero-ctl", "status", "--all"]
+            try:
+                wait_for(lambda: answers(check, **let_in), 60, "etcd")
+                assert answers(status, **asked)
+                ca = {name: asked[name] for name in ("PET_RDZV_ENDPOINT", "PET_ETCD_CA")}
+                assert not answers(status, **ca)
+                assert not answers(check, ETCDCTL_CACERT=let_in["ETCDCTL_CACERT"])
+                plain = ["--endpoints=http://127.0.0.1:2379", "endpoint", "health"]
+                assert not answers([check[0], *plain])
+            finally:
+                server.kill()
 
 
 # ---- systemd ----

@@ -16,6 +16,7 @@ from zero_orchestrator.jobfile.settings import etcd_settings, settings
 TEMPLATE = "compose.yaml"
 CHECKPOINTS = "/checkpoints"
 CONFIG = f"/etc/zero/{CONFIG_NAME}"
+TLS = "/tls"
 _MISSING = "is a secret of this job: set it in the environment, or in .env"
 
 
@@ -25,8 +26,10 @@ def render(job: Job) -> str:
     found: dict[str, Any] = yaml.safe_load(templates.read(TEMPLATE))
     found["name"] = file.name
     services = found["services"]
-    services["volume-owner"]["image"] = file.image
+    services["volume-owner"]["image"] = services["certificates"]["image"] = file.image
     agent = services["agent"]
+    if file.etcd.endpoints:
+        _remove_etcd(found)
     del agent["build"]
     agent |= {
         "image": file.image,
@@ -39,8 +42,9 @@ def render(job: Job) -> str:
         ],
         "stop_grace_period": f"{file.grace:g}s",
         "shm_size": file.resources.shm.size_bytes,
-        "mem_limit": file.resources.memory.size_bytes,
     }
+    if (limit_bytes := job.memory_limit_bytes) is not None:
+        agent["mem_limit"] = limit_bytes
     # `$` in a value is a variable of compose unless doubled.
     agent["command"] = [word.replace("$", "$$") for word in agent["command"]]
     agent["environment"] |= {
@@ -50,9 +54,20 @@ def render(job: Job) -> str:
     agent["environment"] |= {name: f"${{{name}:?{_MISSING}}}" for name in file.secrets}
     agent["deploy"] = {"replicas": file.start, **_devices(file)}
     agent["volumes"] += _files(job)
-    if file.etcd.endpoints:
-        del services["etcd"], found["volumes"]["etcd"], agent["depends_on"]["etcd"]
     return yaml.safe_dump(found, sort_keys=False)
+
+
+def _remove_etcd(found: dict[str, Any]) -> None:
+    """Take out the template's etcd, its certificates, and what the others have of them."""
+    services, volumes = found["services"], found["volumes"]
+    agent, owner = services["agent"], services["volume-owner"]
+    del services["etcd"], services["certificates"], volumes["etcd"], volumes["tls"]
+    del agent["depends_on"]["etcd"]
+    for name in ("PET_ETCD_CA", "PET_ETCD_CERT", "PET_ETCD_KEY"):
+        del agent["environment"][name]
+    agent["volumes"].remove(f"tls:{TLS}:ro")
+    owner["volumes"].remove(f"tls:{TLS}")
+    owner["entrypoint"].remove(TLS)
 
 
 def _devices(file: JobFile) -> dict[str, Any]:

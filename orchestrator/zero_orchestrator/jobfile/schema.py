@@ -71,7 +71,11 @@ class Resources:
     """What one node gives to its agent and its workers."""
 
     cpu: str = entry(scalar(cores), "cores", "4")
-    memory: Size = entry(scalar(Size), "memory, shared memory included", Size("16Gi"))
+    memory: Size = entry(
+        scalar(Size),
+        "memory, shared memory included; on machines no limit if left out",
+        Size("16Gi"),
+    )
     gpu: int = entry(scalar(whole), "GPUs", 0)
     gpu_kind: str = entry(scalar(str), "what Kubernetes calls them", "nvidia.com/gpu")
     shm: Size = entry(scalar(Size), "/dev/shm: collectives, loaders, checkpoints", Size("4Gi"))
@@ -257,6 +261,12 @@ class Job:
     """Where the file is; what it names is relative to that."""
     config: str | None
     """The text of the engine's config."""
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """What a machine is to give a node, if the file says so: only pods need a default."""
+        named = "resources.memory" in self.source.lines
+        return self.file.resources.memory.size_bytes if named else None
 
     @property
     def config_path(self) -> Path:

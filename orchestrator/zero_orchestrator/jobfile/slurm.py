@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from zero_orchestrator.jobfile import templates
 from zero_orchestrator.jobfile.machines import places
-from zero_orchestrator.jobfile.schema import Job, JobFile
+from zero_orchestrator.jobfile.schema import Job
 from zero_orchestrator.jobfile.settings import etcd_settings, settings
 from zero_orchestrator.jobfile.values import cores_number
 
@@ -33,7 +33,7 @@ def render(job: Job) -> str:
     return "".join(
         [
             f"#!/usr/bin/env bash\n# The job {job.file.name}, of {job.source.file}.\n",
-            *(f"#SBATCH --{line}\n" for line in _options(job.file)),
+            *(f"#SBATCH --{line}\n" for line in _options(job)),
             _BEGIN,
             *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
             *(f': "${{{name}:?{_MISSING}}}"\n' for name in job.file.secrets),
@@ -43,13 +43,15 @@ def render(job: Job) -> str:
     )
 
 
-def _options(file: JobFile) -> Iterator[str]:
+def _options(job: Job) -> Iterator[str]:
     """What sbatch is asked for; what the file says in slurm.options comes last, and wins."""
+    file = job.file
     yield f"job-name={file.name}"
     yield f"nodes={file.start}"
     yield "ntasks-per-node=1"
     yield f"cpus-per-task={math.ceil(cores_number(file.resources.cpu))}"
-    yield f"mem={file.resources.memory.size_bytes // 2**20}M"
+    if (limit_bytes := job.memory_limit_bytes) is not None:
+        yield f"mem={limit_bytes // 2**20}M"
     if file.resources.gpu:
         yield f"gpus-per-node={file.resources.gpu}"
     yield f"time={file.slurm.time}"

@@ -53,8 +53,8 @@ def _limits(job: Job) -> str:
         "[Service]",
         f"TimeoutStopSec={file.grace:.0f}",
     ]
-    if "resources.memory" in job.source.lines:  # not the default, which pods need and hosts do not
-        lines.append(f"MemoryMax={file.resources.memory.size_bytes}")
+    if (limit_bytes := job.memory_limit_bytes) is not None:
+        lines.append(f"MemoryMax={limit_bytes}")
     if file.secrets:
         lines += [
             f"# For root alone, with a line NAME=VALUE for each of: {', '.join(file.secrets)}",
