@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from zero_contract.errors import ZeroError
@@ -272,6 +272,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
     moved_s = json.loads(items[keys.round]).get("at") if keys.round in items else None
     seen = progress.get(_below_progress(seen_key(job)), {})
     saved_s = checkpoint.get("time") if checkpoint else None
+    members, spares = rows(view, progress)
     return JobStatus(
         job=job,
         state=_state(view),
@@ -285,8 +286,8 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         world_size=view.members.world_size,
-        members=_members(view, progress),
-        spares=tuple(_row(view, n, None, progress) for n in view.nodes if not view.has_member(n)),
+        members=members,
+        spares=spares,
         restarts=view.charges,
         restarts_spent=view.spent,
         restarts_without_progress=fruitless(view.charged, view.reached),
@@ -309,20 +310,39 @@ def _now(view: Snapshot) -> str:
     return decide(view, _JUST_NOW, Timing()).reason
 
 
-def _members(view: Snapshot, progress: Mapping[str, Any]) -> tuple[NodeRow, ...]:
-    return tuple(
-        _row(view, node, view.members.first_rank(index), progress)
-        for index, node in enumerate(view.members.nodes)
+def rows(
+    view: Snapshot, progress: Mapping[str, Any]
+) -> tuple[tuple[NodeRow, ...], tuple[NodeRow, ...]]:
+    """The members of the round in rank order, and the live nodes outside of it."""
+    known, members = _Known(view), view.members.nodes
+    ranks = accumulate((node.slots for node in members), initial=0)
+    return (
+        tuple(
+            _row(known, node, rank, progress) for node, rank in zip(members, ranks, strict=False)
+        ),
+        tuple(_row(known, n, None, progress) for n in view.nodes if not view.has_member(n)),
     )
 
 
-def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
+class _Known:
+    """What is asked for each node of a job, gathered once: there may be thousands of them."""
+
+    def __init__(self, view: Snapshot) -> None:
+        self.view = view
+        self.failed = {failure.node for failure in view.failures}
+        self.lost = {_who(node) for node in view.lost}
+        self.draining = {node.id for node in view.nodes if node.draining}
+        self.ordered = {(order.node, order.incarnation) for order in view.drains}
+        self.unfit = {node.id for node in view.nodes if node.unfit}
+
+
+def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
     last = progress.get(node.id, {})
     ram = last.get("ram", {})
     return NodeRow(
         node=node.id,
-        condition=condition(view, node),
-        alive=(node.id, node.incarnation) in view.alive,
+        condition=next(name for name, fits in _CONDITIONS if fits(known, node)),
+        alive=_who(node) in known.view.alive,
         first_rank=rank,
         slots=node.slots,
         address=node.address,
@@ -334,33 +354,27 @@ def _row(view: Snapshot, node: Node, rank: int | None, progress: Mapping[str, An
     )
 
 
-def condition(view: Snapshot, node: Node) -> Condition:
-    """How a member or a spare is; the first of the rules that fits."""
-    return next(name for name, fits in _CONDITIONS if fits(view, node))
+def _who(node: Node) -> tuple[str, str]:
+    return node.id, node.incarnation
 
 
-def _is_draining(view: Snapshot, node: Node) -> bool:
-    draining = any(live.draining and live.id == node.id for live in view.nodes)
-    return draining or view.drain_order(node) is not None
-
-
-def _is_unfit(view: Snapshot, node: Node) -> bool:
-    return any(live.unfit and live.id == node.id for live in view.nodes)
-
-
-_CONDITIONS: Sequence[tuple[Condition, Callable[[Snapshot, Node], bool]]] = (
-    (Condition.DONE, lambda view, node: node.id in view.done),
-    (Condition.FAILED, lambda view, node: node.id in {f.node for f in view.failures}),
-    (Condition.GONE, lambda view, node: view.state in ENDED),
-    (Condition.LOST, lambda view, node: node in view.lost),
-    (Condition.GONE, lambda view, node: (node.id, node.incarnation) not in view.alive),
-    (Condition.DRAINING, _is_draining),
-    (Condition.EXCLUDED, lambda view, node: view.barred(node) is not None),
-    (Condition.UNFIT, _is_unfit),
-    (Condition.SPARE, lambda view, node: not view.has_member(node)),
-    (Condition.LEFT, lambda view, node: node.id in view.quiet),
-    (Condition.RUNNING, lambda view, node: True),
+_CONDITIONS: Sequence[tuple[Condition, Callable[[_Known, Node], bool]]] = (
+    (Condition.DONE, lambda known, node: node.id in known.view.done),
+    (Condition.FAILED, lambda known, node: node.id in known.failed),
+    (Condition.GONE, lambda known, node: known.view.state in ENDED),
+    (Condition.LOST, lambda known, node: _who(node) in known.lost),
+    (Condition.GONE, lambda known, node: _who(node) not in known.view.alive),
+    (
+        Condition.DRAINING,
+        lambda known, node: node.id in known.draining or _who(node) in known.ordered,
+    ),
+    (Condition.EXCLUDED, lambda known, node: known.view.barred(node) is not None),
+    (Condition.UNFIT, lambda known, node: node.id in known.unfit),
+    (Condition.SPARE, lambda known, node: not known.view.has_member(node)),
+    (Condition.LEFT, lambda known, node: node.id in known.view.quiet),
+    (Condition.RUNNING, lambda known, node: True),
 )
+"""How a member or a spare is: the first of these that fits."""
 
 
 # ---- choosing ----

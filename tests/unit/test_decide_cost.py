@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zero_orchestrator import status
 from zero_orchestrator.membership.exclusion import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.rounds import Move, Observed, Timing, decide
@@ -103,7 +104,11 @@ SITUATIONS: dict[str, Callable[[Snapshot], Snapshot]] = {
 }
 
 
-def operations(job: Snapshot) -> int:
+def look(job: Snapshot) -> None:
+    decide(job, STEADY, Timing())
+
+
+def operations(job: Snapshot, work: Callable[[Snapshot], object] = look) -> int:
     """Instructions of the interpreter and comparisons of names that one decision takes."""
     count = 0
 
@@ -117,7 +122,7 @@ def operations(job: Snapshot) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        decide(job, STEADY, Timing())
+        work(job)
     finally:
         sys.settrace(before)
     return count + Counted.comparisons
@@ -126,6 +131,15 @@ def operations(job: Snapshot) -> int:
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_decision_about_twice_as_many_nodes_costs_twice_as_much(name):
     small, twice = (operations(SITUATIONS[name](running(count))) for count in (100, 200))
+    assert twice < 2.3 * small
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_status_of_twice_as_many_nodes_costs_twice_as_much(name):
+    def rows(job: Snapshot) -> None:
+        status.rows(job, {})
+
+    small, twice = (operations(SITUATIONS[name](running(count)), rows) for count in (100, 200))
     assert twice < 2.3 * small
 
 
