@@ -265,6 +265,8 @@ def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its
         assert nursery.stuck_s(imports_s=60) is None
         clock.advance(ANSWER_S + 1)
         assert nursery.stuck_s(imports_s=60) == ANSWER_S + 1
+        nursery.kill()
+        assert nursery.stuck_s(imports_s=60) is None, "it is said once of each kill"
     finally:
         nursery.kill()
         nursery.close()

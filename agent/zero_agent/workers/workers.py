@@ -151,7 +151,11 @@ class Nursery:
         return self._process.pid
 
     def kill(self) -> None:
-        """With what its imports have started; the kernel kills the workers with it."""
+        """With what its imports have started; the kernel kills the workers with it.
+
+        From now on it has as long again before it counts as stuck.
+        """
+        self._mute.stop()
         with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
