@@ -58,7 +58,16 @@ class Counting(Cluster):
         return found if len(found) == world else []
 
     def wait_for_round(self, n, world):
-        wait_for(lambda: self.files(n, world), 150, f"round {n} with {world} workers")
+        """Such a wait can be in vain for many reasons; what the agents say tells which."""
+
+        def begun():
+            self.check_agents()
+            return self.files(n, world)
+
+        try:
+            wait_for(begun, 150, f"round {n} with {world} workers")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
 
     def goes_on(self, n, world):
         """Wait until each worker of the round has counted on by ten."""

@@ -25,7 +25,7 @@ SAMPLES = 32 * 60 + 10
 STEPS = 61
 LONG_S = 0.5
 """A pause with which a job outlasts what takes seconds, such as the imports of one more node."""
-TOGETHER = "--rdzv-conf=last_call_timeout=60"
+TOGETHER = "--rdzv-conf=last_call_timeout=140"
 """A flag: nodes that are started together begin in one round, however late one of them comes."""
 COLD = "--cold-start"
 """A flag: an agent need not import torch before its workers start, which takes seconds of CPU.
