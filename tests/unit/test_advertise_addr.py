@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 
 import pytest
@@ -12,7 +13,9 @@ from zero_agent.config import AgentConfig
 from zero_agent.etcd.meeting import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.ram import Ram
+from zero_agent.workers.orders import Orders
 from zero_contract.worker import RamRequest
+from zero_orchestrator.membership.job_state import Members, Snapshot, State
 
 
 @pytest.fixture
@@ -48,6 +51,26 @@ def test_the_memory_for_checkpoints_is_found_at_the_advertised_address(tmp_path)
     with closing(Ram("job", "a", "127.0.0.1", tmp_path, advertised="203.0.113.7")) as ram:
         reply = ram.open(RamRequest(request=1), "secret")
     assert reply.address.startswith("203.0.113.7:")
+
+
+def test_workers_beside_the_rounds_store_use_the_own_address_and_all_others_the_advertised_one(
+    configured, tmp_path
+):
+    config = configured("--local-addr=127.0.0.1", PET_ADVERTISE_ADDR="203.0.113.7")
+    here = config.node("1", 29600)
+    there = dataclasses.replace(here, id="z", address="203.0.113.7")  # behind the same NAT
+    for members, seen in (((here, there), "127.0.0.1"), ((there, here), "203.0.113.7")):
+        job = Snapshot(
+            spec=config.spec,
+            n=1,
+            state=State.ACTIVE,
+            nodes=members,
+            members=Members(members, restarts=0),
+            master="203.0.113.7:29601",
+        )
+        orders = Orders(config, "job", tmp_path, {}, f"{tmp_path}/socket")
+        [order] = orders.of(job, here, "secret")
+        assert (order.env["MASTER_ADDR"], order.env["MASTER_PORT"]) == (seen, "29601")
 
 
 @pytest.mark.parametrize(
