@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import environment
+from tests.support.cluster import environment, printed_by_all
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 
 pytestmark = pytest.mark.processes
@@ -82,13 +82,7 @@ def run_on(hosts: tuple[str, str], program: tuple[str, ...], **variables: str) -
         )
         for rank, host in enumerate(hosts)
     ]
-    try:
-        ended = [process.communicate(timeout=120) for process in agents]
-    finally:
-        for process in agents:
-            process.kill()
-    assert [process.returncode for process in agents] == [0, 0], ended
-    return [line for out, _ in ended for line in out.splitlines()]
+    return [line for lines in printed_by_all(agents) for line in lines]
 
 
 def test_two_hosts_with_ipv6_alone_run_one_job(hosts):

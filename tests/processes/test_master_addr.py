@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import COLD, environment
+from tests.support.cluster import COLD, environment, printed_by_all
 from tests.support.partition import network
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 
@@ -58,27 +58,21 @@ def run_on_two_hosts(script: Path, *before: str) -> list[list[str]]:
     agents, token = [], uuid.uuid4().hex
     flags = ("--nnodes=2", f"--master-addr={FIRST}", f"--master-port={PORT}", COLD)
     with network("a", "b") as machines:
-        try:
-            for rank, name in enumerate(("a", "b")):
-                rest = (f"--node-rank={rank}", "--port-range=29600-29699", str(script))
-                with machines.inside(name):
-                    if before:
-                        subprocess.run(before, check=True)
-                    agents.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "zero_agent", *flags, *rest],
-                            env={**environment(), ENV_JOIN_TOKEN: token},
-                            text=True,
-                            stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE,
-                        )
+        for rank, name in enumerate(("a", "b")):
+            rest = (f"--node-rank={rank}", "--port-range=29600-29699", str(script))
+            with machines.inside(name):
+                if before:
+                    subprocess.run(before, check=True)
+                agents.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "zero_agent", *flags, *rest],
+                        env={**environment(), ENV_JOIN_TOKEN: token},
+                        text=True,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
                     )
-            ended = [process.communicate(timeout=120) for process in agents]
-        finally:
-            for process in agents:
-                process.kill()
-    assert [process.returncode for process in agents] == [0, 0], ended
-    return [out.splitlines() for out, _ in ended]
+                )
+        return printed_by_all(agents)
 
 
 def test_two_hosts_meet_at_master_addr_and_open_that_port_and_the_ring_alone(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import COLD, environment
+from tests.support.cluster import COLD, environment, printed_by_all
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 
 pytestmark = pytest.mark.processes
@@ -116,13 +116,7 @@ def run_behind_nat(hosts: tuple[str, str], script: Path) -> set[str]:
         )
         for rank, host in enumerate(hosts)
     ]
-    try:
-        ended = [process.communicate(timeout=120) for process in agents]
-    finally:
-        for process in agents:
-            process.kill()
-    assert [process.returncode for process in agents] == [0, 0], ended
-    return {line for out, _ in ended for line in out.splitlines()}
+    return {line for lines in printed_by_all(agents) for line in lines}
 
 
 def test_two_nodes_behind_nat_meet_by_the_addresses_that_they_advertise(hosts, tmp_path):

@@ -49,6 +49,21 @@ def agent(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
+def printed_by_all(agents: Sequence[subprocess.Popen[str]]) -> list[list[str]]:
+    """The lines that each of some agents prints, once all have ended with 0; all end in any case.
+
+    Args:
+        agents: Their stdout and stderr are pipes.
+    """
+    try:
+        ended = [process.communicate(timeout=120) for process in agents]
+    finally:
+        for process in agents:
+            process.kill()
+    assert [process.returncode for process in agents] == [0] * len(agents), ended
+    return [out.splitlines() for out, _ in ended]
+
+
 def light_imports(directory: Path) -> dict[str, str]:
     """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
     for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
