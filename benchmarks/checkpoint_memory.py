@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zero_agent.ram import Ram
+from zero_checkpoint.memory.node import RamNode
 from zero_contract.worker import RamRequest
-from zero_engine.checkpoint.ram.ram_node import RamNode
 
 JOB, SECRET = "benchmark", "of this benchmark"
 

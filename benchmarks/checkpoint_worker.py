@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import zero_engine
+from zero_checkpoint import Ballot, find
+from zero_checkpoint.memory.commit import RamSave, commit_in_ram
+from zero_checkpoint.memory.node import RamNode
+from zero_checkpoint.memory.peers import Neighbours
+from zero_checkpoint.room import SharedRoom
+from zero_checkpoint.staging import Arena
 from zero_comm.distributed import group_store
-from zero_engine.checkpoint import Ballot, find
-from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.ram.ram_commit import RamSave, commit_in_ram
-from zero_engine.checkpoint.ram.ram_node import RamNode
-from zero_engine.checkpoint.ram.ram_peers import Neighbours
-from zero_engine.checkpoint.room import SharedRoom
 from zero_engine.engine import Engine
 
 Took = dict[str, float]

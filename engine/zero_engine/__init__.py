@@ -1,5 +1,6 @@
 """The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
 
+from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
 from zero_contract.errors import ConfigError as DeepSpeedConfigError
@@ -10,7 +11,6 @@ from zero_engine.assembly import initialize
 from zero_engine.comm import init_distributed
 from zero_engine.engine import Engine
 from zero_engine.engine import Engine as DeepSpeedEngine
-from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_engine.samples.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
 

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.place import place
+from zero_checkpoint.tags import agree_on_tag
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_contract.errors import ZeroError
-from zero_engine.checkpoint.place import place
 from zero_engine.config import Config
-from zero_engine.errors import CheckpointError
 from zero_engine.export import without_frozen, write_weights
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.moved_states import WEIGHTS
@@ -25,7 +26,6 @@ from zero_engine.parts import Core
 from zero_engine.sharding.weights import module_state_dict, weight_hash
 from zero_engine.state.persistence import ClientSource, Persistence
 from zero_engine.state.selection import LoadOptions
-from zero_engine.state.tags import agree_on_tag
 from zero_engine.wrapper import Wrapper
 from zero_engine.zero import GatheredParameters
 

@@ -27,7 +27,7 @@ def agent() -> NoReturn:
 
 def ckpt() -> NoReturn:
     """`zero-ckpt`."""
-    run("zero_engine.checkpoint.tools.cli")
+    run("zero_checkpoint.tools.cli")
 
 
 def ctl() -> NoReturn:

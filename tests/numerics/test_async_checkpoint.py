@@ -24,8 +24,8 @@ from tests.support.saving import (
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
-from zero_engine.checkpoint import find
-from zero_engine.errors import CheckpointError
+from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 
 # ---- the state of its own step ----
 

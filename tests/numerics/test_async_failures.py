@@ -28,9 +28,9 @@ from tests.support.saving import (
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
+from zero_checkpoint import find
+from zero_checkpoint.tools.verify import verify
 from zero_contract.worker import ExitCode, Left
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.tools.verify import verify
 from zero_engine.engine import Engine
 
 # ---- failures ----

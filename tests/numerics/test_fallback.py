@@ -9,8 +9,8 @@ import pytest
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.format.pieces import PARAM
+from zero_checkpoint import find
+from zero_checkpoint.format.pieces import PARAM
 
 WORLD, ENDS_AT = 3, 4
 

@@ -21,9 +21,9 @@ from tests.support.saving import ASYNC, Deadly, heard, undisturbed, use
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
+from zero_checkpoint import find
+from zero_checkpoint.files.storage import Disk
 from zero_contract import worker as contract
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.files.storage import Disk
 from zero_engine.samples.ledger import read_ledger, verify
 
 TESTS = Path(__file__).resolve().parents[1]

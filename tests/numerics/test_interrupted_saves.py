@@ -18,9 +18,9 @@ import zero_engine
 from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
-from zero_engine.checkpoint import find
+from zero_checkpoint import find
+from zero_checkpoint.saver import Saver
 from zero_engine.engine import Engine
-from zero_engine.state.saver import Saver
 
 WIDTH = 2048
 """Its state takes several slabs, most of which are not copied before the first is written."""

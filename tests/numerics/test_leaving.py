@@ -21,6 +21,8 @@ from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
+from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 from zero_comm.agent_link import Departure, choose_departure
 from zero_contract import worker as contract
 from zero_contract.errors import PeerLost
@@ -36,9 +38,7 @@ from zero_contract.worker import (
     RamRequest,
     When,
 )
-from zero_engine.checkpoint import find
 from zero_engine.engine import Engine
-from zero_engine.errors import CheckpointError
 
 ROUND = 3
 

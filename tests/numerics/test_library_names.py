@@ -16,7 +16,7 @@ from tests.support.models import make_model
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.checkpoint.utils import clone_tensors_for_torch_save
+from zero_deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zero_engine.compression.helper import recursive_getattr, recursive_setattr
 from zero_engine.moe.layer import MoE
 from zero_engine.moe.utils import (

@@ -18,11 +18,11 @@ from tests.numerics.test_silent_peers import Agent, is_stopped
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
+from zero_checkpoint import find, reader, restore
 from zero_comm.cpu.same_host import SWITCH
 from zero_contract import worker as contract
 from zero_contract.errors import PeerLost, ZeroError
 from zero_contract.worker import ExitCode, Leave, When
-from zero_engine.checkpoint import find, reader, restore
 
 WORLD, SAVED_AT, ENDS_AT = 3, 2, 4
 TIMEOUT_S = 8.0

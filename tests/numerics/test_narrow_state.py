@@ -15,9 +15,9 @@ from tests.numerics.test_offload import offloading
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool, one_result
+from zero_checkpoint import find
+from zero_checkpoint.place import place
 from zero_contract.errors import ConfigError
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.place import place
 from zero_engine.config import load_config
 from zero_engine.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys

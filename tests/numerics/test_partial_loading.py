@@ -11,7 +11,7 @@ import zero_engine
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.checkpoint import find
+from zero_checkpoint import find
 from zero_engine.engine import Engine
 
 # ---- what is loaded ----

@@ -15,10 +15,10 @@ from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
+from zero_checkpoint import find, reader
+from zero_checkpoint.errors import DamagedCheckpoint, ModelMismatch
 from zero_contract.errors import ZeroError
-from zero_engine.checkpoint import find, reader
 from zero_engine.engine import Engine
-from zero_engine.errors import DamagedCheckpoint, ModelMismatch
 from zero_engine.utils import safe_get_full_fp32_param
 
 WORLD, REFUSED_AT, ENDS_AT = 3, 2, 4

@@ -15,7 +15,7 @@ import torch
 from tests.support.models import make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.checkpoint.format.pieces import BUFFER
+from zero_checkpoint.format.pieces import BUFFER
 from zero_engine.engine import Engine
 
 STAGES = (0, 1, 2, 3)

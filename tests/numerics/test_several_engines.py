@@ -13,10 +13,10 @@ from tests.numerics.test_leaving import ROUND, await_leave, under_agent
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
+from zero_checkpoint import find
+from zero_checkpoint.siblings import Moment, torn
 from zero_contract.worker import CommitRequest, ExitCode, Hello, Left, Progress
-from zero_engine.checkpoint import find
 from zero_engine.engine import Engine
-from zero_engine.state.siblings import Moment, torn
 
 NAMES = ("actor", "critic", "judge")
 

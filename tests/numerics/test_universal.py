@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import zero_checkpoint as checkpoint
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import SMALL
-from zero_engine import checkpoint
-from zero_engine.checkpoint import Loaded, Manifest, find
-from zero_engine.checkpoint.format.dtypes import byte_view
-from zero_engine.checkpoint.format.pieces import BUFFER
+from zero_checkpoint import Loaded, Manifest, find
+from zero_checkpoint.format.dtypes import byte_view
+from zero_checkpoint.format.pieces import BUFFER
 from zero_engine.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.errors import CheckpointError
+from zero_checkpoint.errors import CheckpointError
 
 
 def try_them(root: str) -> list[str]:

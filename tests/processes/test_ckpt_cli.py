@@ -18,13 +18,13 @@ from tests.support.cluster import environment
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.tools import cli
+from zero_checkpoint import find
+from zero_checkpoint.tools import cli
 
 pytestmark = pytest.mark.processes
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
-COMMAND = [sys.executable, "-m", "zero_engine.checkpoint.tools.cli"]
+COMMAND = [sys.executable, "-m", "zero_checkpoint.tools.cli"]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from tests.unit.checkpoint.support import (
     same_bits,
     saved,
 )
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.place import place
-from zero_engine.checkpoint.tools.cli import main
+from zero_checkpoint import find
+from zero_checkpoint.place import place
+from zero_checkpoint.tools.cli import main
 
 pytestmark = pytest.mark.processes
 

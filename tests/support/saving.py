@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tests.support.training import config, make_engine, train
-from zero_engine.checkpoint import room
-from zero_engine.checkpoint.files.storage import Disk
+from zero_checkpoint import room
+from zero_checkpoint.files.storage import Disk
 from zero_engine.engine import Engine
 
 ASYNC = {"checkpoint": {"async": True}}

@@ -18,10 +18,10 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
-from zero_engine.checkpoint import Ballot, save
-from zero_engine.checkpoint.files.storage import Disk
-from zero_engine.checkpoint.place import Place
-from zero_engine.errors import CheckpointError
+from zero_checkpoint import Ballot, save
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.place import Place
 
 DEADLINE_S = 60
 

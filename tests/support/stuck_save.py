@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from zero_engine.checkpoint.files.storage import Disk
+from zero_checkpoint.files.storage import Disk
 
 
 def stuck(sync: Callable[[Disk, BinaryIO], None], step: int, marker: Path) -> Callable[..., None]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from zero_engine.checkpoint.format.dtypes import DTYPES
-from zero_engine.errors import CheckpointError
-from zero_engine.state.client_state import LARGEST_BYTES, pack, unpack
+from zero_checkpoint.client_state import LARGEST_BYTES, pack, unpack
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import DTYPES
 
 
 def again(value: Any) -> Any:

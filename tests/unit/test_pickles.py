@@ -18,7 +18,7 @@ COLLECTIVES = frozenset(
 )
 READERS = frozenset({"torch.load", "np.load", "numpy.load"})
 ALLOWED = {
-    "engine/zero_engine/checkpoint/tools/pickles.py": {"pickle", "torch.load"},
+    "engine/zero_checkpoint/tools/pickles.py": {"pickle", "torch.load"},
 }
 """The reader of other people's checkpoints runs nothing in them unless it is told to."""
 

@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_checkpoint.options import Checkpoint, KeepBest, Ram
 from zero_comm.comms_log import CommsLogger
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.elasticity import Elasticity
 from zero_engine.config.monitoring import FileMonitor, FlopsProfiler, WandbMonitor
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
-from zero_engine.config.saving import Checkpoint, KeepBest, Ram
 from zero_engine.stages import STAGES
 
 _LARGEST_POWER = 127

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_checkpoint.errors import CheckpointError
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.objects import tell
-from zero_engine.errors import CheckpointError
 from zero_engine.optim.sketches import mark_of, sketch, tensors_in
 from zero_engine.optim.waves import Shared, Wave, WaveExchange, in_waves
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap

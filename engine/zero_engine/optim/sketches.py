@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.format.dtypes import DTYPES, name_of
-from zero_engine.errors import CheckpointError
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import DTYPES, name_of
 
 Path = tuple[str, ...]
 Number = bool | int | float

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import zero_checkpoint as checkpoint
+from zero_checkpoint import Ballot, Loaded, Manifest
+from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.place import Place
+from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending
-from zero_engine import checkpoint
-from zero_engine.checkpoint import Ballot, Loaded, Manifest
-from zero_engine.checkpoint.format.pieces import State
-from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.ram.ram_search import RamSearch
-from zero_engine.checkpoint.tools.locate import hint
-from zero_engine.errors import CheckpointError, ModelMismatch
 from zero_engine.moved_states import MovedStates, Torn
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zero_checkpoint import Manifest
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
+from zero_checkpoint.format.table import table_of
 from zero_comm.collectives import Collectives, wait
-from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
-from zero_engine.checkpoint.format.table import table_of
-from zero_engine.errors import CheckpointError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.segments import Segment, elementwise_keys

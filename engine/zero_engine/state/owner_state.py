@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_checkpoint import Manifest
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import DTYPES
+from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
 from zero_comm.collectives import Collectives
 from zero_comm.objects import tell
-from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.format.dtypes import DTYPES
-from zero_engine.checkpoint.format.pieces import Piece, TensorId, TensorInfo
-from zero_engine.errors import CheckpointError
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
 from zero_engine.optim.sketches import Number, blank, described, filled, leaves, sketch, stored
 from zero_engine.optim.zero_optimizer import ZeroOptimizer

@@ -25,29 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import zero_checkpoint as checkpoint
+from zero_checkpoint.background import Outcome
+from zero_checkpoint.client_state import pack, unpack
+from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.lineage import Line
+from zero_checkpoint.memory.tier import RamTier
+from zero_checkpoint.options import SKIP
+from zero_checkpoint.place import Place
+from zero_checkpoint.retention import is_number
+from zero_checkpoint.saver import Request, Saver
+from zero_checkpoint.schedule import RETRY_S, Schedule
+from zero_checkpoint.siblings import BESIDE, Moment, torn
 from zero_comm.agent_link import AgentLink, Departure, choose_departure, leave, peers_may_vanish
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, ZeroError
-from zero_engine import checkpoint
-from zero_engine.checkpoint.background import Outcome
-from zero_engine.checkpoint.format.pieces import State
-from zero_engine.checkpoint.place import Place
-from zero_engine.checkpoint.retention import is_number
 from zero_engine.config import Config
-from zero_engine.config.saving import SKIP
-from zero_engine.errors import CheckpointError, DiskFull
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import weight_hash
 from zero_engine.state import run_meta
-from zero_engine.state.client_state import pack, unpack
 from zero_engine.state.engine_state import EngineState
-from zero_engine.state.line import Line
 from zero_engine.state.loading import Loading
-from zero_engine.state.ram_tier import RamTier
-from zero_engine.state.saver import Request, Saver
-from zero_engine.state.schedule import RETRY_S, Schedule
 from zero_engine.state.selection import LoadOptions
-from zero_engine.state.siblings import BESIDE, Moment, torn
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint import Manifest
-from zero_engine.checkpoint.format.match import stored_id
-from zero_engine.checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId
-from zero_engine.checkpoint.format.table import table_of
+from zero_checkpoint import Manifest
+from zero_checkpoint.format.match import stored_id
+from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId
+from zero_checkpoint.format.table import table_of
 
 _MODULE = frozenset({PARAM, BUFFER})
 _SHOWN = 5

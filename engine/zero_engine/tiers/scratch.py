@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_engine.checkpoint.format.dtypes import host_bytes
+from zero_checkpoint.format.dtypes import host_bytes
 from zero_engine.errors import TierError
 
 _log = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.format.pieces import PARAM
+from zero_checkpoint.tools.arguments import size
+from zero_checkpoint.tools.export import Selection, export_hf, export_torch, select
+from zero_checkpoint.tools.locate import one
+from zero_checkpoint.tools.tensors import read_tensors
 from zero_contract.errors import ZeroError
-from zero_engine.checkpoint.candidates import Candidate
-from zero_engine.checkpoint.format.pieces import PARAM
-from zero_engine.checkpoint.tools.arguments import size
-from zero_engine.checkpoint.tools.export import Selection, export_hf, export_torch, select
-from zero_engine.checkpoint.tools.locate import one
-from zero_engine.checkpoint.tools.tensors import read_tensors
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

@@ -22,10 +22,10 @@ from tests.numerics.test_leaving import under_agent
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
+from zero_checkpoint import find
+from zero_checkpoint.memory.tier import needed_bytes, over_budget
 from zero_contract import peer_memory as ram_wire
 from zero_contract.worker import RamReply, RamRequest
-from zero_engine.checkpoint import find
-from zero_engine.state.ram_tier import needed_bytes, over_budget
 
 
 @pytest.mark.full

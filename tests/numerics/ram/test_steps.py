@@ -20,8 +20,8 @@ from tests.numerics.test_offload import offloading
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
+from zero_checkpoint import find
 from zero_contract.worker import CommitRequest
-from zero_engine.checkpoint import find
 
 
 def keep_steps(root: str, stage: int, last: int, ram: dict[str, Any]) -> tuple[list[int], int]:

@@ -22,14 +22,14 @@ from tests.unit.checkpoint.support import (
     random_bits,
     share,
 )
-from zero_engine.checkpoint import own_layout, save
-from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.files.slabs import SLAB_BYTES
-from zero_engine.checkpoint.files.storage import Disk
-from zero_engine.checkpoint.files.writer import LiveImage, write_file
-from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
-from zero_engine.checkpoint.room import NoArena, PrivateRoom, SharedRoom, sweep
-from zero_engine.errors import CheckpointError
+from zero_checkpoint import own_layout, save
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.slabs import SLAB_BYTES
+from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.files.writer import LiveImage, write_file
+from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.room import NoArena, PrivateRoom, SharedRoom, sweep
+from zero_checkpoint.staging import Arena
 
 
 def arenas(directory: Path) -> list[str]:

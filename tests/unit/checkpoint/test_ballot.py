@@ -10,9 +10,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.checkpoint.support import on_ranks
+from zero_checkpoint import Ballot
+from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import PeerLost
-from zero_engine.checkpoint import Ballot
-from zero_engine.errors import CheckpointError
 
 
 def test_all_ranks_hear_the_same_verdict_on_all_votes():
@@ -61,7 +61,7 @@ def test_a_long_job_leaves_next_to_nothing_in_the_store():
 
 
 def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store(monkeypatch):
-    monkeypatch.setattr("zero_engine.checkpoint.ballot._FAREWELL_S", 60.0)
+    monkeypatch.setattr("zero_checkpoint.consensus._FAREWELL_S", 60.0)
     heard = []
 
     def work(ballot):

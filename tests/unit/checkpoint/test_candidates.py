@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.checkpoint.support import adam_state, blank, load_all, same_bits, saved
 from tests.unit.checkpoint.test_manifest import changed
-from zero_engine.checkpoint import Loaded, find
-from zero_engine.checkpoint.candidates import Why
-from zero_engine.checkpoint.commit import generation
-from zero_engine.errors import CheckpointError, DamagedCheckpoint
+from zero_checkpoint import Loaded, find
+from zero_checkpoint.candidates import Why
+from zero_checkpoint.commit import generation
+from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 
 
 def steps(root):

@@ -23,11 +23,11 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
+from zero_checkpoint import find, save
+from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_contract.errors import CommitRefused
-from zero_engine.checkpoint import find, save
-from zero_engine.checkpoint.ballot import Ballot
-from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
-from zero_engine.errors import CheckpointError, DiskFull
 
 
 class Failing(SmallBlocks):

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from zero_engine.checkpoint.files import direct
-from zero_engine.checkpoint.files.direct import TRIAL_BYTES, DirectDisk, Trial, Way
+from zero_checkpoint.files import direct
+from zero_checkpoint.files.direct import TRIAL_BYTES, DirectDisk, Trial, Way
 
 
 def feed(trial, cached_s, direct_s):

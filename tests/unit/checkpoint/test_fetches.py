@@ -15,13 +15,13 @@ import torch
 
 from tests.support.waiting import wait_for
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
-from zero_engine.checkpoint.files import fetches, huge_pages
-from zero_engine.checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
-from zero_engine.checkpoint.files.huge_pages import zeros
-from zero_engine.checkpoint.files.local_file import open_file
-from zero_engine.checkpoint.format.pieces import PARAM, TensorId
-from zero_engine.checkpoint.format.plan import READ_BYTES
-from zero_engine.errors import DamagedCheckpoint
+from zero_checkpoint.errors import DamagedCheckpoint
+from zero_checkpoint.files import fetches, huge_pages
+from zero_checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
+from zero_checkpoint.files.huge_pages import zeros
+from zero_checkpoint.files.local_file import open_file
+from zero_checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint.format.plan import READ_BYTES
 
 MIB = 1 << 20
 CONTENT = random.Random(1).randbytes(9 * MIB + 123)

@@ -8,10 +8,10 @@ import os
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, names, saved
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.candidates import quarantine
-from zero_engine.checkpoint.housekeeping import Keep, tidy
-from zero_engine.checkpoint.retention import Best
+from zero_checkpoint import find
+from zero_checkpoint.candidates import quarantine
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.retention import Best
 
 
 def steps(root):

@@ -8,10 +8,10 @@ import math
 import pytest
 
 from tests.support.training import config
+from zero_checkpoint.interval import Costs, Failures, best_interval_s, daly_s
+from zero_checkpoint.schedule import Schedule
 from zero_contract.errors import ConfigError, ZeroError
-from zero_engine.checkpoint.interval import Costs, Failures, best_interval_s, daly_s
 from zero_engine.config import load_config
-from zero_engine.state.schedule import Schedule
 
 HOUR_S = 3600.0
 

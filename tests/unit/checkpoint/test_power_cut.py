@@ -23,7 +23,7 @@ from tests.unit.checkpoint.support import (
     same_bits,
     saved,
 )
-from zero_engine.checkpoint.files.storage import DISK
+from zero_checkpoint.files.storage import DISK
 
 OLD, NEW = adam_state(seed=1), adam_state(seed=2)
 

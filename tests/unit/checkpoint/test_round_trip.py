@@ -21,12 +21,12 @@ from tests.unit.checkpoint.support import (
     share,
     table,
 )
-from zero_engine.checkpoint import Loaded, find, load, reader
-from zero_engine.checkpoint.files.storage import DISK
-from zero_engine.checkpoint.format.dtypes import DTYPES, byte_view
-from zero_engine.checkpoint.format.layout import PAGE_BYTES
-from zero_engine.checkpoint.format.pieces import PARAM, Piece, State, TensorId
-from zero_engine.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
+from zero_checkpoint import Loaded, find, load, reader
+from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
+from zero_checkpoint.files.storage import DISK
+from zero_checkpoint.format.dtypes import DTYPES, byte_view
+from zero_checkpoint.format.layout import PAGE_BYTES
+from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
 
 
 @pytest.fixture(scope="module")

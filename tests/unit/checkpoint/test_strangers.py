@@ -9,8 +9,8 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.support import SMALL, blank, load_all, on_ranks, same_bits, share
-from zero_engine.checkpoint import Ballot, save
-from zero_engine.checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint import Ballot, save
+from zero_checkpoint.format.pieces import PARAM, TensorId
 
 KEY = "of the ranks"
 FULL = {TensorId(PARAM, "w"): torch.arange(1000, dtype=torch.float32)}

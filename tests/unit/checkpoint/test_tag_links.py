@@ -7,8 +7,8 @@ import os
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, blank, load_all, names, same_bits, saved
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.retention import remove
+from zero_checkpoint import find
+from zero_checkpoint.retention import remove
 
 
 def test_a_checkpoint_is_found_under_its_tag(tmp_path):

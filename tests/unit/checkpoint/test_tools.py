@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
-from zero_engine.checkpoint import find, retention
-from zero_engine.checkpoint.candidates import quarantine
-from zero_engine.checkpoint.format.pieces import PARAM, TensorId
-from zero_engine.checkpoint.retention import Best
-from zero_engine.checkpoint.tools import locate, upkeep
-from zero_engine.checkpoint.tools.cli import main
-from zero_engine.checkpoint.tools.compare import Relation, compare, distance
-from zero_engine.checkpoint.tools.describe import describe, l2_norm
-from zero_engine.checkpoint.tools.listing import Status, list_root
-from zero_engine.checkpoint.tools.tensors import read_tensor, read_tensors
-from zero_engine.checkpoint.tools.verify import verify
-from zero_engine.errors import CheckpointError, DamagedCheckpoint
+from zero_checkpoint import find, retention
+from zero_checkpoint.candidates import quarantine
+from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
+from zero_checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint.retention import Best
+from zero_checkpoint.tools import locate, upkeep
+from zero_checkpoint.tools.cli import main
+from zero_checkpoint.tools.compare import Relation, compare, distance
+from zero_checkpoint.tools.describe import describe, l2_norm
+from zero_checkpoint.tools.listing import Status, list_root
+from zero_checkpoint.tools.tensors import read_tensor, read_tensors
+from zero_checkpoint.tools.verify import verify
 
 WEIGHT = TensorId(PARAM, "wte.weight")
 

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, flip, saved
-from zero_engine.checkpoint.tools import locate
-from zero_engine.checkpoint.tools.verify import verify
+from zero_checkpoint.tools import locate
+from zero_checkpoint.tools.verify import verify
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import adam_state, blank, flip, on_ranks, saved, share
-from zero_engine.checkpoint import find, load
-from zero_engine.checkpoint.format.dtypes import byte_view
-from zero_engine.checkpoint.format.pieces import PARAM
-from zero_engine.errors import CheckpointError, ModelMismatch
+from zero_checkpoint import find, load
+from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.dtypes import byte_view
+from zero_checkpoint.format.pieces import PARAM
 
 WORLD = 3
 LONGER_THAN_A_READ = 150_000

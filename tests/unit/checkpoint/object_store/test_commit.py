@@ -18,11 +18,11 @@ from tests.unit.checkpoint.support import (
     save_all,
     saved,
 )
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import OBJECTS, _create
+from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.place import place
 from zero_contract.errors import CommitRefused
-from zero_engine.checkpoint.files.object_disk import OBJECTS, _create
-from zero_engine.checkpoint.format.manifest import MANIFEST
-from zero_engine.checkpoint.place import place
-from zero_engine.errors import CheckpointError
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
 

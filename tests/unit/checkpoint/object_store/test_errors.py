@@ -9,10 +9,10 @@ import fsspec
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, blank, load_all, save_all, saved
-from zero_engine.checkpoint.files.objects import ObjectPath
-from zero_engine.checkpoint.place import place
-from zero_engine.checkpoint.tools.cli import main
-from zero_engine.errors import CheckpointError
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.objects import ObjectPath
+from zero_checkpoint.place import place
+from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
 

@@ -14,12 +14,12 @@ from tests.unit.checkpoint.support import (
     save_all,
     saved,
 )
-from zero_engine.checkpoint import find
-from zero_engine.checkpoint.candidates import Why
-from zero_engine.checkpoint.files.object_disk import OBJECTS
-from zero_engine.checkpoint.housekeeping import Keep, tidy
-from zero_engine.checkpoint.retention import remove, sweep
-from zero_engine.errors import CheckpointError
+from zero_checkpoint import find
+from zero_checkpoint.candidates import Why
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import OBJECTS
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.retention import remove, sweep
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
 

@@ -20,12 +20,12 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_engine.checkpoint import find, save
-from zero_engine.checkpoint.candidates import Why
-from zero_engine.checkpoint.files import objects
-from zero_engine.checkpoint.place import open_source, place
-from zero_engine.checkpoint.tools.cli import main
-from zero_engine.errors import DamagedCheckpoint
+from zero_checkpoint import find, save
+from zero_checkpoint.candidates import Why
+from zero_checkpoint.errors import DamagedCheckpoint
+from zero_checkpoint.files import objects
+from zero_checkpoint.place import open_source, place
+from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
 

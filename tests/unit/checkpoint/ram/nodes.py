@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, same_bits, share
 from zero_agent.ram import Ram
+from zero_checkpoint import Ballot, Loaded, load, own_layout
+from zero_checkpoint.memory.commit import Kept, RamSave, commit_in_ram
+from zero_checkpoint.memory.node import RamNode, home_of
+from zero_checkpoint.memory.peers import Neighbours
+from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.room import SharedRoom
+from zero_checkpoint.staging import Arena
 from zero_contract.worker import RamRequest
-from zero_engine.checkpoint import Ballot, Loaded, load, own_layout
-from zero_engine.checkpoint.arena import Arena
-from zero_engine.checkpoint.ram.ram_commit import Kept, RamSave, commit_in_ram
-from zero_engine.checkpoint.ram.ram_node import RamNode, home_of
-from zero_engine.checkpoint.ram.ram_peers import Neighbours
-from zero_engine.checkpoint.ram.ram_search import RamSearch
-from zero_engine.checkpoint.room import SharedRoom
 
 FULL = adam_state(width=4001)
 """Each rank's file has more than one page, and there are blocks that two ranks need."""

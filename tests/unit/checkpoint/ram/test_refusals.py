@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tests.unit.checkpoint.ram.nodes import FULL
 from tests.unit.checkpoint.support import on_ranks, share
-from zero_engine.checkpoint import Ballot, own_layout
-from zero_engine.checkpoint.ram.ram_commit import NotKept, RamOff, RamSave, commit_in_ram
-from zero_engine.checkpoint.ram.ram_node import home_of
+from zero_checkpoint import Ballot, own_layout
+from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
+from zero_checkpoint.memory.node import home_of
 
 
 def test_a_rank_without_memory_switches_it_off_for_all_and_says_why(cluster):

@@ -1,0 +1,214 @@
+"""Which checkpoints there are: the directories of a root, newest first, each usable or not.
+
+The order is (round, step) as the directory names say it, so manifests are read only as far as
+somebody looks. `latest` is never consulted: it is a hint for people and other tools.
+
+Must always hold: a directory is a candidate if and only if its manifest is whole and no
+QUARANTINE marker lies beside it. Nothing is ever deleted here.
+
+Called by `restore` (rank 0), `commit` (what is newest) and tools.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.storage import REMOVED, Disk
+from zero_checkpoint.format.manifest import MANIFEST, QUARANTINE, Manifest
+from zero_checkpoint.format.parse import (
+    ManifestError,
+    NewerFormatError,
+    RemovedError,
+    read_manifest,
+)
+from zero_checkpoint.place import Place
+
+_log = logging.getLogger(__name__)
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
+
+
+class Why(StrEnum):
+    """Why a directory is no candidate."""
+
+    OTHER = "other"
+    """Its name is not that of a checkpoint."""
+    UNCOMMITTED = "uncommitted"
+    """No manifest: being written, or left by a save that died."""
+    DAMAGED = "damaged"
+    """The manifest itself is damaged, hostile, or of another directory."""
+    NEWER = "newer"
+    """Written by a release whose format this one cannot read."""
+    REMOVED = "removed"
+    """A tombstone is in the manifest's place: a deletion has not come to its end."""
+    QUARANTINED = "quarantined"
+    """Found damaged by an earlier load."""
+
+
+WAS_COMMITTED = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
+"""There was a checkpoint here: starting from scratch would silently lose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A committed checkpoint."""
+
+    path: Place
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A directory that is no candidate; `reason` is a sentence that names it."""
+
+    path: Place
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies under a root."""
+
+    candidates: tuple[Candidate, ...]
+    """Newest first."""
+    rejected: tuple[Rejected, ...]
+
+
+def find(root: Place) -> Found:
+    """All checkpoints under `root`, newest first, and why the other directories are none.
+
+    Raises:
+        CheckpointError: The root is a file, or one checkpoint.
+        OSError: The root or a manifest could not be read, for a reason other than damage. A
+            root that does not exist has no checkpoints.
+    """
+    seen = list(scan(root))
+    return Found(
+        tuple(entry for entry in seen if isinstance(entry, Candidate)),
+        tuple(entry for entry in seen if isinstance(entry, Rejected)),
+    )
+
+
+def scan(root: Place) -> Iterator[Candidate | Rejected]:
+    """As `find`, one directory at a time: a manifest is read when it is its turn."""
+    for path in _newest_first(root):
+        yield examine(path)
+
+
+def _newest_first(root: Place) -> list[Place]:
+    _check_root(root)
+    entries = root.iterdir() if root.is_dir() else ()
+    directories = [path for path in entries if path.is_dir() and not _is_link(path)]
+    return sorted(directories, key=_age, reverse=True)
+
+
+def _check_root(root: Place) -> None:
+    """Who names a checkpoint, or a file, would otherwise find that there are none, and begin anew.
+
+    Raises:
+        CheckpointError: It is no directory of checkpoints, and cannot become one.
+    """
+    real = root.resolve()
+    if _NAME.fullmatch(real.name):
+        raise CheckpointError(
+            f"{root} is one checkpoint; give the directory above, {real.parent}, and its name as "
+            "the tag"
+        )
+    if real.exists() and not real.is_dir():
+        raise CheckpointError(f"{root}: this is a file; give a directory of checkpoints")
+
+
+def examine(path: Place) -> Candidate | Rejected:
+    """One directory as a candidate, or why it is none; raises OSError as `find`."""
+    if not _NAME.fullmatch(path.name):
+        return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
+    if (path / QUARANTINE).exists():
+        return Rejected(path, Why.QUARANTINED, _quarantine_reason(path))
+    try:
+        return Candidate(path, read_manifest(path / MANIFEST))
+    except (ManifestError, OSError) as error:
+        return _rejected(path, error)
+
+
+def _rejected(path: Place, error: ManifestError | OSError) -> Rejected:
+    """What an error says about a checkpoint; raises it if it says nothing about it."""
+    match error:
+        case FileNotFoundError():
+            return Rejected(path, Why.UNCOMMITTED, f"{path}: no {MANIFEST}, never committed")
+        case RemovedError():
+            return Rejected(path, Why.REMOVED, str(error))
+        case NewerFormatError():
+            return Rejected(path, Why.NEWER, str(error))
+        case ManifestError() | OSError(errno=errno.EIO):
+            return Rejected(path, Why.DAMAGED, str(error))
+        case _:
+            raise error  # a missing permission, a stalled mount: not the checkpoint's fault
+
+
+def is_ours(name: str) -> bool:
+    """Whether a directory has the name of a checkpoint, or of one that is being deleted."""
+    return _NAME.fullmatch(name.removeprefix(REMOVED)) is not None
+
+
+def newest_committed(root: Place) -> tuple[int, int] | None:
+    """(round, step) of the newest directory with a manifest and no quarantine, by name alone."""
+    for path in _newest_first(root):
+        name = _NAME.fullmatch(path.name)
+        if name and (path / MANIFEST).exists() and not (path / QUARANTINE).exists():
+            return _rank_of(name)
+    return None
+
+
+def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:
+    """Mark a damaged checkpoint, so that no later load chooses it; never raises.
+
+    The marker is worth a try and no more: on a read-only root the load goes on without it.
+    """
+    disk = disk or disk_of(path)
+    text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
+    try:
+        with disk.create(path / QUARANTINE) as file:
+            disk.write(file, text.encode())
+            disk.sync(file)
+        disk.sync_directory(path)
+    except OSError as error:
+        _log.warning("could not quarantine %s: %s", path, error)
+
+
+def _quarantine_reason(path: Place) -> str:
+    try:
+        text = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
+    except OSError as error:
+        text = str(error)
+    return f"{path}: quarantined by an earlier load: {text}"
+
+
+def _is_link(path: Place) -> bool:
+    """A tag that leads to a checkpoint, which is there under its own name as well."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
+def _rank_of(name: re.Match[str]) -> tuple[int, int]:
+    return int(name["round"]), int(name["step"])
+
+
+def _age(path: Place) -> tuple[int, int, int]:
+    """(round, step, time of the commit): two tags of one step share the first two."""
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        return (-1, -1, 0)
+    try:
+        committed_ns = (path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        committed_ns = 0
+    return (*_rank_of(name), committed_ns)

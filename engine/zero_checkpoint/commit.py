@@ -1,0 +1,254 @@
+"""Saves a checkpoint: every rank writes its file, rank 0 publishes all of them or none.
+
+    rank 0 makes a new directory                    announce: its name
+    each rank writes and fsyncs its own file        vote: size, digests, fragments; or its error
+    rank 0 checks the votes, writes and fsyncs
+    MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not, or unknown
+
+Must always hold: the rename is the only commit point. Whoever dies before it leaves a directory
+without a manifest, which no load chooses; whoever dies after it leaves a whole checkpoint. A
+rank that has voted removes its file only when it hears "not published": without a verdict the
+rename may have happened, and where the storage has failed in it, rank 0 does not know either.
+Then nobody removes anything: a load takes what is whole, a later sweep what has no manifest.
+Earlier checkpoints are never touched.
+
+Called by the engine on every rank, in step, on the thread of its saves. Source of the protocol:
+two-phase commit with the rename as its decision record; torchsnapshot writes its metadata last
+in the same way.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_checkpoint.candidates import newest_committed
+from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
+from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.files.writer import Image, LiveImage, write_file
+from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
+from zero_checkpoint.format.manifest import MANIFEST, directory_name, file_name
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.place import Place
+from zero_checkpoint.publish import Fence, Header, Unsure, assemble, publish, vote_for, withdraw
+from zero_contract.errors import CommitRefused
+
+_log = logging.getLogger(__name__)
+
+_NONCES = 16
+"""Directory names to try: each is taken once in 65536 times, and only within one step."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_UNKNOWN = (
+    "; it is not known whether this checkpoint was committed, so nothing of it was removed: a load "
+    "takes it if it was, a later save or zero-ckpt repair removes it if not"
+)
+
+
+def save(
+    root: Place,
+    state: State,
+    ballot: Ballot,
+    *,
+    step: int,
+    tag: str,
+    round: int,
+    fence: Fence | None,
+    disk: Disk | None = None,
+    image: Image | None = None,
+) -> Place:
+    """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
+
+    Args:
+        root: On storage that all ranks share; created if need be. Rank 0's is taken where a rank
+            names one in which nobody has opened this checkpoint.
+        state: This rank's pieces; `tensors`, `aliases` and `meta` equal on every rank.
+        ballot: The votes of this group.
+        step: Steps done; the second key of the order among checkpoints.
+        tag: The user's name for it; need not be unique.
+        round: The round of this group; the first key of that order, see `generation`.
+        fence: Asked on rank 0 right before the commit, or None where nobody can be stale.
+        disk: File operations; None: those that `root` needs. Tests replace it.
+        image: A copy of the pieces, see `own_layout`; None: they do not change meanwhile.
+
+    Returns:
+        The directory of the checkpoint, committed and on stable storage.
+
+    Raises:
+        CommitRefused: The fence said no; nothing is published. On every rank.
+        DiskFull: Nothing but room was missing, on one rank or several; nothing is published.
+            On every rank.
+        CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
+            On every rank. Or: no verdict came, or the storage failed in the commit itself, and the
+            outcome is unknown.
+        PeerLost: The store of the ballot is gone.
+    """
+    disk = disk or disk_of(root)
+    opened = ballot.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
+    _raise_problem(opened)
+    block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
+    number, nonce = opened["round"], opened["nonce"]
+    header = Header(tag=tag, step=step, block_bytes=block_bytes, round=number, nonce=nonce)
+    name = directory_name(step, number, nonce)
+    directory = _as_opened(root, opened["root"], name) / name
+    path = directory / file_name(ballot.rank)
+    try:
+        verdict = ballot.ask(
+            _write_own(path, state, image, ballot.rank, block_bytes, disk),
+            lambda votes: _judge(directory, state, header, votes, fence, disk),
+        )
+    except KeyboardInterrupt:
+        if ballot.world == 1 and not (directory / MANIFEST).exists():  # else it is not ours to undo
+            withdraw(directory, disk)
+        raise
+    if "problem" in verdict and not verdict.get("unknown"):
+        _remove_own(path, disk)
+    _raise_problem(verdict)
+    return directory
+
+
+def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
+    """The round to put into the name, so that what is saved last is what is loaded next.
+
+    Normally `round` itself. But a new job in an old root counts its rounds from the beginning,
+    and a user may go back to an earlier tag: the work done from there would rank below what is
+    there already, and the next restart would silently resume from the wrong checkpoint.
+
+    Args:
+        round: The caller's round.
+        step: The step to be saved.
+        newest: (round, step) of the newest checkpoint in the root.
+    """
+    if newest is None or (round, step) >= newest:
+        return round
+    newest_round, newest_step = newest
+    return newest_round if step >= newest_step else newest_round + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How rank 0 opens an attempt."""
+
+    root: Place
+    step: int
+    round: int
+    disk: Disk
+
+    def open(self) -> Record:
+        """Make a directory that never was: its generation and nonce, or the problem."""
+        try:
+            number = generation(self.round, self.step, newest_committed(self.root))
+            self.disk.make_directories(self.root)
+            nonce = self._make_directory(number)
+            root = self.root.absolute() if isinstance(self.root, Path) else self.root
+            return {"round": number, "nonce": nonce, "root": str(root)}
+        except Exception as error:
+            return _problem(f"rank {COORDINATOR}: no new directory under {self.root}", error)
+
+    def _make_directory(self, number: int) -> str:
+        for _ in range(_NONCES):
+            nonce = secrets.token_hex(2)
+            try:
+                self.disk.make_directory(self.root / directory_name(self.step, number, nonce))
+            except FileExistsError:
+                continue
+            return nonce
+        raise CheckpointError(f"{_NONCES} names for step {self.step} are taken; remove some")
+
+
+def _as_opened(own: Place, first: str, name: str) -> Place:
+    """Where this rank writes: scripts name directories after the time, which ranks read apart.
+
+    Args:
+        own: The root that the script has named on this rank.
+        first: What it has named on rank 0, which has made the directory `name` there.
+        name: Of the checkpoint's directory.
+    """
+    if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
+        return own
+    _log.warning(
+        "save_checkpoint(%r): rank 0 has named %s, which is taken; name a directory after what is "
+        "the same on all ranks, as the time is not",
+        str(own),
+        first,
+    )
+    return Path(first)
+
+
+def own_layout(state: State, rank: int) -> FileLayout:
+    """The file of this rank; it does not depend on where the file will be. Raises as `lay_out`."""
+    return lay_out(state, comment={"file": file_name(rank)})
+
+
+def _write_own(
+    path: Place, state: State, image: Image | None, rank: int, block_bytes: int, disk: Disk
+) -> Record:
+    """Write this rank's file; the vote tells what was written, or what went wrong.
+
+    A rank without a file votes too: a silent one would cost everybody the whole timeout.
+    """
+    try:
+        image = image or LiveImage(own_layout(state, rank))
+        file = write_file(path, image, block_bytes, disk)
+        return vote_for(state, image.layout, file)
+    except Exception as error:
+        return _problem(f"rank {rank}: {path}", error)
+
+
+def _remove_own(path: Place, disk: Disk) -> None:
+    """Rank 0 has removed the attempt already, unless this rank was still writing then."""
+    with suppress(OSError):
+        disk.remove(path)
+        disk.remove_directory(path.parent)
+
+
+def _judge(
+    directory: Place,
+    state: State,
+    header: Header,
+    votes: list[Record | None],
+    fence: Fence | None,
+    disk: Disk,
+) -> Record:
+    """Rank 0: publish what all ranks wrote, or remove it all, unless it may be published."""
+    try:
+        publish(directory, assemble(state, header, votes), fence, disk)
+        return {}
+    except CommitRefused as error:
+        verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
+    except CheckpointError as error:
+        verdict = {"problem": f"{directory} was not saved: {error}", "full": _lack_room(votes)}
+    except Unsure as error:
+        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error.failure)
+        if not withdraw(directory, disk, committing=True):
+            return {"problem": verdict["problem"] + _UNKNOWN, "unknown": True}
+        return verdict
+    except Exception as error:
+        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
+    withdraw(directory, disk)
+    return verdict
+
+
+def _lack_room(votes: list[Record | None]) -> bool:
+    """Whether every rank that failed has failed for want of room alone."""
+    failed = [vote for vote in votes if vote is None or "problem" in vote]
+    return bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
+
+
+def _problem(where: str, error: Exception) -> Record:
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{where}: {error.strerror} (errno {error.errno})"
+        return {"problem": text, "full": error.errno in _NO_ROOM}
+    return {"problem": f"{where}: {error or type(error).__name__}"}
+
+
+def _raise_problem(verdict: Record) -> None:
+    if verdict.get("refused"):
+        raise CommitRefused(verdict["problem"], passing=verdict["passing"])
+    if "problem" in verdict:
+        raise (DiskFull if verdict.get("full") else CheckpointError)(verdict["problem"])

@@ -1,0 +1,287 @@
+"""Votes and verdicts among ranks, through a torch Store; never a collective.
+
+A save runs beside training and may outlive its process group, so it must not use the group's
+collectives. Each rank puts its vote under a key of its own, rank 0 judges all votes, and every
+rank reads the one verdict: ranks cannot disagree.
+
+Must always hold: a key is never reused (every call draws the next number, and all ranks make
+the same calls in the same order); every wait ends, by an answer or by its deadline. With a key,
+whoever else can connect to the store can neither cast a vote nor pass a verdict: each is signed
+together with its name, and what is not counts as not there yet. Waiting is done by asking `check`
+at growing intervals, because a `wait` that runs out on a TCPStore writes warnings to stderr, and
+because the caller's `on_wait` can then leave at any time.
+
+Called by `commit` and `restore`. Source of the idea: torchsnapshot's LinearBarrier on a store.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zero_checkpoint.errors import CheckpointError
+from zero_contract.errors import PeerLost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_log = logging.getLogger(__name__)
+
+COORDINATOR = 0
+"""The rank that judges."""
+
+Record = Mapping[str, Any]
+"""What travels: JSON, and `bytes` for what is too long to be made into text and back."""
+Judge = Callable[[list[Record | None]], Record]
+"""From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
+
+_MOST_PARTS = 1 << 12
+"""Of one record: 16 GiB."""
+_PROOF_BYTES = 32
+_PART_BYTES = 4 << 20
+"""A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_FAREWELL_S = 5.0
+"""How long rank 0 stays for the others to hear a verdict; one that has died never will."""
+
+
+class Ballot:
+    """One rank's end of the votes; make one per process group, on a store of its own prefix."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        timeout_s: float = 600,
+        on_wait: Callable[[], None] | None = None,
+        key: str = "",
+    ) -> None:
+        """Join the votes of a group.
+
+        Args:
+            store: Shared by all ranks; wrap it in a PrefixStore of this group.
+            rank: This rank, 0 <= rank < world.
+            world: How many ranks vote.
+            timeout_s: How long rank 0 waits for all votes of one question, and again how long
+                the others wait for it to judge.
+            on_wait: Called between looks at the store; may raise to leave a group that has
+                broken, for example when the agent says so.
+            key: Known to the ranks of this group alone, and of no other group: what they write
+                is signed with it. Empty where no agent has given them a secret.
+        """
+        self.rank = rank
+        self.world = world
+        self._store = store
+        self._timeout_s = timeout_s
+        self._on_wait = on_wait or (lambda: None)
+        self._key = key.encode()
+        self._asked = 0
+        self._refused: set[str] = set()
+        self._told: list[str] = []
+        """Keys of what rank 0 has said and not taken back yet."""
+
+    def ask(self, vote: Record, judge: Judge) -> Record:
+        """Cast this rank's vote and return rank 0's verdict on all of them.
+
+        Raises:
+            CheckpointError: Rank 0 gave no verdict in time.
+            PeerLost: The store, and so the rank or agent that hosts it, is gone.
+        """
+        question = self._next_question()
+        if self.rank == COORDINATOR:
+            return self._answer(question, judge(self._collect(question, vote)))
+        self._put(f"{question}/{self.rank}", vote)
+        return self._hear(question)
+
+    def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
+        """What `make` returns on rank 0, on every rank; it must not raise. Raises as `ask`.
+
+        Args:
+            make: What to announce.
+            voted_on: What a record has that all ranks vote on next: then rank 0 need not see that
+                they have heard it before it goes on itself.
+        """
+        question = self._next_question()
+        if self.rank == COORDINATOR:
+            record = make()
+            return self._answer(question, record, stays=voted_on not in record)
+        return self._hear(question)
+
+    def _next_question(self) -> str:
+        self._asked += 1
+        return f"ballot/{self._asked}"
+
+    def _collect(self, question: str, own: Record) -> list[Record | None]:
+        keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
+        votes: dict[str, Record] = {}
+        complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self._on_wait)
+        for key in [] if complete else keys:
+            self._take_all([key], votes)
+        return [own, *map(votes.get, keys)]
+
+    def _take_all(self, keys: list[str], votes: dict[str, Record]) -> bool:
+        """Take the votes that are not taken yet, once all of them are there; whether all are."""
+        missing = [key for key in keys if key not in votes]
+        if self._has(missing):
+            for key in missing:
+                with suppress(_Unsigned):
+                    votes[key] = self._take(key)
+        return all(key in votes for key in keys)
+
+    def _answer(self, question: str, verdict: Record, *, stays: bool = True) -> Record:
+        """Tell the others, and stay until they have heard: this process may host the store."""
+        if self.world > 1:
+            heard, count = f"{question}/heard", f"{question}/count"
+            self._told += [*self._put(question, verdict), heard, count]
+            # Whoever has heard this has heard all before it.
+            limit_s = min(self._timeout_s, _FAREWELL_S)
+            if stays and self._await(partial(self._has, [heard]), limit_s, lambda: None):
+                self._delete(self._told)
+                self._told = []
+        return verdict
+
+    def _hear(self, question: str) -> Record:
+        # Rank 0 may wait for votes up to its own limit before it begins to judge.
+        limit_s = 2 * self._timeout_s
+        verdict: dict[str, Record] = {}
+
+        def heard() -> bool:
+            if self._has([question]):
+                with suppress(_Unsigned):
+                    verdict[question], _ = self._get(question)
+            return question in verdict
+
+        if not self._await(heard, limit_s, self._on_wait):
+            raise CheckpointError(
+                f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
+                "it has died or its storage stalls; raise timeout_s if it is only slow"
+            )
+        with _store_errors():
+            if self._store.add(f"{question}/count", 1) == self.world - 1:
+                self._store.set(f"{question}/heard", "")
+        return verdict[question]
+
+    def _has(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        with _store_errors():
+            return not keys or self._store.check(keys)
+
+    def _await(
+        self, arrived: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]
+    ) -> bool:
+        """Whether it arrives before the limit.
+
+        The pause grows with the time already waited: quick answers are seen within a
+        millisecond, and a thousand ranks that wait long ask rank 0's store only rarely.
+        """
+        begin = time.monotonic()
+        while not arrived():
+            waited_s = time.monotonic() - begin
+            if waited_s >= limit_s:
+                return False
+            on_wait()
+            pause_s = min(max(_FIRST_PAUSE_S, waited_s / 20), _LONGEST_PAUSE_S)
+            time.sleep(min(pause_s, limit_s - waited_s))
+        return True
+
+    def _put(self, key: str, record: Record) -> list[str]:
+        """Store a record; returns the keys that it takes."""
+        value = self._proof(key, packed := _packed(record)) + packed
+        parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
+        names = _part_names(key, len(parts))
+        # The first part goes last and says how many there are: whoever sees it finds the others.
+        parts[0] = b"%d " % len(parts) + parts[0]
+        with _store_errors():
+            for name, part in reversed(list(zip(names, parts, strict=True))):
+                self._store.set(name, part)  # type: ignore[arg-type]  # bytes, in truth
+        return names
+
+    def _get(self, key: str) -> tuple[Record, list[str]]:
+        """A record that is there, and the keys that it takes. Raises _Unsigned."""
+        with _store_errors():
+            count, _, first = self._store.get(key).partition(b" ")
+        names = _part_names(key, int(count)) if _is_count(count) else []
+        if not names or not self._has(names[1:]):
+            self._refuse(key)
+        with _store_errors():
+            value = b"".join([first, *(self._store.get(name) for name in names[1:])])
+        packed = value[_PROOF_BYTES:] if self._key else value
+        if not hmac.compare_digest(self._proof(key, packed), value[: len(value) - len(packed)]):
+            self._refuse(key)
+        return _unpacked(packed), names
+
+    def _proof(self, key: str, packed: bytes) -> bytes:
+        """That a rank of this group wrote this under this name; nothing without a secret."""
+        if not self._key:
+            return b""
+        return hmac.new(self._key, b"%s\0%s" % (key.encode(), packed), "sha256").digest()
+
+    def _refuse(self, key: str) -> NoReturn:
+        if key not in self._refused:
+            self._refused.add(key)
+            _log.warning(
+                "rank %d: what is in the store as %s is not signed by a rank of this job and is "
+                "ignored: a stranger can reach the job's network, see SECURITY.md",
+                self.rank,
+                key,
+            )
+        raise _Unsigned(key)
+
+    def _take(self, key: str) -> Record:
+        record, names = self._get(key)
+        self._delete(names)
+        return record
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Free the store's memory; a job saves for weeks into one rank's TCPStore."""
+        with _store_errors():
+            for key in keys:
+                self._store.delete_key(key)
+
+
+class _Unsigned(Exception):
+    """What the store has under a name is not of a rank of this group."""
+
+
+def _is_count(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= len(str(_MOST_PARTS)) and 0 < int(text) <= _MOST_PARTS
+
+
+def _packed(record: Record) -> bytes:
+    """The length of the JSON and it, compressed; then what is `bytes`, as it is."""
+    raw = {name: value for name, value in record.items() if isinstance(value, bytes)}
+    others = {name: value for name, value in record.items() if name not in raw}
+    sizes = {name: len(value) for name, value in raw.items()}
+    text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
+    return b"".join([b"%d " % len(text), text, *raw.values()])
+
+
+def _unpacked(value: bytes) -> Record:
+    count, rest = value.split(b" ", 1)
+    at = int(count)
+    record, sizes = json.loads(zlib.decompress(rest[:at]))
+    for name, size in sizes.items():
+        record[name], at = rest[at : at + size], at + size
+    return record
+
+
+def _part_names(key: str, count: int) -> list[str]:
+    return [key, *(f"{key}/part{number}" for number in range(1, count))]
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """A store that fails is a store that is gone: torch raises RuntimeErrors of many kinds."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"the store that the ranks vote through is gone: {error}") from error

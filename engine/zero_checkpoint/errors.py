@@ -1,0 +1,21 @@
+"""The errors of checkpoints, each message naming what, where and the remedy."""
+
+from __future__ import annotations
+
+from zero_contract.errors import ZeroError
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint could not be saved or loaded."""
+
+
+class DiskFull(CheckpointError):
+    """The storage has no room for a checkpoint: nothing was published; room may be made."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Bytes on disk are not the bytes that were saved: truncated, flipped, missing, swapped."""
+
+
+class ModelMismatch(CheckpointError):
+    """The checkpoint is intact but belongs to another model."""

@@ -1,0 +1,297 @@
+"""Reading an object store as the rest reads a directory: an `ObjectPath` in place of a `Path`.
+
+It has those operations of `pathlib.Path` that look at checkpoints, with the same meaning, through
+fsspec. Must always hold: only an answer of the store says that something is not there. fsspec's
+own `exists` and `isdir` take every error for "no", and a run whose credentials had expired would
+start from scratch; here an error is an OSError that says what to do. Listings are never cached,
+because other nodes write.
+
+Called through `place.Place`; `object_disk` writes.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+import fsspec
+
+from zero_checkpoint.files.source import Source, Span
+
+PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "memory": ""}
+"""Protocol -> the extra of this distribution that brings its file system."""
+
+_REQUEST_BYTES = 8 << 20
+"""What one request fetches: large enough for its latency not to matter."""
+_AHEAD_BYTES = 64 << 20
+"""What is fetched side by side, and held in memory until it is read."""
+
+
+def file_system(url: str) -> Any:
+    """The file system of a URL; fsspec keeps one for each process and protocol.
+
+    Endpoint and credentials are found as that file system finds them (AWS_ENDPOINT_URL, profiles,
+    FSSPEC_S3_*, GOOGLE_APPLICATION_CREDENTIALS, ...).
+    """
+    return fsspec.filesystem(url.partition(":")[0], use_listings_cache=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStat:
+    """What `Path.stat` says, as far as a store knows it."""
+
+    st_size: int
+    st_mtime: float
+    """Seconds since the epoch; 0 for what is no object, such as a directory."""
+
+    @property
+    def st_mtime_ns(self) -> int:
+        """The same in nanoseconds."""
+        return int(self.st_mtime * 1e9)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectPath:
+    """A URL without a slash at its end. Every operation that asks the store raises OSError."""
+
+    url: str
+    _listed: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    """What the listing said that this path comes from: `is_dir` and `stat` repeat it."""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        """The path above; a bucket is its own parent."""
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith("/") else ObjectPath(above)
+
+    def with_name(self, name: str) -> ObjectPath:
+        """Another path beside this one."""
+        return self.parent / name
+
+    def resolve(self) -> ObjectPath:
+        """There are no links."""
+        return replace(self, _listed=None)
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name, or any below it."""
+        return self._ask() is not None
+
+    def is_dir(self) -> bool:
+        """Whether there is anything below this path."""
+        info = self._info()
+        return info is not None and info["type"] == "directory"
+
+    def stat(self) -> ObjectStat:
+        """Size and time of the last change; FileNotFoundError if there is nothing."""
+        info = self._info()
+        if info is None:
+            raise told(FileNotFoundError(self.url), self.url)
+        return ObjectStat(int(info["size"] or 0), _changed_s(info))
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """What lies directly below."""
+        with telling(self.url):
+            found = file_system(self.url).ls(self.url, detail=True)
+        for info in found:
+            name = str(info["name"]).rstrip("/").rpartition("/")[2]
+            if name != self.name or info["type"] == "directory":  # not the marker of itself
+                yield replace(self / name, _listed=info)
+
+    def read_bytes(self) -> bytes:
+        """All of an object."""
+        with telling(self.url):
+            return bytes(file_system(self.url).cat_file(self.url))
+
+    def read_text(self, errors: str = "strict") -> str:
+        """All of an object, as UTF-8."""
+        return self.read_bytes().decode(errors=errors)
+
+    @contextmanager
+    def source(self) -> Iterator[Source]:
+        """Open the object to read ranges of it."""
+        yield _ObjectSource(self)
+
+    def _info(self) -> Mapping[str, Any] | None:
+        return self._listed or self._ask()
+
+    def _ask(self) -> Mapping[str, Any] | None:
+        try:
+            with telling(self.url):
+                info: Mapping[str, Any] = file_system(self.url).info(self.url)
+                return info
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(slots=True)
+class _ObjectSource:
+    """Ranges of one object; those expected are fetched side by side."""
+
+    path: ObjectPath
+    later: Iterator[list[Span]] = field(default_factory=lambda: iter(()))
+    fetched: dict[Span, memoryview] = field(default_factory=dict)
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        self.later = _groups(spans)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self.fetched = {}
+        runs = list(_runs(next(self.later, [])))
+        whole = [(run[0][0], sum(length for _, length in run)) for run in runs]
+        for run, body in zip(runs, self._fetch(whole), strict=True):
+            for begin, length in run:
+                at = begin - run[0][0]
+                self.fetched[begin, length] = memoryview(body)[at : at + length]
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        span = (offset, sum(map(len, buffers)))
+        if not self.fetched:
+            self._go_on()
+        found = self.fetched.pop(span, None)
+        data = memoryview(self._fetch([span])[0]) if found is None else found
+        missing = span[1] - len(data)
+        for buffer in buffers:
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+        return missing
+
+    def _fetch(self, spans: Sequence[Span]) -> list[bytes]:
+        if not spans:
+            return []
+        url, starts, ends = self.path.url, [s[0] for s in spans], [sum(s) for s in spans]
+        with telling(url):
+            found = file_system(url).cat_ranges([url] * len(spans), starts, ends)
+            return [self._there(item, start) for item, start in zip(found, starts, strict=True)]
+
+    def _there(self, item: bytes | Exception, start: int) -> bytes:
+        if not isinstance(item, Exception):
+            return item
+        if isinstance(item, OSError) and self.path.stat().st_size <= start:
+            return b""  # a store refuses a range that begins beyond the end
+        raise item
+
+
+def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """As many as may be held in memory, but one at least."""
+    group: list[Span] = []
+    size = 0
+    for span in spans:
+        size += span[1]
+        if group and size > _AHEAD_BYTES:
+            yield group
+            group, size = [], span[1]
+        group.append(span)
+    if group:
+        yield group
+
+
+def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Neighbours together, as far as one request goes."""
+    run: list[Span] = []
+    for begin, length in spans:
+        if run and (begin != sum(run[-1]) or begin + length > run[0][0] + _REQUEST_BYTES):
+            yield run
+            run = []
+        run.append((begin, length))
+    if run:
+        yield run
+
+
+def _changed_s(info: Mapping[str, Any]) -> float:
+    """Each file system has its own name for the time of the last change."""
+    for key in ("LastModified", "mtime", "updated", "created"):
+        moment = info.get(key)
+        if isinstance(moment, datetime):
+            return moment.timestamp()
+        if isinstance(moment, int | float):
+            return float(moment)
+    return 0.0
+
+
+# ---- errors ----
+
+
+@contextmanager
+def telling(url: str) -> Iterator[None]:
+    """Every error within becomes an OSError that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        raise told(error, url) from error
+
+
+def told(error: Exception, url: str) -> OSError:
+    """An error of a store as an OSError: names the URL, what is wrong, and the remedy.
+
+    EIO, by which a disk says that it has lost what it held, is never among them.
+    """
+    if isinstance(error, OSError) and error.filename == url:
+        return error  # told already
+    causes = list(_chain(error))
+    signs = {type(cause).__name__ for cause in causes} | {_code(cause) for cause in causes}
+    for known, number, sentence in _SAYINGS:
+        if known & signs:
+            return OSError(number, sentence.format(error=_short(error)), url)
+    return OSError(errno.EREMOTEIO, f"{type(error).__name__}: {_short(error)}", url)
+
+
+_SAYINGS: tuple[tuple[frozenset[str], int, str], ...] = (
+    (
+        frozenset({"NoSuchBucket"}),
+        errno.ENXIO,
+        "there is no such bucket; create it, or mend the URL",
+    ),
+    (
+        frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}),
+        errno.EACCES,
+        "there are no credentials ({error}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "AWS_PROFILE, or GOOGLE_APPLICATION_CREDENTIALS, or run under a role",
+    ),
+    (
+        frozenset({"PermissionError", "RefreshError"}),
+        errno.EACCES,
+        "the store refuses ({error}); check the credentials, and that they allow to list, read, "
+        "write and delete here",
+    ),
+    (
+        frozenset({"EndpointConnectionError", "ClientConnectorError", "ConnectTimeoutError"}),
+        errno.EHOSTUNREACH,
+        "the store cannot be reached ({error}); check the network, and AWS_ENDPOINT_URL if the "
+        "store is not Amazon's",
+    ),
+    (frozenset({"FileNotFoundError"}), errno.ENOENT, "there is no such object"),
+    (frozenset({"FileExistsError"}), errno.EEXIST, "there is such an object already"),
+)
+"""Names of exceptions and codes of S3 -> errno and sentence. By name: which libraries are there
+depends on the store."""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _code(error: BaseException) -> str:
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def _short(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")

@@ -1,0 +1,137 @@
+"""Writes one rank's file from its image, hashed on the way, then fsynced.
+
+An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
+training waits, `arena.FrozenImage` a copy while training goes on.
+
+Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
+they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
+no second copy of the state: it is copied in slabs. One slab is written while the next one is
+gathered and hashed.
+
+Called by `commit` on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from zero_checkpoint.files.slabs import copies, two_rooms
+from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.format.layout import FileLayout
+from zero_checkpoint.format.manifest import Digests, FileRecord
+from zero_checkpoint.place import Place
+
+
+class Image(Protocol):
+    """The bytes of one rank's file."""
+
+    @property
+    def layout(self) -> FileLayout:
+        """Where what is."""
+
+    def slabs(self) -> Iterator[memoryview]:
+        """All bytes, in order, in parts of a size that suits the disk.
+
+        A part stays as it is until the next but one is asked for.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LiveImage:
+    """The tensors themselves; they must not change until the file is written."""
+
+    layout: FileLayout
+    rooms: Sequence[memoryview] = field(default_factory=two_rooms)
+    """For two slabs; whoever saves again keeps them, because fresh memory costs time."""
+
+    def slabs(self) -> Iterator[memoryview]:
+        """As `Image.slabs`, gathered in two rooms in turn."""
+        for copy in copies(self.layout, itertools.cycle(self.rooms)):
+            yield copy.make()
+
+
+class BlockHasher:
+    """XXH3-64 of each block of a stream."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self._digests: list[bytes] = []
+
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes of the stream."""
+        size, digest = self._block_bytes, xxhash.xxh3_64_digest
+        begin = 0
+        if self._filled:
+            begin = min(size - self._filled, len(data))
+            self._begin_block(data[:begin])
+        stop = begin + (len(data) - begin) // size * size
+        self._digests += [digest(data[at : at + size]) for at in range(begin, stop, size)]
+        if stop < len(data):
+            self._begin_block(data[stop:])
+
+    def _begin_block(self, part: memoryview) -> None:
+        """Take in a part of a block, which may be what is left of it."""
+        self._hash.update(part)
+        self._filled += len(part)
+        if self._filled == self._block_bytes:
+            self._close_block()
+
+    def digests(self) -> Digests:
+        """One digest per block; call it once, at the end of the stream."""
+        if self._filled:
+            self._close_block()
+        return np.frombuffer(b"".join(self._digests), dtype=">u8").astype(np.uint64)
+
+    def _close_block(self) -> None:
+        self._digests.append(self._hash.digest())
+        self._hash.reset()
+        self._filled = 0
+
+
+def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileRecord:
+    """Write an image to a new file; it and its directory entry are durable on return.
+
+    Raises:
+        OSError: Any operation failed; a partial file may be left.
+    """
+    hasher, layout = BlockHasher(block_bytes), image.layout
+    with disk.create(path) as file:
+        for slab in _ahead(_hashed(image.slabs(), hasher)):
+            disk.write(file, slab)
+        disk.sync(file)
+    disk.sync_directory(path.parent)
+    return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
+
+
+def _hashed(slabs: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
+    for slab in slabs:
+        hasher.update(slab)
+        yield slab
+
+
+def _ahead(slabs: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same; each is made by another thread while the one before is in use."""
+    with ThreadPoolExecutor(1, "zero-slabs") as thread:
+        coming = _begin(thread, slabs)
+        while (slab := coming.result()) is not None:
+            coming = _begin(thread, slabs)
+            yield slab
+
+
+def _begin(thread: ThreadPoolExecutor, slabs: Iterator[memoryview]) -> Future[memoryview | None]:
+    """The next one, begun there; or made here, where the interpreter ends and starts no threads."""
+    try:
+        return thread.submit(next, slabs, None)
+    except RuntimeError:
+        made: Future[memoryview | None] = Future()
+        made.set_result(next(slabs, None))
+        return made

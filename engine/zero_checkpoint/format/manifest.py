@@ -1,0 +1,208 @@
+"""What MANIFEST.json says: the records, their JSON, and the hash that makes it trustworthy.
+
+The text is one JSON object whose first member is the SHA-256 of all the bytes behind it:
+
+    {"digest":"<64 hex>","files":...,"format":1,...}
+
+Every byte of the file is thus covered. The envelope (this first member) stays the same in every
+later format, so that an older reader can tell a newer manifest from a damaged one.
+
+Must always hold: a manifest exists under its final name if and only if every byte that it names
+is on stable storage. A change that an old reader would misread raises `MIN_READER`.
+
+Called by `commit` to write; `parse` is the only way back.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.bulk import uncollected
+from zero_checkpoint.format.fragments import COLUMNS, Fragments
+from zero_checkpoint.format.pieces import TensorId, TensorInfo
+from zero_checkpoint.format.table import canonical, table_of
+
+FORMAT = 2
+"""The format that this release writes, and the newest that it reads; 1 has fragments as lists."""
+MIN_READER = 2
+"""The oldest format a reader must know to read what this release writes."""
+BLOCK_BYTES = 512 << 10
+"""What is hashed, and verified on load, as one unit, where nobody has chosen otherwise."""
+MANIFEST = "MANIFEST.json"
+TOMBSTONE = b"removed\n"
+"""In place of a manifest, where a directory cannot be renamed: what is here is being deleted."""
+QUARANTINE = "QUARANTINE"
+"""A marker beside the manifest: damaged, never to be chosen again; the text says why."""
+
+Digests = npt.NDArray[np.uint64]
+"""XXH3-64 of block after block."""
+
+_ENVELOPE = '{"digest":"%s",'
+ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileRecord:
+    """One rank's file."""
+
+    name: str
+    size_bytes: int
+    data_offset: int
+    """Where the data begin: the length of the safetensors header, padded to whole pages."""
+    digests: Digests
+    """Of each block of the whole file, header included; the last may be short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Manifest:
+    """A committed checkpoint."""
+
+    step: int
+    round: int
+    """The generation in the directory's name, see `commit.generation`; newest = (round, step)."""
+    nonce: str
+    tag: str
+    world: int
+    tensors: Mapping[TensorId, TensorInfo]
+    """Every stored tensor; fragments mean one by its position in this order."""
+    aliases: Mapping[str, str]
+    """Tied parameters: other name -> the name under which the tensor is stored."""
+    files: tuple[FileRecord, ...]
+    fragments: Fragments
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    digest: str = ""
+    """The self hash, hex; empty until written or read."""
+    text: bytes = b""
+    """What it was read from; empty until read."""
+
+    @property
+    def directory(self) -> str:
+        """The name of the directory that holds this manifest."""
+        return directory_name(self.step, self.round, self.nonce)
+
+
+def directory_name(step: int, round: int, nonce: str) -> str:
+    """`step-000001200.g7.3fa9`; never reused, thanks to the nonce."""
+    return f"step-{step:09d}.g{round}.{nonce}"
+
+
+def file_name(rank: int) -> str:
+    """`r00000.safetensors`."""
+    return f"r{rank:05d}.safetensors"
+
+
+@uncollected()
+def encode(manifest: Manifest) -> tuple[bytes, str]:
+    """The manifest's text and its digest.
+
+    Raises:
+        CheckpointError: `meta` holds something that JSON cannot; the message names its key.
+    """
+    check_json(manifest.meta, "meta")
+    members = {name: canonical(value) for name, value in _record(manifest).items()}
+    members |= _long_members(manifest)
+    rest = _object(members)[1:].encode()
+    digest = hashlib.sha256(rest).hexdigest()
+    return (_ENVELOPE % digest).encode() + rest, digest
+
+
+def split_envelope(text: bytes) -> tuple[str, bytes] | None:
+    """The digest and the bytes that it covers, or None if they do not agree."""
+    head, rest = text[:ENVELOPE_BYTES], text[ENVELOPE_BYTES:]
+    digest = hashlib.sha256(rest).hexdigest()
+    return (digest, rest) if head == (_ENVELOPE % digest).encode() else None
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    """All members but those of `_long_members`."""
+    return {
+        "format": FORMAT,
+        "min_reader": MIN_READER,
+        "step": manifest.step,
+        "round": manifest.round,
+        "nonce": manifest.nonce,
+        "tag": manifest.tag,
+        "world": manifest.world,
+        "block_bytes": manifest.block_bytes,
+        "aliases": dict(manifest.aliases),
+        "meta": manifest.meta,
+    }
+
+
+def _long_members(manifest: Manifest) -> dict[str, str]:
+    """The JSON of what is in proportion to tensors and blocks; in base64 nothing is escaped."""
+    columns = {name: pack(getattr(manifest.fragments, name), "<i8") for name in COLUMNS}
+    return {
+        "files": f"[{','.join(map(_file_text, manifest.files))}]",
+        "fragments": _object({name: f'"{column}"' for name, column in columns.items()}),
+        "tensors": table_of(manifest.tensors).text,
+    }
+
+
+def _file_text(file: FileRecord) -> str:
+    return _object(
+        {
+            "name": canonical(file.name),
+            "size_bytes": canonical(file.size_bytes),
+            "data_offset": canonical(file.data_offset),
+            "xxh3_64": f'"{pack(file.digests, "<u8")}"',
+        }
+    )
+
+
+def _object(members: Mapping[str, str]) -> str:
+    """As `canonical`, out of the JSON of each member."""
+    return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
+
+
+def pack(numbers: npt.NDArray[Any], form: Literal["<u8", "<i8"]) -> str:
+    """Base64 of little-endian 64-bit words: 11 characters each, and no number to be parsed."""
+    return base64.b64encode(numbers.astype(form).tobytes()).decode()
+
+
+def unpack(text: str, form: Literal["<u8", "<i8"]) -> npt.NDArray[Any]:
+    """The inverse of `pack`; raises ValueError for anything else."""
+    return np.frombuffer(base64.b64decode(text, validate=True), form).astype(form[1:])
+
+
+def check_json(value: object, path: str) -> None:
+    """Raises CheckpointError, naming the path, if a value would not come back as it went in.
+
+    Tuples pass and come back as lists. Infinities and NaN pass, as Python's JSON writes and
+    reads them: a scheduler's best loss starts out infinite.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            if type(value) not in _JSON_SCALARS:
+                raise _not_json(value, path)
+        case dict() | Mapping():
+            for key, inner in value.items():
+                if type(key) is not str:
+                    raise CheckpointError(f"{path}: key {key!r} is not text; write {str(key)!r}")
+                check_json(inner, f"{path}.{key}")
+        case list() | tuple():
+            if set(map(type, value)) <= _JSON_SCALARS:  # the names of parameters, which are many
+                return
+            for position, inner in enumerate(value):
+                check_json(inner, f"{path}[{position}]")
+        case _:
+            raise _not_json(value, path)
+
+
+_JSON_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
+def _not_json(value: object, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {type(value).__name__}, which JSON cannot hold; "
+        "convert it to numbers, text, lists or dictionaries, or store it as a tensor"
+    )

@@ -1,0 +1,87 @@
+"""Does a checkpoint belong to this model? A pure comparison of two tables of tensors.
+
+Names are resolved through the ties of the checkpoint: a tensor stored once may be wanted under
+either of its names, or under both. A dtype that differs counts as another shape, because bytes
+are read in place and never cast.
+
+Must always hold: a load goes ahead only if every wanted tensor is there as wanted and every
+stored tensor is wanted, or named as one that need not be; anything else would silently train a
+different model.
+
+Called by `restore` on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from zero_checkpoint.errors import ModelMismatch
+from zero_checkpoint.format.fragments import Ints
+from zero_checkpoint.format.manifest import Manifest
+from zero_checkpoint.format.pieces import State, TensorId, TensorInfo
+from zero_checkpoint.format.table import table_of
+
+_SHOWN = 5
+
+
+def resolve(state: State, manifest: Manifest) -> Ints:
+    """[wanted tensors], the position of the stored tensor that each is read from.
+
+    Raises:
+        ModelMismatch: Names the first missing, extra and reshaped tensors, and counts them.
+    """
+    table = table_of(manifest.tensors)
+    if table.same_as(state.tensors):
+        return np.arange(len(table))
+    stored = {t: stored_id(t, manifest) for t in state.tensors}
+    missing = [t for t, source in stored.items() if source not in manifest.tensors]
+    used = set(stored.values())
+    extra = [t for t in manifest.tensors if t not in used and t not in state.spare]
+    reshaped = [
+        f"{_name(wanted)} is {_show(manifest.tensors[source])} in the checkpoint, "
+        f"{_show(state.tensors[wanted])} in the model"
+        for wanted, source in stored.items()
+        if source in manifest.tensors and manifest.tensors[source] != state.tensors[wanted]
+    ]
+    if missing or extra or reshaped:
+        raise ModelMismatch(
+            _sentence(
+                manifest,
+                {
+                    "missing in the checkpoint": [_name(t) for t in missing],
+                    "extra in the checkpoint": [_name(t) for t in extra],
+                    "reshaped": reshaped,
+                },
+            )
+        )
+    return np.array([table.index[source] for source in stored.values()], dtype=np.int64)
+
+
+def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
+    """Under which name a tensor is stored, if it is: its own, or the one that it is tied to."""
+    if wanted in manifest.tensors:
+        return wanted
+    return TensorId(wanted.kind, manifest.aliases.get(wanted.fqn, wanted.fqn))
+
+
+def _sentence(manifest: Manifest, differences: Mapping[str, Sequence[str]]) -> str:
+    listed = "; ".join(_list(what, names) for what, names in differences.items() if names)
+    return (
+        f"{manifest.directory} (tag {manifest.tag!r}) was saved by another model: {listed}. "
+        "Build the model it was saved with, or load another tag or directory"
+    )
+
+
+def _list(what: str, names: Sequence[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _name(tensor: TensorId) -> str:
+    return f"{tensor.kind}/{tensor.fqn}"
+
+
+def _show(info: TensorInfo) -> str:
+    return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"

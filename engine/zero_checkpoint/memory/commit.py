@@ -1,0 +1,199 @@
+"""Commits a checkpoint in the memory of the nodes: the same votes as on disk, no file written.
+
+    all ranks                                       vote: where their node's memory is
+    rank 0 names the checkpoint                     verdict: the name, and everybody's address
+    each rank seals its image, hashes it, and
+    sends it to the neighbours                      vote: size, digests, fragments; or its error
+    rank 0 assembles the manifest, ASKS THE FENCE,
+    and keeps the manifest                          verdict: the manifest, or why not
+    each rank keeps the manifest and gives back
+    what is older
+
+Must always hold: a manifest is on a node only after every rank has sealed and the fence has
+agreed; until then nothing older is given back. A copy that a neighbour did not take makes the
+checkpoint poorer, not invalid: it still survives every worker. Who dies at any line leaves the
+checkpoint before, or this one, whole.
+
+Called by `ram_tier` on every rank, on the thread of its saves. Source of the idea: Gemini (SOSP
+2023) and NVRx keep checkpoints in the memory of peers; theirs load at the same world size only.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zero_checkpoint.commit import generation
+from zero_checkpoint.consensus import Ballot, Record
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.writer import BlockHasher
+from zero_checkpoint.format.layout import block_bytes_for
+from zero_checkpoint.format.manifest import FileRecord, directory_name, encode, file_name
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.memory.node import RamNode, home_of, keep_manifest, seal
+from zero_checkpoint.memory.peers import Neighbours, neighbours
+from zero_checkpoint.publish import Fence, Header, assemble, vote_for
+from zero_checkpoint.staging import FrozenImage
+from zero_contract.errors import CommitRefused
+
+_log = logging.getLogger(__name__)
+
+Newest = Callable[[], tuple[int, int] | None]
+"""(round, step) of the newest checkpoint that is there already; asked on rank 0."""
+
+
+class RamOff(Exception):
+    """Checkpoints in memory are not possible in this group; the message says where and why."""
+
+
+class NotKept(CheckpointError):
+    """A rank failed, so no rank has committed: the checkpoint before is still the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RamSave:
+    """One checkpoint to be made. `state.meta` must not change any more."""
+
+    root: object
+    """Where the run's checkpoints on disk are; of rank 0's, what they are kept for."""
+    state: State
+    image: FrozenImage | None
+    """A copy of the pieces; None if this rank has none, and then:"""
+    problem: str
+    """why, which switches it off for all ranks."""
+    step: int
+    tag: str
+    round: int
+    fence: Fence | None
+    newest: Newest
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint that all ranks have committed."""
+
+    name: str
+    poorer: tuple[str, ...]
+    """The copies that it lacks, and why, from all ranks."""
+
+
+def commit_in_ram(save: RamSave, ballot: Ballot, node: RamNode | None, peers: Neighbours) -> Kept:
+    """Commit on all ranks or on none; every rank calls it.
+
+    Raises:
+        RamOff: A rank cannot take part, now or later. On every rank.
+        CommitRefused: The fence said no. On every rank.
+        NotKept: A rank failed. On every rank.
+        CheckpointError: No verdict came, and the outcome is unknown.
+        PeerLost: The store of the ballot is gone.
+    """
+    opened = ballot.ask(_join(save, node), partial(_open, save))
+    if "off" in opened:
+        raise RamOff(opened["off"])
+    _raise_problem(opened)
+    assert node is not None, "or this rank's own vote would have switched it off"
+    name, home = directory_name(save.step, opened["round"], opened["nonce"]), opened["home"]
+    vote = _seal_own(save, ballot.rank, node, peers, f"{home}/{name}", opened["roster"])
+    verdict = ballot.ask(vote, partial(_judge, save, opened, node.directory_of(home, name)))
+    if "problem" in verdict:
+        node.forget(home, [name])
+    _raise_problem(verdict)
+    with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
+        keep_manifest(node.directory_of(home, name), verdict["manifest"])
+    node.forget_before(home, name)
+    return Kept(name=name, poorer=tuple(verdict["poorer"]))
+
+
+# ---- joining ----
+
+
+def _join(save: RamSave, node: RamNode | None) -> Record:
+    if save.image is None or node is None:
+        return {"problem": save.problem}
+    return {"address": node.address}
+
+
+def _open(save: RamSave, votes: list[Record | None]) -> Record:
+    """Rank 0: name the checkpoint; or switch it all off, or say who is missing."""
+    try:
+        for rank, vote in enumerate(votes):
+            if vote is None:
+                return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+            if "problem" in vote:
+                return {"off": f"rank {rank}: {vote['problem']}"}
+        return {
+            "round": generation(save.round, save.step, save.newest()),
+            "nonce": secrets.token_hex(2),
+            "home": home_of(save.root),
+            "roster": [vote["address"] for vote in votes if vote is not None],
+        }
+    except Exception as error:
+        return {"problem": f"rank 0: {error or type(error).__name__}"}
+
+
+# ---- sealing ----
+
+
+def _seal_own(
+    save: RamSave, rank: int, node: RamNode, peers: Neighbours, place: str, roster: Sequence[str]
+) -> Record:
+    """Seal, hash and copy this rank's image; the vote tells how that went."""
+    image = save.image
+    assert image is not None
+    path = f"{place}/{file_name(rank)}"
+    try:
+        seal(image, node.directory / path)
+        block_bytes = block_bytes_for(save.state.tensors)
+        file = _hashed(image, file_name(rank), block_bytes)
+        poorer = [
+            f"rank {rank}: {why}"
+            for address in neighbours(roster, node.address, save.replicas)
+            if (why := peers.send(address, path, image, file, block_bytes))
+        ]
+        return {**vote_for(save.state, image.layout, file), "poorer": poorer}
+    except Exception as error:
+        return {"problem": f"rank {rank}: {node.directory / path}: {error or type(error).__name__}"}
+
+
+def _hashed(image: FrozenImage, name: str, block_bytes: int) -> FileRecord:
+    hasher = BlockHasher(block_bytes)
+    for slab in image.slabs():
+        hasher.update(slab)
+    return FileRecord(name, image.layout.size_bytes, len(image.layout.head), hasher.digests())
+
+
+# ---- judging ----
+
+
+def _judge(save: RamSave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
+    """Rank 0: the manifest if all votes are good and the fence agrees, or the problem."""
+    header = Header(
+        tag=save.tag,
+        step=save.step,
+        block_bytes=block_bytes_for(save.state.tensors),
+        round=opened["round"],
+        nonce=opened["nonce"],
+    )
+    try:
+        text, digest = encode(assemble(save.state, header, votes))
+        if save.fence is not None:
+            save.fence(digest)
+        keep_manifest(directory, text)  # at once: one node that has it is enough
+    except CommitRefused as error:
+        return {"problem": str(error), "refused": True}
+    except Exception as error:
+        return {"problem": str(error) or type(error).__name__}
+    poorer = [why for vote in votes if vote is not None for why in vote["poorer"]]
+    return {"manifest": text, "poorer": poorer}
+
+
+def _raise_problem(verdict: Record) -> None:
+    if "problem" in verdict:
+        refused = verdict.get("refused", False)
+        raise (CommitRefused if refused else NotKept)(verdict["problem"])

@@ -1,0 +1,179 @@
+"""Copies of images on other nodes: sent to the neighbours, read back by ranges.
+
+Must always hold: a copy counts only when its receiver has verified every block; no call here
+waits longer than its limits, whatever the other node does.
+
+Called by `ram_commit` and `ram_search`. `zero_agent.ram_server` is the other end.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+from zero_checkpoint.files.source import Span
+from zero_checkpoint.format.manifest import FileRecord
+from zero_checkpoint.staging import FrozenImage
+from zero_contract import peer_memory as ram_wire
+from zero_contract.peer_memory import Get, Put
+
+PUSH_LIMIT_S = 30.0
+"""A neighbour that takes longer for one image is too slow to keep one."""
+AVOID_S = 30.0
+"""A neighbour that has failed is not asked again for so long."""
+LEAVING_S = 3.0
+"""What a copy may still take when its worker wants to leave."""
+_AHEAD = 16
+"""Requests under way on one connection: enough to hide the network's latency."""
+
+
+def neighbours(roster: Sequence[str], own: str, replicas: int) -> list[str]:
+    """Who keeps copies of a node's images: the next nodes, in the order of ranks.
+
+    Args:
+        roster: The address of each rank's node, by rank.
+        own: This node's address.
+        replicas: How many copies; fewer if there are not so many other nodes.
+    """
+    nodes = list(dict.fromkeys(roster))
+    at = nodes.index(own)
+    return (nodes[at + 1 :] + nodes[:at])[:replicas]
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """Sends images to neighbours, and remembers which of them could not take one."""
+
+    key: str
+    _avoid_until_s: dict[str, float] = field(default_factory=dict)
+    _leave_at_s: float = field(default=math.inf, init=False)
+
+    def hurry(self, limit_s: float = LEAVING_S) -> None:
+        """This worker wants to leave: copies that are under way after so long are given up."""
+        self._leave_at_s = time.monotonic() + limit_s
+
+    def send(
+        self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
+    ) -> str:
+        """Have a neighbour keep a copy of an image.
+
+        Args:
+            address: The neighbour's.
+            path: Where, see `ram_wire.FILE`.
+            image: The bytes.
+            file: Their size and digests.
+            block: Bytes that each digest covers.
+
+        Returns:
+            Why it does not, or "".
+        """
+        if time.monotonic() < self._avoid_until_s.get(address, 0.0):
+            return f"{address} is left out for {AVOID_S:g} s after its last failure"
+        try:
+            self._push(address, path, image, file, block)
+        except (OSError, EOFError) as error:
+            self._avoid_until_s[address] = time.monotonic() + AVOID_S
+            return f"{address} took no copy: {error}"
+        return ""
+
+    def _push(
+        self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
+    ) -> None:
+        limit_s = time.monotonic() + PUSH_LIMIT_S
+        digests = file.digests.astype(">u8").tobytes().hex()
+        wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
+        with closing(ram_wire.dial(address, self.key)) as connection:
+            ram_wire.send(connection, wish)
+            _expect_consent(connection)
+            for slab in image.slabs():
+                if time.monotonic() > self._leave_at_s:
+                    raise TimeoutError("it was not done when this worker wanted to leave")
+                if time.monotonic() > limit_s:
+                    raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
+                connection.sendall(slab)
+            _expect_consent(connection)
+
+
+def _expect_consent(connection: socket.socket) -> None:
+    reply = ram_wire.hear_reply(connection)
+    if not reply.ok:
+        raise ConnectionError(reply.reason)
+
+
+# ---- reading back ----
+
+
+def read_whole(address: str, key: str, path: str, limit_bytes: int) -> bytes:
+    """A small file of another node. Raises OSError."""
+    with closing(ram_wire.dial(address, key)) as connection:
+        ram_wire.send(connection, Get(path=path, offset=0, length=limit_bytes))
+        reply = ram_wire.hear_reply(connection)
+        if not reply.ok or reply.length > limit_bytes:
+            raise FileNotFoundError(errno.ENOENT, reply.reason)
+        return ram_wire.receive(connection, reply.length)
+
+
+@contextmanager
+def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
+    """A file of another node as a `source.Source`.
+
+    Raises:
+        OSError: ENOENT: it is not there; EIO: the node cannot be reached, or fails meanwhile.
+    """
+    try:
+        with closing(ram_wire.dial(address, key)) as connection:
+            yield RemoteFile(connection, path)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise
+        # Whatever the cause, this copy is of no use: others may be.
+        raise OSError(errno.EIO, f"{address} does not deliver it: {error}") from error
+
+
+class RemoteFile:
+    """Ranges of a file over one connection; what is expected is asked for ahead."""
+
+    def __init__(self, connection: socket.socket, path: str) -> None:
+        self._connection = connection
+        self._path = path
+        self._later: Iterator[Span] = iter(())
+        self._asked: list[Span] = []
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        """Ask for the first few; each one that is read makes room for the next."""
+        assert not self._asked, "what was expected before must be read first"
+        self._later = iter(spans)
+        self._ask(_AHEAD)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `source.Source`; in the order that was expected, or unexpectedly."""
+        length = sum(map(len, buffers))
+        if not self._asked:
+            self._later = iter([(offset, length)])
+            self._ask(1)
+        assert self._asked.pop(0) == (offset, length), "not what was expected"
+        reply = ram_wire.hear_reply(self._connection)
+        if not reply.ok:
+            raise FileNotFoundError(errno.ENOENT, reply.reason)
+        if reply.length > length:
+            raise ram_wire.WireError(f"{reply.length} bytes instead of {length}")
+        self._receive(buffers, reply.length)
+        self._ask(1)
+        return length - reply.length
+
+    def _ask(self, count: int) -> None:
+        for offset, length in islice(self._later, count):
+            ram_wire.send(self._connection, Get(path=self._path, offset=offset, length=length))
+            self._asked.append((offset, length))
+
+    def _receive(self, buffers: Sequence[memoryview], left: int) -> None:
+        for buffer in buffers:
+            part = buffer[: min(len(buffer), left)]
+            ram_wire.receive_into(self._connection, part)
+            left -= len(part)

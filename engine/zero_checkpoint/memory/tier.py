@@ -1,0 +1,287 @@
+"""Checkpoints in the memory of the nodes: when one is made, and in which of two arenas.
+
+At the end of a step the state is copied into an arena, and training goes on; a thread commits it
+with the other ranks (`ram_commit`). A worker that dies afterwards has lost nothing: the arena
+lies in the agent's directory, and the next round loads it from there.
+
+Must always hold: the arena of the newest committed checkpoint is not written to; all ranks begin
+the same saves, decided from the consensus of a step; a save that is under way is never waited
+for: steps go without one until it is done. What cannot work here is said once, and training goes
+on with checkpoints on disk alone.
+
+Called by `persistence`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import zero_checkpoint as checkpoint
+from zero_checkpoint.background import Background
+from zero_checkpoint.candidates import newest_committed
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.layout import FileLayout
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.lineage import Line
+from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
+from zero_checkpoint.memory.node import RamNode, home_of
+from zero_checkpoint.memory.peers import Neighbours
+from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.options import Ram
+from zero_checkpoint.place import Place
+from zero_checkpoint.restore import Loaded
+from zero_checkpoint.room import NoArena, SharedRoom, sweep
+from zero_checkpoint.staging import Arena, FrozenImage
+from zero_comm.agent_link import AgentLink
+from zero_comm.distributed import group_store
+from zero_contract.errors import CommitRefused, PeerLost
+
+_log = logging.getLogger(__name__)
+
+ARENAS = 2
+"""One holds the newest committed checkpoint while the other is filled."""
+REMIND_S = 600.0
+"""What is wrong with checkpoints in memory is said again after so long."""
+_KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
+
+
+class RamTier:
+    """One rank's checkpoints in memory."""
+
+    def __init__(self, config: Ram, rank: int, world: int, link: AgentLink, line: Line) -> None:
+        """Ask the agent for the node's memory; without it there will be no such checkpoints."""
+        reply = link.request_ram(config.budget_bytes)
+        self._problem = reply.reason
+        self._node: RamNode | None = None
+        self._arenas: list[Arena] = []
+        if reply.directory:
+            self._node = RamNode(
+                directory=Path(reply.directory),
+                address=reply.address,
+                key=reply.key,
+                budget_bytes=reply.budget_bytes,
+            )
+            sweep(self._node.directory)
+            job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
+            where = self._node.directory
+            self._arenas = [Arena(SharedRoom(job, rank, where)) for _ in range(ARENAS)]
+        self._config = config
+        self._rank = rank
+        self._world = world
+        self._link = link
+        self._line = line
+        store = group_store("ram")
+        key = link.votes_key(store.path)
+        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
+        self._background = Background()
+        self._peers = Neighbours(reply.key)
+        self._search: RamSearch | None = None
+        self._root: Place | None = None
+        self._newest: Callable[[], tuple[int, int] | None] = lambda: None
+        self._needed_bytes = 0
+        self._off = False
+        self._last_step = 0
+        self._kept_step: int | None = None
+        """The newest that is in memory, as far as this worker knows."""
+        self._said, self._said_s = "", 0.0
+
+    # ---- loading ----
+
+    def search(self) -> RamSearch:
+        """What this node holds now, for a load by all ranks; `prepare` comes first."""
+        self._search = RamSearch(self._node)
+        return self._search
+
+    def prepare(self) -> None:
+        """Before a load: nothing is being copied or committed any more."""
+        self._take_outcome()
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last saves, but not of the memory for the next."""
+        for arena in self._arenas:
+            arena.forget()
+
+    def loaded(self, root: Place, loaded: Loaded | None, step: int) -> None:
+        """Go on from what a load has found; give back all that it has not chosen."""
+        self._settle(root)
+        self._last_step = step
+        self._kept_step = step if loaded is not None and loaded.in_ram else None
+        search, self._search = self._search or RamSearch(self._node), None
+        chosen = loaded.path.name if loaded is not None and loaded.in_ram else None
+        search.forget_others(home_of(root), chosen)
+
+    def _settle(self, root: Place) -> None:
+        """From now on, checkpoints here are those of the run whose disk is `root`."""
+        self._root = root
+        self._newest = cache(partial(newest_committed, root))
+
+    # ---- saving ----
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._background.busy
+
+    def due(self, step: int, *, some_rank_busy: bool) -> bool:
+        """Whether to save after this step; all ranks answer alike.
+
+        Args:
+            step: Done.
+            some_rank_busy: Whether a save was under way anywhere, by the consensus of this step.
+                If not, every rank knows how the last one has ended.
+        """
+        if self._off or some_rank_busy:
+            return False
+        self._take_outcome()
+        return not self._off and step - self._last_step >= self._config.every_steps
+
+    def begin(
+        self, root: Place, state: State, lay_out: Callable[[State], FileLayout], samples: int
+    ) -> None:
+        """Copy the state, and begin to commit it; when this returns, the tensors may change.
+
+        Args:
+            root: Where the run's checkpoints on disk are.
+            state: This rank's share. Its `meta` must not change any more.
+            lay_out: Gives the layout of this rank's file; may raise CheckpointError.
+            samples: Consumed so far.
+        """
+        if root != self._root:
+            self._settle(root)
+        step = self._last_step = int(state.meta["engine"]["step"])
+        image, tag = self._freeze(state, lay_out), f"global_step{step}"
+        save = RamSave(
+            root=root,
+            state=state,
+            image=image,
+            problem=self._problem,
+            step=step,
+            tag=tag,
+            round=self._line.round,
+            fence=self._link.fence(step, tag, samples, in_ram=True),
+            newest=self._newest,
+            replicas=self._config.replicas,
+        )
+        self._background.start(step, partial(self._commit, save))
+
+    def give_up(self, reason: str) -> None:
+        """Make no more checkpoints in memory; every rank says so at the same step."""
+        if not self._off:
+            self._off = True
+            self._say(_OFF, f"no checkpoints in memory, only on disk: {reason}")
+
+    def disown(self, reason: str) -> None:
+        """As `give_up`, and nobody goes on from those that were made: they lack something."""
+        self._take_outcome()
+        self.give_up(reason)
+        if self._root is not None:
+            RamSearch(self._node).forget_others(home_of(self._root), None)
+
+    def close(self) -> None:
+        """Finish the save under way, soon; what is committed stays with the agent."""
+        if self.busy:
+            self._peers.hurry()  # what is given up for it is said as any copy that is not there
+        self._take_outcome()
+        for arena in self._arenas:
+            arena.close()
+
+    def _freeze(self, state: State, lay_out: Callable[[State], FileLayout]) -> FrozenImage | None:
+        """A copy of this rank's share; None, and the problem, if there can be none."""
+        if self._node is None:
+            return None
+        try:
+            layout = lay_out(state)
+            workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            replicas = self._config.replicas if self._world > workers else 0
+            needed = self._link.ram_bytes
+            needed[self] = needed_bytes(layout.size_bytes, workers, replicas)
+            # The engines of a process share the node's memory.
+            self._needed_bytes = sum(needed.values())
+            self._problem = over_budget(self._needed_bytes, self._node.budget_bytes)
+            return None if self._problem else self._arenas[0].freeze(layout)
+        except (NoArena, CheckpointError) as error:
+            self._problem = str(error)
+            return None
+
+    def _commit(self, save: RamSave) -> Path:
+        """On the thread of the saves."""
+        kept = commit_in_ram(save, self._ballot, self._node, self._peers)
+        assert self._node is not None
+        self._line.goes_on_from(kept.name)
+        if self._rank == 0:
+            _log.debug("step %d is in memory", save.step)
+            text = (
+                f"checkpoints are kept in memory, with {self._needed_bytes / (1 << 20):.1f} MiB of "
+                f"each node, {self._node.budget_bytes >> 20} MiB at most"
+            )
+            if kept.poorer:
+                self._say(_POORER, f"{text}; without some copies: {'; '.join(kept.poorer)}")
+            else:
+                self._say(_KEPT, text, level=logging.INFO)
+        return self._node.directory_of(home_of(save.root), kept.name)
+
+    def _take_outcome(self) -> None:
+        """Wait for the save under way, and act on how it has ended."""
+        outcome = self._background.wait()
+        match outcome.error if outcome is not None else None:
+            case None if outcome is not None:
+                self._kept_step = outcome.step
+                self._arenas.reverse()  # the other one is free now
+            case None:
+                pass
+            case CommitRefused() | NotKept() as error:
+                assert outcome is not None
+                self._say(_REFUSED, f"step {outcome.step} is not in memory, {self._kept}: {error}")
+            case RamOff() as error:
+                self.give_up(str(error))
+            case error:
+                # Nobody knows whether it was committed, so neither arena may be written to.
+                self._off = True
+                self._say(_OFF, f"no more checkpoints in memory in this round: {error}")
+
+    def _say(self, news: str, text: str, level: int = logging.WARNING) -> None:
+        """Say how it stands when that has changed, and what is wrong now and then again."""
+        now_s = time.monotonic()
+        is_due = level >= logging.WARNING and now_s - self._said_s >= REMIND_S
+        if news == self._said and not is_due:
+            return
+        if self._rank == 0:
+            _log.log(level, "%s", text)
+        self._said, self._said_s = news, now_s
+
+    @property
+    def _kept(self) -> str:
+        if self._kept_step is None:
+            return "and nothing else is"
+        return f"step {self._kept_step} still is"
+
+    def _check_group(self) -> None:
+        if self._link.group_lost.is_set():
+            raise PeerLost("the group broke while its checkpoint was being kept in memory")
+
+
+def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
+    """What checkpoints in memory take of a node.
+
+    Args:
+        image_bytes: Of one worker; those of the other nodes are taken to be as large.
+        workers: On this node.
+        replicas: How many nodes' copies this node keeps.
+    """
+    return ARENAS * image_bytes * workers * (1 + replicas)
+
+
+def over_budget(needed: int, budget: int) -> str:
+    """Why a node's budget does not allow so many bytes, or ""."""
+    if needed <= budget:
+        return ""
+    return (
+        f"they need {needed / (1 << 20):.1f} MiB of each node, the budget is "
+        f"{budget / (1 << 20):.1f} MiB; raise checkpoint.ram.budget_bytes or the agents' "
+        "--ram-budget, enlarge /dev/shm, or lower checkpoint.ram.replicas"
+    )

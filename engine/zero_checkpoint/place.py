@@ -1,0 +1,84 @@
+"""Where checkpoints are: a directory, or a prefix in an object store.
+
+Must always hold: a URL is never taken for a relative path, nor a path for a URL; a store is
+accepted only if it can create an object that must not exist yet, because that is the commit.
+
+Called by the engine and by `tools` with what the user wrote; everything behind them gets a
+`Place`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeAlias
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.fetches import Fetches
+from zero_checkpoint.files.local_file import open_file
+from zero_checkpoint.files.objects import PROTOCOLS, ObjectPath, file_system
+from zero_checkpoint.files.source import Source
+
+Place: TypeAlias = Path | ObjectPath
+"""What is read like a `Path`; written with a `storage.Disk`, see `object_disk.disk_of`."""
+
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_FLATTENED = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*):/[^/]")
+
+
+def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
+    """The place that a user means by a path or a URL.
+
+    Raises:
+        CheckpointError: It is a URL of a store that cannot be used here; with the remedy.
+    """
+    if isinstance(where, ObjectPath):
+        return where
+    text = os.fspath(where)
+    url = _URL.fullmatch(text)
+    if url is None:
+        _refuse_flattened(text)
+        return Path(text)
+    if url["protocol"] == "file":
+        return Path("/" + url["rest"].lstrip("/"))
+    return _object_path(text, url["protocol"], url["rest"])
+
+
+def _refuse_flattened(text: str) -> None:
+    """A `Path` makes one slash of two: training would go into a directory called `s3:`."""
+    found = _FLATTENED.match(text)
+    if found and found["protocol"] in PROTOCOLS:
+        url = text.replace(":/", "://", 1)
+        raise CheckpointError(f"{text}: a URL in a Path loses a slash; give it as text: {url!r}")
+
+
+def _object_path(text: str, protocol: str, rest: str) -> ObjectPath:
+    if protocol not in PROTOCOLS:
+        known = ", ".join(f"{name}://" for name in PROTOCOLS)
+        raise CheckpointError(
+            f"{text}: checkpoints can be in directories and under {known}; mount other storage"
+        )
+    parts = [part for part in rest.split("/") if part]
+    if not parts or {".", ".."} & set(parts):
+        raise CheckpointError(f"{text}: write {protocol}://BUCKET/DIRECTORY")
+    path = ObjectPath(f"{protocol}://{'/'.join(parts)}")
+    try:
+        file_system(path.url)
+    except ImportError as error:
+        extra = PROTOCOLS[protocol]
+        raise CheckpointError(
+            f"{text}: {error}; run: pip install 'zero-elastic[{extra}]'"
+        ) from error
+    return path
+
+
+def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextManager[Source]:
+    """Open a file to read ranges of it; raises OSError, like every operation on it.
+
+    Args:
+        path: Of the file.
+        ahead: As `open_file`; what is in an object store is not fetched ahead by it.
+    """
+    return open_file(path, ahead) if isinstance(path, Path) else path.source()

@@ -1,0 +1,187 @@
+"""Which checkpoints may go, and how to make one go without ever leaving half of it.
+
+Must always hold: what is being deleted stops being a checkpoint, durably, before any byte of it
+is gone; a process that dies at any line leaves what `abandoned` finds later. The newest
+`keep_last` checkpoints stay, and what the caller protects stays.
+
+Called by `tools` and after a save. The decisions are pure; only `remove` and `sweep` write.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from zero_checkpoint.candidates import Candidate, Rejected, Why
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.storage import REMOVED, Disk
+from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.place import Place
+
+FEWEST_KEPT = 2
+"""With one, the damage of a single file would be the loss of the training."""
+_LEFTOVER = re.compile(rf"{re.escape(REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The checkpoints with the best values of a metric, as the script has put it into its state."""
+
+    metric: str
+    """A key of `client_state`."""
+    mode: str = "min"
+    """Which is better: "min" or "max"."""
+    count: int = 1
+
+    def value(self, checkpoint: Candidate) -> float | None:
+        """The metric; None where there is none, or it is no finite number."""
+        client = checkpoint.manifest.meta.get("client")
+        value = client.get(self.metric) if isinstance(client, dict) else None
+        return float(value) if is_number(value) and math.isfinite(value) else None
+
+    def among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The best, best first; of equal ones the newer. `candidates` are newest first."""
+        valued = [(self.value(c), c) for c in candidates]
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * value, c) for value, c in valued if value is not None]
+        return [c for _, c in sorted(known, key=lambda pair: pair[0])[: self.count]]
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether JSON has it as a number."""
+    return type(value) in (int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A directory that no load would choose and nobody is writing."""
+
+    path: Place
+    reason: str
+
+
+def expired(
+    candidates: Sequence[Candidate],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: Best | None = None,
+    protected: Collection[Place] = (),
+) -> list[Place]:
+    """The checkpoints that may be deleted, oldest first: dying midway leaves the newer ones.
+
+    Args:
+        candidates: All usable checkpoints of a root, newest first, as `candidates.find` lists
+            them; quarantined ones do not count as kept.
+        keep_last: How many of the newest stay, at least 2.
+        keep_every: Those of steps that this divides stay, too; the newest one of each step.
+        keep_best: The best of all of them stay, too.
+        protected: These stay whatever the numbers say, for example the only verified one.
+
+    Raises:
+        CheckpointError: `keep_last` or `keep_every` is out of bounds.
+    """
+    check_policy(keep_last=keep_last, keep_every=keep_every)
+    kept = {candidate.path for candidate in candidates[:keep_last]} | set(protected)
+    if keep_every is not None:
+        newest_of_step = {c.manifest.step: c.path for c in reversed(candidates)}
+        kept |= {path for step, path in newest_of_step.items() if step % keep_every == 0}
+    if keep_best is not None:
+        kept |= {candidate.path for candidate in keep_best.among(candidates)}
+    return [c.path for c in reversed(candidates) if c.path not in kept]
+
+
+def check_policy(*, keep_last: int, keep_every: int | None) -> None:
+    """Raises CheckpointError for numbers that make no policy."""
+    if keep_last < FEWEST_KEPT:
+        raise CheckpointError(
+            f"keep_last={keep_last}: the newest checkpoint may turn out damaged; "
+            f"keep at least {FEWEST_KEPT}"
+        )
+    if keep_every is not None and keep_every < 1:
+        raise CheckpointError(f"keep_every={keep_every}: write a number of steps from 1, or none")
+
+
+def abandoned(
+    entries: Iterable[Rejected], *, now_s: float, older_than_s: float
+) -> tuple[list[Leftover], list[str]]:
+    """What dead saves and dead deletions have left, and why the other directories stay.
+
+    A save that lives writes its files; one whose files have not changed for longer than any rank
+    waits for another is dead.
+
+    Args:
+        entries: The directories that are no candidates, as `candidates.find` lists them.
+        now_s: Time since the epoch, as the storage counts it.
+        older_than_s: How long nothing in a directory must have changed.
+    """
+    leftovers: list[Leftover] = []
+    kept: list[str] = []
+    for entry in entries:
+        if entry.why is Why.REMOVED or _LEFTOVER.fullmatch(entry.path.name):
+            leftovers.append(Leftover(path=entry.path, reason="left by a deletion that died"))
+        elif entry.why is Why.UNCOMMITTED:
+            with going(entry.path):
+                idle_s = now_s - last_change_s(entry.path)
+                sentence = f"never committed, last written {max(idle_s, 0):.0f} s ago"
+                if idle_s > older_than_s:
+                    leftovers.append(Leftover(path=entry.path, reason=sentence))
+                else:
+                    kept.append(f"{entry.path}: {sentence}; it may still be being saved")
+    return leftovers, kept
+
+
+@contextmanager
+def going(path: Place) -> Iterator[None]:
+    """What is done to a directory that somebody else may be deleting ends when it is gone."""
+    try:
+        yield
+    except FileNotFoundError:
+        if (path / MANIFEST).exists():
+            raise
+
+
+def last_change_s(path: Place) -> float:
+    """When anything in a directory last changed, in seconds since the epoch."""
+    changed_s = [path.stat().st_mtime]
+    for inner in path.iterdir():
+        try:
+            changed_s.append(inner.stat().st_mtime)
+        except FileNotFoundError:  # it is being written or removed just now
+            continue
+    return max(changed_s)
+
+
+def remove(path: Place, disk: Disk | None = None) -> None:
+    """Delete one checkpoint; returns when it is gone for good, or others delete it.
+
+    Raises:
+        CheckpointError: Something in the directory could not be deleted; it is no checkpoint any
+            more, and a later `sweep` goes on.
+        OSError: It could not be made to stop being a checkpoint; it is as it was.
+    """
+    disk = disk or disk_of(path)
+    with going(path):
+        _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
+
+
+def sweep(path: Place, disk: Disk | None = None) -> None:
+    """Delete what is no checkpoint. Raises as `remove`."""
+    disk = disk or disk_of(path)
+    with going(path):
+        _delete(disk.retire(path, committed=False), disk)
+
+
+def _delete(path: Place, disk: Disk) -> None:
+    disk.remove_tree(path)
+    if path.exists():
+        raise CheckpointError(
+            f"{path}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
+        )
+    disk.remove_dangling(path.parent)
+    disk.sync_directory(path.parent)

@@ -1,0 +1,178 @@
+"""Where an arena's memory comes from: of this process alone, or a file that others can link to.
+
+A save to disk needs it only while its process lives: `PrivateRoom` is plain memory in huge pages,
+which is copied into and written from the fastest, and as large as the machine's, whatever the size
+of /dev/shm. A checkpoint in memory outlives its process: `SharedRoom` is a file in a tmpfs.
+
+Must always hold: a shared file is locked for as long as its process lives. The kernel drops the
+lock with the process, whatever ends it, so `sweep` removes exactly what the dead have left, of any
+job and in any pid namespace.
+
+Called by `arena`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from zero_checkpoint.files.huge_pages import zeros
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "zero-arena."
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class NoArena(Exception):
+    """There is not enough memory; the message says how much, where, and the remedy."""
+
+
+class Room(Protocol):
+    """Reserves one piece of memory at a time."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file of the memory, if it has one."""
+
+    def reserve(self, size_bytes: int) -> mmap.mmap:
+        """Memory in place of what was reserved before. Raises NoArena."""
+
+    def release(self) -> None:
+        """Give it back; what is still mapped stays until it is not."""
+
+
+class PrivateRoom:
+    """Memory of this process."""
+
+    path = None
+
+    def reserve(self, size_bytes: int) -> mmap.mmap:
+        """As `Room.reserve`; nothing is taken from the machine before it is written to."""
+        free = _available_bytes()
+        if free < size_bytes:
+            raise NoArena(
+                f"this machine has {free >> 20} MiB of memory left, the state takes "
+                f"{size_bytes >> 20} MiB; give it, or the container that this is in, more"
+            )
+        return zeros(size_bytes)
+
+    def release(self) -> None:
+        """The memory goes when nobody maps it any more."""
+
+
+class SharedRoom:
+    """A file in a tmpfs."""
+
+    def __init__(self, job: str, rank: int, directory: Path) -> None:
+        """Nothing is reserved yet.
+
+        Args:
+            job: With `rank`, what the file is called: people see whose memory it is.
+            rank: Of this worker.
+            directory: A tmpfs.
+        """
+        self._name = f"{_PREFIX}{re.sub(r'[^0-9A-Za-z_-]', '-', job)[:64]}.r{rank:05d}"
+        self._directory = directory
+        self.path: Path | None = None
+        self._remove: Callable[[], object] = lambda: None
+
+    def reserve(self, size_bytes: int) -> mmap.mmap:
+        """As `Room.reserve`; its pages are there: a full tmpfs is an error now, no SIGBUS later."""
+        self.release()
+        self._check_room(size_bytes)
+        try:
+            path, descriptor = self._create()
+        except OSError as error:
+            raise NoArena(
+                f"no memory for a copy of the state in {self._directory}: {error.strerror}"
+            ) from error
+        self.path = path
+        self._remove = weakref.finalize(self, _remove, path, descriptor, os.getpid())
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            return mmap.mmap(descriptor, size_bytes)
+        except OSError as error:
+            self.release()
+            raise NoArena(f"{path}: {size_bytes >> 20} MiB: {error.strerror}") from error
+
+    def release(self) -> None:
+        """As `Room.release`: the file goes at once, but not its other links."""
+        self._remove()
+
+    def _check_room(self, size_bytes: int) -> None:
+        """A tmpfs may promise more than there is memory, and the kernel then kills processes."""
+        free = _free_bytes(self._directory)
+        if free < size_bytes:
+            raise NoArena(
+                f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "
+                f"{size_bytes >> 20} MiB; enlarge it (mount -o remount,size=..., docker "
+                "--shm-size, an emptyDir with medium: Memory)"
+            )
+
+    def _create(self) -> tuple[Path, int]:
+        """A new file and its descriptor, locked."""
+        while True:
+            path = self._directory / f"{self._name}.{secrets.token_hex(4)}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:  # else a sweep came between the two calls
+                return path, descriptor
+            os.close(descriptor)
+
+
+def sweep(directory: Path) -> None:
+    """Remove the arenas of processes that are dead; never raises."""
+    with suppress(OSError):
+        for path in directory.glob(f"{_PREFIX}*"):
+            _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    with suppress(OSError):  # gone meanwhile, another user's, or locked: alive
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            _log.info("removed %s, left by a process that died", path)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path, descriptor: int, owner: int) -> None:
+    """Unlink and unlock, in the process that made it: forked children inherit this, too."""
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _free_bytes(directory: Path) -> int:
+    """What the file system and the machine can spare."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return 0
+    return min(room.f_bavail * room.f_frsize, _available_bytes())
+
+
+def _available_bytes() -> int:
+    """What this process can still have: of the machine, and of the container that it is in."""
+    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+    left = int(words[words.index("MemAvailable:") + 1]) * 1024
+    with suppress(OSError, ValueError):  # no cgroup v2, or no limit in it
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        facts = (CGROUP / "memory.stat").read_text().split()
+        cache = int(facts[facts.index("inactive_file") + 1])  # it goes when memory is wanted
+        left = min(left, max(limit - used + cache, 0))
+    return left

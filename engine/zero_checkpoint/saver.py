@@ -1,0 +1,239 @@
+"""The saves of one rank: copied and written in the background, or written while training waits.
+
+Both are one path: a save always runs on the thread of `Background`. Where the state can be copied,
+that thread begins with what is copied already, and training goes on after the copy; if not, it
+waits for the end. Must always hold: at most one save is in flight; its failure is reported once
+and stops nothing; rank 0 tidies up after each commit.
+
+Called by `persistence`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import zero_checkpoint as checkpoint
+from zero_checkpoint.background import Background, Outcome
+from zero_checkpoint.candidates import newest_committed
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.direct import DirectDisk
+from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.slabs import two_rooms
+from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.files.writer import Image, LiveImage
+from zero_checkpoint.format.layout import FileLayout
+from zero_checkpoint.format.pieces import Piece, State
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.lineage import Line
+from zero_checkpoint.options import Checkpoint
+from zero_checkpoint.place import Place
+from zero_checkpoint.publish import Fence
+from zero_checkpoint.retention import Best
+from zero_checkpoint.room import NoArena, PrivateRoom
+from zero_checkpoint.staging import Arena
+from zero_comm.agent_link import AgentLink
+from zero_comm.distributed import group_store
+from zero_contract.errors import CommitRefused, PeerLost
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to save, and where. `state.meta` must not change any more."""
+
+    root: Place
+    state: State
+    step: int
+    tag: str
+    fence: Fence | None
+
+
+class Saver:
+    """Runs the saves of this rank, one after the other."""
+
+    def __init__(
+        self, config: Checkpoint, rank: int, world: int, link: AgentLink, line: Line
+    ) -> None:
+        self.disk: Disk = DirectDisk()
+        self.arena = Arena(PrivateRoom())
+        self.last_step = 0
+        """Of the newest checkpoint that this worker knows to be committed."""
+        self._keep = _policy(config)
+        self._rank = rank
+        self._link = link
+        self._line = line
+        store = group_store("saves")
+        key = link.votes_key(store.path)
+        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
+        self._background = Background()
+        self._in_flight_step = 0
+        self._in_flight_root: Place | None = None
+        self._failed: Place | None = None
+        self._copies = True
+        self._rooms = two_rooms()
+        self._layout: tuple[Sequence[Piece], FileLayout] | None = None
+
+    @property
+    def last_failed(self) -> bool:
+        """Whether the last save that has ended failed."""
+        return self._failed is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._background.busy
+
+    def begin(self, request: Request, *, copy: bool) -> bool:
+        """Begin a save; none may be in flight.
+
+        Args:
+            request: The save.
+            copy: Copy the state, if there is room for it.
+
+        Returns:
+            Whether it was copied; if not, nothing may change before `wait`.
+        """
+        self._in_flight_step, self._in_flight_root = request.step, request.root
+        try:
+            layout = self.lay_out(request.state)
+        except CheckpointError:  # the save itself will say it, to all ranks
+            self._start(request, None)
+            return False
+        copied = copy and self._freeze(request, layout)
+        if not copied:
+            self._start(request, LiveImage(layout, self._rooms))
+        return copied
+
+    def wait(self) -> Outcome | None:
+        """How the save in flight has ended, once it has; None if there is none to tell of."""
+        return self._noted(self._background.wait())
+
+    def finished(self) -> Outcome | None:
+        """The same, or None if it is still in flight."""
+        return self._noted(self._background.finished())
+
+    def wait_for_room(self) -> Outcome | None:
+        """As `wait`, with a word if it takes time."""
+        if self.busy and self._rank == 0:
+            step = self._in_flight_step
+            _log.info("waiting: the checkpoint of step %d is still being written", step)
+        return self.wait()
+
+    def report(self, outcome: Outcome | None) -> None:
+        """Say how a save ended that nobody has waited for."""
+        match outcome:
+            case Outcome(error=CommitRefused() as error):
+                _log.warning(
+                    "nothing was written for step %d, and training goes on: %s", outcome.step, error
+                )
+            case Outcome(error=Exception() as error) if self._rank == 0 or _is_own(error):
+                _log.warning(
+                    "the checkpoint of step %d was not saved; training goes on, and the one "
+                    "before stays: %s",
+                    outcome.step,
+                    error,
+                )
+
+    def tell_lost(self, *, in_ram: bool) -> None:
+        """When leaving: which steps are lost, if the last save has failed.
+
+        Args:
+            in_ram: Checkpoints are kept in memory as well.
+        """
+        if self._failed is None or self._rank != 0:
+            return
+        try:
+            newest = newest_committed(self._failed)
+        except (OSError, CheckpointError):  # that failed the save, and is said
+            return
+        kept = newest[1] if newest is not None else 0
+        _log.warning(
+            "leaving without a checkpoint: the newest in %s is of step %d, "
+            "steps %d to %d are lost%s",
+            self._failed,
+            kept,
+            kept + 1,
+            self._in_flight_step,
+            ", unless a node that stays has them in memory" if in_ram else "",
+        )
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last save."""
+        self._layout = None
+        self.arena.forget()
+
+    def close(self) -> None:
+        """Finish what is in flight, and give the memory back."""
+        self.report(self.wait())
+        self._background.close()
+        self.arena.close()
+
+    def _noted(self, outcome: Outcome | None) -> Outcome | None:
+        if outcome is not None:
+            self._failed = self._in_flight_root if outcome.path is None else None
+            self.last_step = outcome.step if outcome.path is not None else self.last_step
+        return outcome
+
+    def _freeze(self, request: Request, layout: FileLayout) -> bool:
+        """Copy this rank's share, which is written meanwhile; False if there is no room."""
+        try:
+            self.arena.freeze(layout, begin=partial(self._start, request))
+        except NoArena as error:
+            if self._copies:
+                _log.warning("training waits for checkpoints to be written: %s", error)
+            self._copies = False
+            return False
+        return True
+
+    def _start(self, request: Request, image: Image | None) -> None:
+        self._background.start(request.step, partial(self._save, request, image))
+
+    def lay_out(self, state: State) -> FileLayout:
+        """The layout; where tensors are many it takes as long as the copy, so it is kept."""
+        if self._layout is None or not self.has_laid_out(state):
+            self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))
+        return self._layout[1]
+
+    def has_laid_out(self, state: State) -> bool:
+        """Whether the last layout is that of a state: of the same tensors, in the same memory."""
+        return self._layout is not None and self._layout[0] is state.pieces
+
+    def _save(self, request: Request, image: Image | None) -> Place:
+        """On the thread of the saves."""
+        path = checkpoint.save(
+            request.root,
+            request.state,
+            self._ballot,
+            step=request.step,
+            tag=request.tag,
+            round=self._line.round,
+            fence=request.fence,
+            disk=disk_of(request.root, self.disk),
+            image=image,
+        )
+        self._line.goes_on_from(path.name)
+        if self._rank == 0:
+            digest = request.state.meta["engine"]["weight_hash"]
+            _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")
+            tidy(request.root, path, self._keep)
+        return path
+
+    def _check_group(self) -> None:
+        if self._link.group_lost.is_set():
+            raise PeerLost("the group broke while its checkpoint was being written")
+
+
+def _policy(config: Checkpoint) -> Keep:
+    wanted, best = config.keep_best, None
+    if wanted is not None:
+        best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
+    return Keep(last=config.keep_last, every=config.keep_every, best=best)
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether other ranks may not know of it; what the ballot decided, all of them do."""
+    return not isinstance(error, CheckpointError)

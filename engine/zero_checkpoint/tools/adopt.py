@@ -1,0 +1,184 @@
+"""Turns what an import brought into a checkpoint of ours, by the same save that training uses.
+
+Must always hold: what the source does not say is left open in the new checkpoint (None, or no
+param groups at all), never guessed; a parameter of a group that has moments has all of them,
+because the engine keeps them for every element that it trains.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from zero_checkpoint.commit import save
+from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import byte_view, host_bytes
+from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.place import Place
+from zero_checkpoint.tools.foreign import Foreign
+
+_UNKNOWN: dict[str, Any] = {
+    "step": 0,
+    "samples": 0,
+    "skipped": 0,
+    **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
+    **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler")),
+}
+"""What the engine keeps in a checkpoint; None where only the engine could have known."""
+_SHOWN_NAMES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """What real numbers become; None keeps them as they are."""
+
+    trained: torch.dtype | None = torch.float32
+    """Parameters. The engine trains fp32 masters, whatever it computes in."""
+    computed: torch.dtype | None = None
+    """Buffers and parameters that are not trained: the engine has them in what it computes in."""
+
+
+def adopt(
+    root: Place, foreign: Foreign, *, source: str, tag: str, step: int | None, dtypes: Dtypes
+) -> Place:
+    """Save a foreign model under `root`, as its newest checkpoint.
+
+    Args:
+        root: The directory of checkpoints; created if need be.
+        foreign: What was read.
+        source: Where from, for people.
+        tag: The name of the checkpoint.
+        step: Counts as this step; None: as the source says, or 0.
+        dtypes: What to convert to.
+
+    Returns:
+        The committed checkpoint.
+
+    Raises:
+        CheckpointError: Nothing was read, or the save failed.
+    """
+    if not foreign.params:
+        raise CheckpointError(f"{source}: there are no parameters in it")
+    tensors = dict(_tensors(foreign, dtypes))
+    params = {t.fqn: data for t, data in tensors.items() if t.kind == PARAM}
+    run = _UNKNOWN | dict(foreign.run)
+    if step is not None:
+        run["step"] = step
+    engine = run | {"groups": list(foreign.groups), "weight_hash": weight_hash(params)}
+    state = State(
+        tensors={t: TensorInfo(tuple(data.shape), data.dtype) for t, data in tensors.items()},
+        pieces=tuple(Piece(t, 0, data.reshape(-1)) for t, data in tensors.items()),
+        aliases=dict(foreign.aliases),
+        meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
+    )
+    alone = Ballot(HashStore(), 0, 1)
+    committed = save(root, state, alone, step=run["step"], tag=tag, round=0, fence=None)
+    tidy(root, committed, Keep())  # what an import that was killed has left
+    return committed
+
+
+def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:
+    """The same with further parameters that are not trained, and so in no group.
+
+    Raises:
+        CheckpointError: A pattern matches no parameter.
+    """
+    frozen = set(foreign.frozen)
+    for pattern in patterns:
+        matching = {name for name in foreign.params if fnmatchcase(name, pattern)}
+        if not matching:
+            raise CheckpointError(
+                f"--frozen {pattern}: matches no parameter; there are: {_some(foreign.params)}"
+            )
+        frozen |= matching
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in frozen]}
+        for group in foreign.groups
+    ]
+    return replace(foreign, groups=groups, frozen=frozenset(frozen))
+
+
+def unexplained(foreign: Foreign) -> list[str]:
+    """Parameters that the optimizer of the source does not train, though nobody froze them."""
+    trained = {name for group in foreign.groups for name in group["params"]}
+    return sorted(foreign.params.keys() - trained - foreign.frozen) if foreign.groups else []
+
+
+def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
+    """The same with further ties, other name -> name that stays.
+
+    Raises:
+        CheckpointError: A name is no parameter, or the two differ.
+    """
+    params, aliases = dict(foreign.params), dict(foreign.aliases)
+    for other, name in ties.items():
+        if name not in params:
+            raise CheckpointError(
+                f"--tie {other}={name}: there is no parameter {name!r}; there are: {_some(params)}"
+            )
+        if other in params and not torch.equal(params[other], params[name]):
+            raise CheckpointError(f"--tie {other}={name}: the two differ, so they are not tied")
+        params.pop(other, None)
+        aliases[other] = name
+    return replace(foreign, params=params, aliases=aliases)
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names, so that one sees how they are written."""
+    shown = sorted(names)[:_SHOWN_NAMES]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
+
+
+def _tensors(foreign: Foreign, dtypes: Dtypes) -> Iterator[tuple[TensorId, Tensor]]:
+    whole = _completed(foreign)
+    for name, data in foreign.params.items():
+        dtype = dtypes.computed if name in foreign.frozen else dtypes.trained
+        yield TensorId(PARAM, name), _plain(data, dtype)
+        for key, moments in whole.items():
+            if name in moments:
+                yield TensorId(key, name), _plain(moments[name], None)
+    for name, data in foreign.buffers.items():
+        yield TensorId(BUFFER, name), _plain(data, dtypes.computed)
+
+
+def _plain(data: Tensor, dtype: torch.dtype | None) -> Tensor:
+    real = dtype is not None and data.is_floating_point()
+    return (data.to(dtype) if real else data).detach().contiguous()
+
+
+def _completed(foreign: Foreign) -> dict[str, dict[str, Tensor]]:
+    """The moments, with zeros for parameters of a group whose others have some.
+
+    torch makes no state for a parameter without gradient; its moments would be zero.
+    """
+    whole = {key: dict(moments) for key, moments in foreign.moments.items()}
+    for group in foreign.groups:
+        for moments in whole.values():
+            dtypes = {moments[name].dtype for name in group["params"] if name in moments}
+            for name, dtype in product(group["params"], dtypes):
+                if name not in moments and name in foreign.params:
+                    moments[name] = torch.zeros(foreign.params[name].shape, dtype=dtype)
+    return whole
+
+
+def weight_hash(params: Mapping[str, Tensor]) -> str:
+    """The hash that the engine prints for these weights, see `sharding.weights.weight_hash`."""
+    digests = []
+    for name in sorted(params):
+        data = params[name].contiguous()
+        digest = hashlib.sha256(f"{name}\0{data.dtype}\0{tuple(data.shape)}\0".encode())
+        digest.update(host_bytes(byte_view(data.reshape(-1))))
+        digests.append(digest.digest())
+    return hashlib.sha256(b"".join(digests)).hexdigest()

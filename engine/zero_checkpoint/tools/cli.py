@@ -1,0 +1,275 @@
+"""`zero-ckpt`: the commands, their flags and exit codes.
+
+Must always hold: a user never sees a traceback; nothing is changed by a command that only looks,
+nor with `--dry-run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, Why, find
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.place import Place, place
+from zero_checkpoint.tools import arguments, convert, locate, output, upkeep
+from zero_checkpoint.tools.compare import Relation, compare
+from zero_checkpoint.tools.describe import describe
+from zero_checkpoint.tools.listing import Status, list_roots
+from zero_checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
+from zero_contract.exit_codes import CkptExit
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C, after SIGTERM."""
+_BROKEN_PIPE = 141
+_log = logging.getLogger(__name__)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever tidies up after Ctrl-C does so after this."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    logging.basicConfig(format="zero-ckpt: %(message)s", level=logging.WARNING)
+    options = _parser().parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _run(options)
+    except _Terminated:
+        return _fail(options, "terminated", TERMINATED)
+    except KeyboardInterrupt:
+        return _fail(options, "interrupted", INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The command's exit code; only KeyboardInterrupt comes out of it."""
+    command: Callable[[argparse.Namespace], int | None] = options.run
+    try:
+        code = command(options)
+        sys.stdout.flush()
+        return code or CkptExit.OK
+    except CheckpointError as error:
+        return _fail(options, str(error))
+    except BrokenPipeError:  # `zero-ckpt show ... | head`
+        _give_up_stdout()
+        return _BROKEN_PIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(options, f"{where}{error.strerror or error}")
+
+
+def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBLE) -> int:
+    """People read the message on stderr; with --json, tools find it on stdout as well."""
+    print(f"zero-ckpt: {message}", file=sys.stderr)
+    try:
+        if options.json:
+            output.print_json({"error": message, "exit_code": code})
+        sys.stdout.flush()
+    except OSError:  # it may be what the message is about: a full disk
+        _give_up_stdout()
+    return code
+
+
+def _give_up_stdout() -> None:
+    """What it cannot take is not tried again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-ckpt",
+        description="Look into checkpoints, check, compare, convert and tidy them.",
+        epilog="DIR is a directory of checkpoints (its newest is meant), one checkpoint in it, "
+        "or DIR@TAG. Exit codes: 0 fine, 1 damage or differences found, 2 it could not be done.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="print one JSON document")
+        return made
+
+    _add_ls(command("ls", _ls, "List the checkpoints of a directory, newest first."))
+    _add_show(command("show", _show, "Show what is in a checkpoint."))
+    _add_verify(command("verify", _verify, "Read every block and name all damage."))
+    _add_diff(command("diff", _diff, "Compare two checkpoints tensor by tensor."))
+    convert.add_export(command("export", convert.run_export, "Write the model for others."))
+    convert.add_import(command("import", convert.run_import, "Make a checkpoint of other ones."))
+    _add_prune(command("prune", _prune, "Delete old checkpoints."))
+    _add_repair(command("repair", _repair, "Sweep what dead saves left, and rebuild the hint."))
+    return parser
+
+
+# ---- looking ----
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every block of all of them")
+
+
+def _ls(options: argparse.Namespace) -> int:
+    roots = locate.all_roots(options.dir)
+    check = _checker(options) if options.verify else None
+    rows = list_roots(place(options.dir), roots, now_s=time.time(), check=check)
+    (output.print_json if options.json else output.show_rows)(rows)
+    return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("--norms", action="store_true", help="read all tensors, add L2 norms")
+
+
+def _show(options: argparse.Namespace) -> int:
+    checkpoint = locate.one(options.checkpoint)
+    with output.progress(checkpoint, quiet=options.json) as progress:
+        record = describe(checkpoint, norms=options.norms, progress=progress)
+    (output.print_json if options.json else output.show_description)(record)
+    return CkptExit.OK
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("--all", action="store_true", help="all checkpoints of the directory")
+    parser.add_argument("--threads", type=arguments.positive, help="how many read at once")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    chosen, unusable = _to_verify(options)
+    check, results = _checker(options), []
+
+    def tell(path: Place, size: int, damages: list[Damage]) -> None:
+        results.append({"path": path, "size_bytes": size, "damage": damages})
+        if not options.json:
+            output.show_damage(path, damages, size)
+
+    for entry in unusable:
+        if entry.why is Why.DAMAGED:
+            damage = of_manifest(entry)
+            tell(entry.path, damage.end, [damage])
+        else:
+            _log.warning("passed over: %s", entry.reason)
+    for checkpoint in chosen:
+        tell(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
+    if options.json:
+        output.print_json(results)
+    return CkptExit.FOUND if any(result["damage"] for result in results) else CkptExit.OK
+
+
+def _to_verify(options: argparse.Namespace) -> tuple[Sequence[Candidate], list[Rejected]]:
+    """What has a manifest to go by, and what was committed and has none that can be used."""
+    if not options.all:
+        chosen, passed_over = locate.newest(options.checkpoint)
+        return [chosen], passed_over
+    found = [find(root) for root in locate.all_roots(options.checkpoint)]
+    candidates = [each for one in found for each in one.candidates]
+    unusable = [each for one in found for each in one.rejected if each.why in WAS_COMMITTED]
+    if not candidates and not unusable:
+        raise CheckpointError(f"{options.checkpoint}: there is no committed checkpoint here")
+    return candidates, unusable
+
+
+def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:
+    threads = getattr(options, "threads", None)
+
+    def check(checkpoint: Candidate) -> list[Damage]:
+        with output.progress(checkpoint, quiet=options.json) as progress:
+            return verify(checkpoint, threads=threads, progress=progress)
+
+    return check
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("left", metavar="A[@TAG]")
+    parser.add_argument("right", metavar="B[@TAG]")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    left, right = locate.one(options.left), locate.one(options.right)
+    with output.progress(left, quiet=options.json) as progress:
+        found = list(compare(left, right, progress=progress))
+    if options.json:
+        record = {"left": left.path, "right": right.path, "counts": output.counts(found)}
+        output.print_json(record | {"tensors": found})
+    else:
+        output.show_differences(found)
+    return CkptExit.OK if all(item.relation is Relation.EQUAL for item in found) else CkptExit.FOUND
+
+
+# ---- tidying ----
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument(
+        "--keep-last", type=arguments.positive, required=True, metavar="N", help="at least 2"
+    )
+    parser.add_argument(
+        "--keep-every", type=arguments.positive, metavar="M", help="and steps divisible by M"
+    )
+    parser.add_argument(
+        "--keep-best",
+        type=arguments.best,
+        metavar="METRIC:min[:N]",
+        help="and the N best by a number in the script's client_state, or METRIC:max[:N]",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
+
+def _prune(options: argparse.Namespace) -> int:
+    plan = upkeep.plan_prune(
+        locate.root(options.dir),
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        keep_best=options.keep_best,
+        check=_checker(options),
+    )
+    return _carry_out(options, plan)
+
+
+def _add_repair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument(
+        "--older-than",
+        type=arguments.duration_s,
+        default="1h",
+        metavar="AGE",
+        help="leave unfinished saves alone that were written to since: 90s, 30m, 1h, 2d (1h)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+
+def _repair(options: argparse.Namespace) -> int:
+    root = locate.root(options.dir)
+    plan = upkeep.plan_repair(root, now_s=time.time(), older_than_s=options.older_than)
+    return _carry_out(options, plan)
+
+
+def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
+    told = plan.actions if options.json else output.show_plan(plan, dry_run=options.dry_run)
+    for action in told:  # a failure leaves the actions before it done, and announced
+        if not options.dry_run:
+            action.act()
+    if options.json:
+        actions = [{"what": a.what, "path": a.path, "reason": a.reason} for a in plan.actions]
+        record = {"done": not options.dry_run, "actions": actions, "notes": plan.notes}
+        output.print_json(record)
+    return CkptExit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""`zero-ckpt export` and `import`: their flags, and from flags to readers and writers.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.place import place
+from zero_checkpoint.tools import adopt, arguments, export, locate, output
+from zero_checkpoint.tools.deepspeed import read_deepspeed
+from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_DTYPE = "of the parameters; the engine trains them in float32 whatever it computes in (float32)"
+_COMPUTE_DTYPE = "of buffers and of what is frozen; default: what SOURCE computed in, or as stored"
+_UNEXPLAINED = (
+    "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
+    "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
+)
+_SHARD_BYTES = 5 * 10**9
+_LEFT_OUT = "not imported, because there is no place for it, or it does not fit the model: %s%s"
+_KEYS = ". If the model or its optimizer is among these, name it with --model-key, --optimizer-key"
+_NO_STEP = "it is not said how many steps were trained: counts as step 0; else say --step N"
+_log = logging.getLogger(__name__)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The flags of `export`."""
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument(
+        "out", type=arguments.local_path, metavar="OUT", help="a new file, or directory for hf"
+    )
+    parser.add_argument("--to", required=True, choices=("torch", "hf"))
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert floats; default: as stored")
+    parser.add_argument("--strip-prefix", default="", metavar="P", help="take P off all names")
+    parser.add_argument(
+        "--hf-config",
+        type=arguments.local_path,
+        metavar="DIR",
+        help="hf: copy config.json and tokenizer from there; default: from beside the checkpoint, "
+        "where the Trainer puts them",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=arguments.size, metavar="SIZE", help="hf: of a file (5GB)"
+    )
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Carry out `export`; raises CheckpointError or OSError."""
+    for flag in ("hf_config", "max_shard_size"):
+        if getattr(options, flag) is not None and options.to != "hf":
+            raise CheckpointError(f"--{flag.replace('_', '-')} is for --to hf only; leave it out")
+    checkpoint = locate.one(options.checkpoint)
+    config = options.hf_config or (_config_beside(checkpoint) if options.to == "hf" else None)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    selection = export.select(checkpoint, dtype=dtype, strip_prefix=options.strip_prefix)
+    with output.progress(checkpoint, quiet=options.json) as progress:
+        if options.to == "torch":
+            files = export.export_torch(checkpoint, selection, options.out, progress)
+        else:
+            files = export.export_hf(
+                checkpoint,
+                selection,
+                options.out,
+                shard_bytes=options.max_shard_size or _SHARD_BYTES,
+                config=config,
+                progress=progress,
+            )
+    record = {"checkpoint": checkpoint.path, "tensors": len(selection.names), "files": files}
+    output.say(
+        options.json, record, f"{checkpoint.path}: {len(selection.names)} tensors to {options.out}"
+    )
+
+
+def _config_beside(checkpoint: Candidate) -> Path:
+    """Where the Trainer has saved the model's config with this checkpoint.
+
+    Raises:
+        CheckpointError: There is none; from_pretrained would take the weights for another model's.
+    """
+    directory = checkpoint.path.parent
+    if isinstance(directory, Path) and (directory / export.CONFIG).is_file():
+        return directory
+    raise CheckpointError(
+        f"{checkpoint.path}: which model these weights are of is said by a {export.CONFIG}, and "
+        f"there is none in {directory}; name the directory of one with --hf-config, such as that "
+        "of the model that the training began with. For weights alone use --to torch, or python "
+        "-m zero_engine.utils.zero_to_fp32 --safe_serialization"
+    )
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """The flags of `import`."""
+    parser.add_argument("source", type=arguments.local_path, metavar="SOURCE")
+    parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints")
+    parser.add_argument("--from", dest="kind", required=True, choices=tuple(_READERS))
+    parser.add_argument("--tag", default="imported", help="the name of the checkpoint")
+    parser.add_argument("--step", type=arguments.not_negative, help="counts as this step")
+    parser.add_argument("--dtype", choices=(*_DTYPES, "keep"), default="float32", help=_DTYPE)
+    parser.add_argument("--compute-dtype", choices=_DTYPES, help=_COMPUTE_DTYPE)
+    parser.add_argument("--allow-pickle", action="store_true", help="run code in SOURCE: trust it")
+    parser.add_argument(
+        "--buffer", action="append", default=[], metavar="GLOB", help="no parameter"
+    )
+    parser.add_argument("--frozen", action="append", default=[], metavar="GLOB", help="not trained")
+    parser.add_argument(
+        "--tie", action="append", default=[], type=arguments.pair, metavar="OTHER=NAME"
+    )
+    parser.add_argument("--key", default="", help="torch: where in the file, such as model")
+    parser.add_argument("--model-key", help="dcp: the model's key, such as app.model (found)")
+    parser.add_argument("--optimizer-key", help="dcp: the optimizer's key (found)")
+
+
+def _read_dcp(options: argparse.Namespace) -> Foreign:
+    # Torch's own checkpoints take a second to import, which no other command needs.
+    from zero_checkpoint.tools.dcp import read_dcp
+
+    return read_dcp(
+        options.source,
+        allow_pickle=options.allow_pickle,
+        model_key=options.model_key,
+        optimizer_key=options.optimizer_key,
+        buffers=tuple(options.buffer),
+    )
+
+
+_READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
+    "torch": lambda o: read_torch(
+        o.source, allow_pickle=o.allow_pickle, key=o.key, buffers=o.buffer
+    ),
+    "hf": lambda o: read_hf(o.source, buffers=o.buffer),
+    "dcp": _read_dcp,
+    "deepspeed": lambda o: read_deepspeed(o.source, allow_pickle=o.allow_pickle),
+}
+
+
+def _read(options: argparse.Namespace) -> Foreign:
+    """What is to be imported.
+
+    Raises:
+        CheckpointError: It cannot be read; says what it looks like instead.
+    """
+    try:
+        return _READERS[options.kind](options)
+    except CheckpointError as error:
+        source = options.source
+        if source.is_dir() and (locate.is_checkpoint(source) or locate.roots(source)):
+            raise CheckpointError(
+                f"{error}. {source} holds checkpoints of this engine, which need no import: give "
+                "it to load_checkpoint(), or to zero-ckpt show"
+            ) from error
+        meant = locate.hint(source) if source.is_dir() else ""
+        if meant.endswith(f" import {source} DIR --from {options.kind}"):
+            raise  # as it was typed
+        raise CheckpointError(f"{error}{meant}") from error
+
+
+def run_import(options: argparse.Namespace) -> None:
+    """Carry out `import`; raises CheckpointError or OSError."""
+    _check_flags(options)
+    root = place(options.dir)
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(
+            f"{root}: this is a file; give a directory of checkpoints, or a new one"
+        )
+    foreign = adopt.tie(_read(options), dict(options.tie))
+    foreign = adopt.freeze(foreign, options.frozen)
+    if foreign.left_out:
+        hint = _KEYS if options.kind == "dcp" else ""
+        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out), hint)
+    if foreign.moments and options.step is None and "step" not in foreign.run:
+        _log.warning(_NO_STEP)
+    if loose := adopt.unexplained(foreign):
+        _log.warning(_UNEXPLAINED, ", ".join(loose))
+    path = adopt.adopt(
+        root,
+        foreign,
+        source=f"{options.kind}: {options.source}",
+        tag=options.tag,
+        step=options.step,
+        dtypes=_dtypes(options, foreign),
+    )
+    kinds = sorted(foreign.moments)
+    record = {"path": path, "parameters": len(foreign.params), "optimizer_kinds": kinds}
+    also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"
+    output.say(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")
+
+
+_FLAGS = {
+    "key": ("torch",),
+    "buffer": ("torch", "hf", "dcp"),
+    "model_key": ("dcp",),
+    "optimizer_key": ("dcp",),
+}
+"""Flags that only some sources have a use for."""
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    for name, kinds in _FLAGS.items():
+        if getattr(options, name) and options.kind not in kinds:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(
+                f"{flag} is for --from {' or '.join(kinds)}, not {options.kind}; leave it out"
+            )
+
+
+def _dtypes(options: argparse.Namespace, foreign: Foreign) -> adopt.Dtypes:
+    computed = options.compute_dtype or str(foreign.run.get("dtype")).removeprefix("torch.")
+    return adopt.Dtypes(
+        trained=None if options.dtype == "keep" else getattr(torch, options.dtype),
+        computed=getattr(torch, computed) if computed in _DTYPES else None,
+    )

@@ -1,0 +1,249 @@
+"""torch.distributed.checkpoint directories, with optimizer state, without running their pickles.
+
+The metadata of a DCP checkpoint is a pickle; it is read with nothing but DCP's own records
+allowed. What the user saved under which key is their choice: `dcp_layout` finds it, or the user
+names it. The optimizer is expected as `torch.distributed.checkpoint.state_dict` makes it, with or
+without `flatten_optimizer_state_dict`.
+
+Must always hold: a tensor is used only if its chunks cover all of it.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pathlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import NAMES
+from zero_checkpoint.tools.dcp_layout import GROUPS, STATE, Layout, find_layout
+from zero_checkpoint.tools.foreign import Foreign, is_buffer
+from zero_checkpoint.tools.hyper import group_record, plain
+from zero_checkpoint.tools.pickles import load_listed, load_torch
+
+_RECORDS = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _RECORDS},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in NAMES},
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+}
+
+
+def read_dcp(
+    source: Path,
+    *,
+    allow_pickle: bool,
+    model_key: str | None,
+    optimizer_key: str | None,
+    buffers: tuple[str, ...],
+) -> Foreign:
+    """A DCP directory: parameters, buffers and, if it is there, optimizer state.
+
+    Args:
+        source: The directory.
+        allow_pickle: For values that are no plain ones, see `pickles.load_torch`.
+        model_key: Where the model's state_dict is, "": it is all; None: to be found.
+        optimizer_key: Where the optimizer's is; None: to be found.
+        buffers: Patterns of further names that are buffers.
+
+    Raises:
+        CheckpointError: It is none, is damaged, or has no model under that key.
+    """
+    store = _Store.open(source, allow_pickle)
+    layout = store.layout(model_key, optimizer_key)
+    whole = {key.removeprefix(layout.model): store.tensor(key) for key in layout.tensors}
+    aside = {name for name, data in whole.items() if is_buffer(name, data, buffers)}
+    params = {name: data for name, data in whole.items() if name not in aside}
+    found = _Optimizer.read(store, layout.optimizer)
+    strange = sorted(found.state.keys() - params.keys())
+    if strange:
+        raise CheckpointError(
+            f"{source}: the optimizer has state for {strange[0]!r}, which is no parameter of "
+            "the model; name the keys of both with --model-key and --optimizer-key"
+        )
+    step = _step({key: plain(store.value(key)) for key in layout.steps})
+    return Foreign(
+        params=params,
+        buffers={name: whole[name] for name in sorted(aside)},
+        moments=found.moments(),
+        groups=found.groups(params),
+        run={} if step is None else {"step": step},
+        left_out=(*layout.left_out, *(layout.steps if step is None else ())),
+    )
+
+
+def _step(values: Mapping[str, Any]) -> int | None:
+    """The number of steps, if all who count them agree."""
+    counts = set(values.values())
+    step = counts.pop() if len(counts) == 1 else None
+    return step if isinstance(step, int) else None
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A DCP directory whose metadata are read."""
+
+    directory: Path
+    records: Any
+    keys: tuple[str, ...]
+    allow_pickle: bool
+
+    @staticmethod
+    def open(source: Path, allow_pickle: bool) -> _Store:
+        """Read the metadata of a directory."""
+        path = source / ".metadata"
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(
+                f"{source}: no .metadata in it: no DCP checkpoint, or a save that died"
+            ) from None
+        records = load_listed(data, str(path), _ALLOWED)
+        if not isinstance(records, metadata.Metadata):
+            raise CheckpointError(f"{path}: holds a {type(records).__name__}, not DCP's metadata")
+        return _Store(source, records, tuple(records.state_dict_metadata), allow_pickle)
+
+    def layout(self, model_key: str | None, optimizer_key: str | None) -> Layout:
+        """What is where."""
+        records = self.records.state_dict_metadata
+        dtypes = {
+            key: record.properties.dtype
+            for key, record in records.items()
+            if isinstance(record, metadata.TensorStorageMetadata)
+        }
+        weights = {k for k, dtype in dtypes.items() if dtype.is_floating_point or dtype.is_complex}
+        try:
+            return find_layout(
+                self.keys, dtypes, weights, model_key=model_key, optimizer_key=optimizer_key
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from None
+
+    def tensor(self, key: str) -> Tensor:
+        """One tensor, put together from its chunks."""
+        record = self.records.state_dict_metadata[key]
+        if not isinstance(record, metadata.TensorStorageMetadata):
+            raise CheckpointError(f"{self.directory}: {key} is no tensor; choose --model-key")
+        whole = torch.empty(record.size, dtype=record.properties.dtype)
+        covered = 0
+        for chunk in record.chunks:
+            data = self._read(metadata.MetadataIndex(key, chunk.offsets))
+            if not isinstance(data, Tensor) or data.shape != chunk.sizes:
+                raise CheckpointError(f"{self.directory}: {key}: a chunk is not as described")
+            box = zip(chunk.offsets, chunk.sizes, strict=True)
+            whole[tuple(slice(low, low + size) for low, size in box)] = data
+            covered += data.numel()
+        if covered != math.prod(record.size):
+            raise CheckpointError(f"{self.directory}: {key}: its chunks do not cover it")
+        return whole
+
+    def value(self, key: str) -> Any:
+        """Anything under a key; None if there is nothing."""
+        record = self.records.state_dict_metadata.get(key)
+        if record is None:
+            return None
+        if isinstance(record, metadata.TensorStorageMetadata):
+            return self.tensor(key)
+        return self._read(metadata.MetadataIndex(key))
+
+    def _read(self, index: Any) -> Any:
+        info = self.records.storage_data.get(index)
+        if info is None:
+            raise CheckpointError(f"{self.directory}: {index.fqn}: the metadata do not say where")
+        if getattr(info, "transform_descriptors", None):  # torch before 2.7 has none
+            raise CheckpointError(f"{self.directory}: {index.fqn} is compressed; save it without")
+        name = str(info.relative_path)
+        if Path(name).name != name:
+            raise CheckpointError(f"{self.directory}: {index.fqn} lies outside, at {name}")
+        try:
+            with (self.directory / name).open("rb") as file:
+                file.seek(info.offset)
+                data = file.read(info.length)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.directory / name}: missing; it holds {index.fqn}"
+            ) from None
+        what = f"{self.directory / name}: {index.fqn}"
+        return load_torch(io.BytesIO(data), what, allow_pickle=self.allow_pickle)
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """An optimizer's state_dict by names, its two forms brought to one."""
+
+    state: Mapping[str, Mapping[str, Any]]
+    """Parameter -> key -> value."""
+    options: Mapping[str, Mapping[str, Any]]
+    """Group number, or in the flattened form parameter, -> option -> value."""
+
+    @staticmethod
+    def read(store: _Store, prefix: str | None) -> _Optimizer:
+        """The optimizer under a prefix; empty without one."""
+        if prefix is None:
+            return _Optimizer({}, {})
+        return _Optimizer(_nested(store, prefix + STATE), _nested(store, prefix + GROUPS))
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Optimizer key -> parameter -> one value per element."""
+        moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, state in self.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    moments[key][name] = value
+        return moments
+
+    def groups(self, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """The param groups in the engine's form."""
+        return [
+            group_record(names, options, next(self._states(names), {}))
+            for names, options in self._groups(params)
+        ]
+
+    def _states(self, names: list[str]) -> Iterator[Mapping[str, Any]]:
+        return (self.state[name] for name in names if name in self.state)
+
+    def _groups(
+        self, params: Mapping[str, Tensor]
+    ) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+        by_options: dict[str, list[str]] = defaultdict(list)
+        for key, options in self.options.items():
+            if "params" in options:
+                yield list(options["params"]), options
+            elif key in params:  # flattened: what has the same options was one group
+                by_options[repr(sorted((k, plain(v)) for k, v in options.items()))].append(key)
+        for names in by_options.values():
+            yield names, self.options[names[0]]
+
+
+def _nested(store: _Store, prefix: str) -> dict[str, dict[str, Any]]:
+    """`PREFIX<owner>.<key>` -> owner -> key -> value; no key of an optimizer contains a dot."""
+    nested: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name in store.keys:
+        if name.startswith(prefix):
+            owner, _, key = name.removeprefix(prefix).rpartition(".")
+            nested[owner][key] = store.value(name)
+    return nested

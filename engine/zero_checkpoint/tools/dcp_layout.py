@@ -1,0 +1,179 @@
+"""Where in a DCP checkpoint the model, its optimizer and the step are: decided from keys alone.
+
+A DCP checkpoint is one flat table; what the user called things, and how deep they lie, is in the
+keys: `{"app": AppState(...)}`, as in PyTorch's own tutorial, makes `app.model.0.weight` and
+`app.optim.state.0.weight.exp_avg`. An optimizer is known by its form, `state` and `param_groups`;
+the model lies where the parameters are of which an optimizer has state, or under `model`.
+
+Must always hold: nothing of an optimizer is taken for weights; what is used for nothing is named
+in `left_out`; where two answers are possible, the user is asked.
+
+Called by `dcp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from zero_checkpoint.errors import CheckpointError
+
+STATE, GROUPS = "state.", "param_groups."
+_OPTIMIZER = re.compile(
+    r"(?P<prefix>(?:.+?\.)??)"
+    r"(?:param_groups\.|state\.(?P<name>.+)\.(?:step|exp_avg|exp_avg_sq|momentum_buffer)$)"
+)
+_MODEL = re.compile(r"(?:.+?\.)??model\.")
+_STEPS = ("step", "global_step", "global_steps", "iteration")
+"""How a key ends under which the steps are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What is where. A prefix ends with a dot, or is empty: then it is the whole table."""
+
+    model: str
+    tensors: Collection[str]
+    """The keys of the model."""
+    optimizer: str | None
+    """None: there is none that can be used."""
+    steps: Collection[str]
+    """Keys under which the steps are counted."""
+    left_out: Collection[str]
+    """What is used for nothing: the shortest beginnings that only such keys have."""
+
+
+def find_layout(
+    keys: Collection[str],
+    tensors: Collection[str],
+    weights: Collection[str],
+    *,
+    model_key: str | None,
+    optimizer_key: str | None,
+) -> Layout:
+    """What the keys of a DCP checkpoint stand for.
+
+    Args:
+        keys: All of them.
+        tensors: Those that hold tensors.
+        weights: Those of them that hold reals.
+        model_key: Where the model's state_dict is, "": it is the table; None: to be found.
+        optimizer_key: Where the optimizer's is; None: to be found.
+
+    Raises:
+        CheckpointError: There is no such key, no model, or more than one that could be meant.
+    """
+    optimizers = _optimizers(keys)
+    if optimizer_key is not None:
+        prefix = _given(optimizer_key, keys, "--optimizer-key")
+        optimizers.setdefault(prefix, set())
+        wanted = {prefix: optimizers[prefix]}
+    else:
+        wanted = optimizers
+    others = {key for key in keys if not any(_is_of(key, prefix) for prefix in optimizers)}
+    if model_key is not None:
+        model = _given(model_key, keys, "--model-key")
+    else:
+        model = _find_model(others.intersection(weights), wanted.values())
+    inside = {key for key in others.intersection(tensors) if key.startswith(model)}
+    steps = {key for key in others - set(weights) if key.rpartition(".")[2] in _STEPS}
+    steps -= inside if model else set()
+    mine = inside - steps
+    if not mine:
+        raise CheckpointError(f"no model in it; name its key with --model-key: {_tops(keys)}")
+    chosen = _choose(wanted, {key.removeprefix(model) for key in mine}, optimizer_key)
+    used = mine | steps | {key for key in keys if chosen is not None and _is_of(key, chosen)}
+    return Layout(
+        model=model,
+        tensors=sorted(mine),
+        optimizer=chosen,
+        steps=sorted(steps),
+        left_out=_beginnings(set(keys) - used, used),
+    )
+
+
+def _optimizers(keys: Collection[str]) -> dict[str, set[str]]:
+    """Each optimizer's prefix, and the names of the parameters of which it has state."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        if match := _OPTIMIZER.match(key):
+            names = found.setdefault(match["prefix"], set())
+            if match["name"] is not None:
+                names.add(match["name"])
+    return found
+
+
+def _is_of(key: str, optimizer: str) -> bool:
+    return key.startswith(optimizer) and key[len(optimizer) :].startswith((STATE, GROUPS))
+
+
+def _given(key: str, keys: Collection[str], flag: str) -> str:
+    prefix = f"{key}." if key else ""
+    if not any(name.startswith(prefix) for name in keys):
+        raise CheckpointError(f"{flag} {key}: there is no such key; there are: {_tops(keys)}")
+    return prefix
+
+
+def _find_model(weights: Collection[str], trained: Collection[Collection[str]]) -> str:
+    """The prefix under which all parameters of an optimizer are, or else `model`, or nothing."""
+    found = {prefix for names in trained if names for prefix in _prefixes(weights, names)}
+    if len(found) > 1:
+        found = {prefix for prefix in found if _MODEL.fullmatch(prefix)} or found
+    elif not found:
+        found = {match[0] for key in weights if (match := _MODEL.match(key))} or {""}
+        if outside := [key for key in weights if not key.startswith(tuple(found))]:
+            raise CheckpointError(
+                f"a model may be under {_listed(found)}, and there are other tensors, such as "
+                f"{min(outside)}; name the model's key with --model-key, or say --model-key '' if "
+                "all of them are one model"
+            )
+    if len(found) > 1:
+        raise CheckpointError(
+            f"a model may be under each of {_listed(found)}; choose with --model-key"
+        )
+    return found.pop()
+
+
+def _prefixes(weights: Collection[str], names: Collection[str]) -> set[str]:
+    """What, before each of the names, makes a key."""
+    first = min(names)
+    found = {key.removesuffix(first) for key in weights if key.endswith(first)}
+    whole = {prefix for prefix in found if not prefix or prefix.endswith(".")}
+    return {prefix for prefix in whole if all(prefix + name in weights for name in names)}
+
+
+def _choose(
+    wanted: Mapping[str, Collection[str]], names: Collection[str], key: str | None
+) -> str | None:
+    """The optimizer of a model; None if none is for it."""
+    if key is not None:
+        return next(iter(wanted))
+    fitting = {
+        prefix for prefix, own in wanted.items() if not own or not set(own).isdisjoint(names)
+    }
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"the optimizer may be each of {_listed(fitting)}; choose with --optimizer-key"
+        )
+    return next(iter(fitting), None)
+
+
+def _beginnings(unused: Collection[str], used: Collection[str]) -> list[str]:
+    """The shortest beginnings that the unused keys have and no used one."""
+    taken = {begin for key in used for begin in _cuts(key)}
+    return sorted({next((b for b in _cuts(key) if b not in taken), key) for key in unused})
+
+
+def _cuts(key: str) -> Iterator[str]:
+    """`a`, `a.b`, `a.b.c`."""
+    return accumulate(key.split("."), lambda begin, part: f"{begin}.{part}")
+
+
+def _tops(keys: Collection[str]) -> str:
+    return ", ".join(sorted({key.partition(".")[0] for key in keys}))
+
+
+def _listed(prefixes: Collection[str]) -> str:
+    return ", ".join(sorted(prefix.removesuffix(".") or "''" for prefix in prefixes))

@@ -1,0 +1,88 @@
+"""What is in a checkpoint: its tensors, param groups, position and hash, as plain values.
+
+Called by `cli`. Reads no data unless norms are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.format.manifest import QUARANTINE
+from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId
+from zero_checkpoint.tools.listing import engine_meta
+from zero_checkpoint.tools.tensors import read_tensors
+from zero_checkpoint.tools.verify import Progress, total_bytes
+
+_CHUNK = 1 << 22
+"""Elements that are widened to float64 at once."""
+
+
+def describe(
+    checkpoint: Candidate, *, norms: bool, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """Everything worth knowing about a checkpoint.
+
+    Args:
+        checkpoint: Which.
+        norms: Read every tensor and add its L2 norm.
+        progress: Told the bytes of each tensor that was read.
+
+    Raises:
+        DamagedCheckpoint: A tensor that was read is not what was saved.
+        OSError: It could not be read.
+    """
+    manifest, engine = checkpoint.manifest, engine_meta(checkpoint)
+    values = _norms(checkpoint, progress) if norms else {}
+    return {
+        "path": str(checkpoint.path),
+        "quarantined": (checkpoint.path / QUARANTINE).exists(),
+        "step": manifest.step,
+        "round": manifest.round,
+        "tag": manifest.tag,
+        "world": manifest.world,
+        "size_bytes": total_bytes(manifest),
+        "files": len(manifest.files),
+        "digest": manifest.digest,
+        "run": {key: value for key, value in engine.items() if key != "groups"},
+        "groups": engine.get("groups", []),
+        "optimizer_kinds": sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER}),
+        "aliases": dict(manifest.aliases),
+        "client": manifest.meta.get("client", {}),
+        "tensors": [_tensor(checkpoint, tensor, values) for tensor in manifest.tensors],
+    }
+
+
+def _tensor(
+    checkpoint: Candidate, tensor: TensorId, norms: Mapping[TensorId, float]
+) -> dict[str, Any]:
+    info = checkpoint.manifest.tensors[tensor]
+    row: dict[str, Any] = {
+        "kind": tensor.kind,
+        "name": tensor.fqn,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "shape": list(info.shape),
+    }
+    return row | ({"norm": norms[tensor]} if tensor in norms else {})
+
+
+def _norms(checkpoint: Candidate, progress: Progress) -> dict[TensorId, float]:
+    norms = {}
+    for tensor, data in read_tensors(checkpoint, checkpoint.manifest.tensors):
+        norms[tensor] = l2_norm(data)
+        progress(data.numel() * data.element_size())
+    return norms
+
+
+def l2_norm(data: Tensor) -> float:
+    """The L2 norm, summed in float64 so that it does not overflow or lose small elements."""
+    squares = (_wide(chunk).abs().square().sum() for chunk in data.reshape(-1).split(_CHUNK))
+    return float(sum(squares, torch.zeros((), dtype=torch.float64)).sqrt())
+
+
+def _wide(data: Tensor) -> Tensor:
+    return data.to(torch.complex128 if data.is_complex() else torch.float64)

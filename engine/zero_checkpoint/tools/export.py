@@ -1,0 +1,278 @@
+"""The model of a checkpoint for others: one torch file, or a directory for Hugging Face.
+
+Only parameters and buffers go out, under every name that they have: a tied weight is in a torch
+file once, with two names, and in a Hugging Face directory once per name, because whether a
+reader ties it again depends on a config that this tool does not understand.
+
+Must always hold: what is written appears under its final name whole or not at all, and never
+replaces what is there.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.storage import DISK
+from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId, TensorInfo
+from zero_checkpoint.format.table import numel
+from zero_checkpoint.tools.tensors import read_tensors
+from zero_checkpoint.tools.verify import Progress
+from zero_checkpoint.tools.workplace import workplace
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_COMPANIONS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+)
+"""What a Hugging Face directory holds beside the weights."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What to write: the name that each tensor gets, and the dtype of those that hold reals."""
+
+    names: Mapping[str, TensorId]
+    dtype: torch.dtype | None = None
+    """None keeps what is stored, the highest precision there is."""
+
+    def convert(self, data: Tensor) -> Tensor:
+        """A tensor as it is written."""
+        real = self.dtype is not None and data.is_floating_point()
+        return data.to(self.dtype) if real else data
+
+    def size_bytes(self, info: TensorInfo) -> int:
+        """The size of a tensor as it is written."""
+        real = self.dtype is not None and info.dtype.is_floating_point
+        return numel(info) * ((self.dtype if real else None) or info.dtype).itemsize
+
+
+def select(
+    checkpoint: Candidate, *, dtype: torch.dtype | None = None, strip_prefix: str = ""
+) -> Selection:
+    """All parameters and buffers of a model, tied names included.
+
+    Args:
+        checkpoint: Which.
+        dtype: To convert to; integers, booleans and complex numbers stay.
+        strip_prefix: Taken off every name, for a model that was trained inside a wrapper.
+
+    Raises:
+        CheckpointError: A name does not begin with the prefix, or two names become one.
+    """
+    manifest = checkpoint.manifest
+    stored = {t.fqn: t for t in manifest.tensors if t.kind in (PARAM, BUFFER)}
+    if not stored:
+        raise CheckpointError(f"{checkpoint.path}: there are no parameters in it")
+    ties = {name: stored[to] for name, to in manifest.aliases.items() if to in stored}
+    every = stored | ties
+    for name in every:
+        if not name.startswith(strip_prefix):
+            raise CheckpointError(f"--strip-prefix {strip_prefix}: {name!r} does not begin with it")
+    return Selection(
+        names={name.removeprefix(strip_prefix): tensor for name, tensor in every.items()},
+        dtype=dtype,
+    )
+
+
+def export_torch(
+    checkpoint: Candidate, selection: Selection, out: Path, progress: Progress = lambda _: None
+) -> list[Path]:
+    """Write a plain state_dict, for `torch.load(out, weights_only=True)`; returns what it wrote.
+
+    The whole model is in memory once.
+
+    Raises:
+        CheckpointError: `out` exists, or another export writes it.
+        DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
+        OSError: Reading or writing failed.
+    """
+    _must_be_new(out)
+    with workplace(out) as directory:
+        whole = {}
+        for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
+            whole[tensor] = selection.convert(data)
+            progress(data.numel() * data.element_size())
+        # Tied names get one object: torch.save writes it once, torch.load ties it again.
+        state = {name: whole[tensor] for name, tensor in selection.names.items()}
+        with (directory / out.name).open("xb") as file:
+            with _errors_of_libraries(out):
+                torch.save(state, file)
+            DISK.sync(file)
+        _publish(directory / out.name, out)
+    return [out]
+
+
+def export_hf(
+    checkpoint: Candidate,
+    selection: Selection,
+    out: Path,
+    *,
+    shard_bytes: int,
+    config: Path | None = None,
+    progress: Progress = lambda _: None,
+) -> list[Path]:
+    """Write a directory that `from_pretrained` loads; returns its files.
+
+    One shard is in memory at a time.
+
+    Args:
+        checkpoint: Which.
+        selection: What.
+        out: The new directory.
+        shard_bytes: No file holds more, unless one tensor does.
+        config: A directory with `config.json` (and a tokenizer) to copy; its dtype becomes that
+            of the weights.
+        progress: Told the bytes of each tensor read.
+
+    Raises:
+        CheckpointError: `out` exists, another export writes it, or there is no `config.json`.
+        DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
+        OSError: Reading or writing failed.
+    """
+    _must_be_new(out)
+    companions = _companions(config)
+    with workplace(out) as directory:
+        partial = directory / out.name
+        partial.mkdir()
+        _write_shards(checkpoint, selection, partial, shard_bytes, progress)
+        for path in companions:
+            shutil.copyfile(path, partial / path.name)
+        if config is not None:
+            _set_dtype(partial / CONFIG, checkpoint, selection)
+        _sync_files(partial)
+        _publish(partial, out)
+    return sorted(out.iterdir())
+
+
+def _write_shards(
+    checkpoint: Candidate,
+    selection: Selection,
+    directory: Path,
+    shard_bytes: int,
+    progress: Progress,
+) -> None:
+    table = checkpoint.manifest.tensors
+    sizes = {name: selection.size_bytes(table[t]) for name, t in selection.names.items()}
+    shards = list(_shards(sizes, shard_bytes))
+    files = {number: _shard_name(number, len(shards)) for number in range(len(shards))}
+    for number, names in enumerate(shards):
+        data = _read_shard(checkpoint, selection, names, progress)
+        with _errors_of_libraries(directory / files[number]):
+            save_file(data, directory / files[number], metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: files[number] for number, names in enumerate(shards) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _read_shard(
+    checkpoint: Candidate, selection: Selection, names: Sequence[str], progress: Progress
+) -> dict[str, Tensor]:
+    """The tensors of one shard; a tied one is copied, because safetensors shares no memory."""
+    whole = {}
+    for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names[n] for n in names)):
+        whole[tensor] = selection.convert(data)
+        progress(data.numel() * data.element_size())
+    shard: dict[str, Tensor] = {}
+    used: set[TensorId] = set()
+    for name in names:
+        tensor = selection.names[name]
+        shard[name] = whole[tensor].clone() if tensor in used else whole[tensor]
+        used.add(tensor)
+    return shard
+
+
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
+    """Names in order, in groups of at most `shard_bytes`, or of one."""
+    shard: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(name)
+        filled += size
+    yield shard
+
+
+def _shard_name(number: int, count: int) -> str:
+    return (
+        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    )
+
+
+@contextlib.contextmanager
+def _errors_of_libraries(path: Path) -> Iterator[None]:
+    """A full disk is an error of their own to torch and safetensors."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        problem = str(error).splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be written: {problem}") from error
+
+
+def _must_be_new(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} is there already; remove it, or write somewhere else")
+
+
+def _publish(partial: Path, out: Path) -> None:
+    _must_be_new(out)  # somebody else may have made one meanwhile
+    DISK.publish(partial, out)
+    DISK.sync_directory(out.parent)
+
+
+def _companions(config: Path | None) -> list[Path]:
+    if config is None:
+        return []
+    if not (config / CONFIG).is_file():
+        raise CheckpointError(f"--hf-config {config}: there is no {CONFIG} in it")
+    found = {path for pattern in _COMPANIONS for path in config.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if not path.name.endswith(".index.json"))
+
+
+def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
+    """Say in the config what the weights are: `from_pretrained` builds the model in that dtype."""
+    try:
+        record: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"--hf-config: {CONFIG} is no JSON: {error}") from error
+    stored = {i.dtype for t, i in checkpoint.manifest.tensors.items() if t.kind == PARAM}
+    dtype = selection.dtype or (stored.pop() if len(stored) == 1 else None)
+    present = [key for key in _DTYPE_KEYS if key in record]
+    for key in present if dtype is not None else ():
+        record[key] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _sync_files(directory: Path) -> None:
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    DISK.sync_directory(directory)

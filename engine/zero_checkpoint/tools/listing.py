@@ -1,0 +1,129 @@
+"""What a directory of checkpoints holds, newest first, and what is wrong with the rest.
+
+Called by `cli`. Reads manifests and sizes of files, and no data unless asked to verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from zero_checkpoint.candidates import Candidate, Rejected, Why, scan
+from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.place import Place
+from zero_checkpoint.retention import going, last_change_s
+from zero_checkpoint.tools.verify import Damage, present_bytes, total_bytes
+
+
+class Status(StrEnum):
+    """How far a checkpoint can be trusted."""
+
+    COMMITTED = "committed"
+    """Its manifest is whole and every file has its size; the data were not read."""
+    VERIFIED = "verified"
+    """And every block was read and is what was saved."""
+    DAMAGED = "damaged"
+    QUARANTINED = "quarantined"
+    UNCOMMITTED = "uncommitted"
+    NEWER = "newer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One directory. What its manifest would say is None if that cannot be read."""
+
+    name: str
+    status: Status
+    reason: str
+    """What is wrong; empty if nothing is."""
+    age_s: float
+    """Since the commit, or since the last change of what was never committed."""
+    step: int | None = None
+    tag: str | None = None
+    size_bytes: int | None = None
+    world: int | None = None
+    stage: int | None = None
+
+
+_STATUS = {
+    Why.UNCOMMITTED: Status.UNCOMMITTED,
+    Why.REMOVED: Status.UNCOMMITTED,
+    Why.DAMAGED: Status.DAMAGED,
+    Why.NEWER: Status.NEWER,
+    Why.QUARANTINED: Status.QUARANTINED,
+}
+
+Check = Callable[[Candidate], list[Damage]]
+
+
+def list_roots(
+    top: Place, roots: Sequence[Place], *, now_s: float, check: Check | None = None
+) -> list[Row]:
+    """As `list_root`, of several roots in their order; of those in `top` each name says which."""
+    rows = []
+    for root in roots:
+        prefix = "" if root == top else f"{root.name}/"
+        listed = list_root(root, now_s=now_s, check=check)
+        rows += [replace(row, name=prefix + row.name) for row in listed]
+    return rows
+
+
+def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:
+    """All checkpoints of a root, newest first; other directories are left out.
+
+    Args:
+        root: The directory of checkpoints.
+        now_s: Seconds since the epoch.
+        check: Reads every block, to tell verified from committed; None trusts the sizes.
+
+    Raises:
+        OSError: Something could not be read.
+    """
+    rows = []
+    for entry in scan(root):
+        if isinstance(entry, Candidate) or entry.why is not Why.OTHER:
+            with going(entry.path):
+                rows.append(_row(entry, now_s, check))
+    return rows
+
+
+def _row(entry: Candidate | Rejected, now_s: float, check: Check | None) -> Row:
+    if isinstance(entry, Rejected):
+        reason = entry.reason.removeprefix(f"{entry.path}: ")
+        age_s = now_s - last_change_s(entry.path)
+        return Row(name=entry.path.name, status=_STATUS[entry.why], reason=reason, age_s=age_s)
+    manifest = entry.manifest
+    status, reason = _judge(entry, check)
+    return Row(
+        name=entry.path.name,
+        status=status,
+        reason=reason,
+        age_s=now_s - (entry.path / MANIFEST).stat().st_mtime,
+        step=manifest.step,
+        tag=manifest.tag,
+        size_bytes=total_bytes(manifest),
+        world=manifest.world,
+        stage=engine_meta(entry).get("stage"),
+    )
+
+
+def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
+    present = present_bytes(entry)
+    for file in entry.manifest.files:
+        size = present.get(file.name, 0)
+        if size != file.size_bytes:
+            return Status.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
+    if check is None:
+        return Status.COMMITTED, ""
+    damages = check(entry)
+    if damages:
+        return Status.DAMAGED, f"{len(damages)} damaged ranges; see zero-ckpt verify"
+    return Status.VERIFIED, ""
+
+
+def engine_meta(checkpoint: Candidate) -> dict[str, Any]:
+    """What the engine wrote into a checkpoint; empty if something else made it."""
+    meta = checkpoint.manifest.meta.get("engine")
+    return meta if isinstance(meta, dict) else {}

@@ -1,0 +1,205 @@
+"""From what a user typed to a checkpoint: a root (its newest), one directory, or `DIR@TAG`.
+
+Libraries make a root for each save: the Trainer `checkpoint-10`, accelerate `checkpoint_0`. So the
+directory above such roots stands for all of them.
+
+Called by `cli`; everything behind it gets a `Candidate`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from itertools import chain
+
+from zero_checkpoint.candidates import (
+    LATEST,
+    WAS_COMMITTED,
+    Candidate,
+    Rejected,
+    Why,
+    examine,
+    is_ours,
+    scan,
+)
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.format.parse import read_manifest
+from zero_checkpoint.place import Place, place
+
+_log = logging.getLogger(__name__)
+
+
+def one(name: str) -> Candidate:
+    """As `newest`; what is passed over is said."""
+    chosen, passed_over = newest(name)
+    for entry in passed_over:
+        _log.warning("passed over: %s", entry.reason)
+    return chosen
+
+
+def newest(name: str) -> tuple[Candidate, list[Rejected]]:
+    """The checkpoint that `name` means; a quarantined one only if it is named itself.
+
+    Returns:
+        It, and the newer ones that were committed and cannot be used.
+
+    Raises:
+        CheckpointError: There is none, or it is unusable; says why and what there is instead.
+        OSError: It could not be read.
+    """
+    path, tag = split(name)
+    if is_checkpoint(path):
+        return _named(path, tag), []
+    candidates: list[Candidate] = []
+    rejected: list[Rejected] = []
+    for entry in chain.from_iterable(scan(each) for each in roots(path)):
+        if isinstance(entry, Rejected):
+            rejected.append(entry)
+        elif tag in (None, entry.manifest.tag):
+            return entry, [each for each in rejected if each.why in WAS_COMMITTED]
+        else:
+            candidates.append(entry)
+    raise CheckpointError(_nothing(path, tag, candidates, rejected))
+
+
+def root(name: str) -> Place:
+    """The one directory of checkpoints that `name` means.
+
+    Raises:
+        CheckpointError: It is no directory, is a single checkpoint, or holds none; with the remedy.
+    """
+    found = all_roots(name)
+    if len(found) > 1:
+        inner = ", ".join(each.name for each in found)
+        raise CheckpointError(
+            f"{found[0].parent}: the checkpoints are in directories in it; give one of: {inner}"
+        )
+    return found[0]
+
+
+def all_roots(name: str) -> list[Place]:
+    """The directories of checkpoints that `name` means, the newest first; raises as `root`."""
+    path = place(name)
+    if not path.is_dir():
+        directory, sign, _ = name.rpartition("@")
+        if sign and place(directory).is_dir():
+            raise CheckpointError(f"{name}: a tag names one checkpoint of many; give {directory}")
+        raise CheckpointError(f"{path}: {absence(path)}; give a directory of checkpoints")
+    if is_checkpoint(path):
+        raise CheckpointError(f"{path} is one checkpoint; give the directory above: {path.parent}")
+    found = roots(path)
+    if not found:
+        raise CheckpointError(
+            f"{path}: there are no checkpoints here{hint(path) or _GIVE_THE_DIRECTORY}"
+        )
+    return found
+
+
+_GIVE_THE_DIRECTORY = "; give the directory that save_checkpoint() was given, or the one above"
+
+
+def roots(path: Place) -> list[Place]:
+    """The directory itself if there are checkpoints in it; else those in it where there are."""
+    if _steps(path):
+        return [path]
+    steps = {inner: _steps(inner) for inner in _directories(path)}
+    return sorted((i for i, found in steps.items() if found), key=lambda i: steps[i], reverse=True)
+
+
+def _steps(path: Place) -> list[str]:
+    """The names of the checkpoints in a directory, which begin with their steps; newest first."""
+    return sorted((inner.name for inner in _directories(path) if is_ours(inner.name)), reverse=True)
+
+
+def _directories(path: Place) -> list[Place]:
+    try:
+        return [inner for inner in path.iterdir() if inner.is_dir()]
+    except PermissionError:  # a neighbour that this user may not look into
+        return []
+
+
+def split(name: str) -> tuple[Place, str | None]:
+    """The directory and the tag; a directory whose own name contains `@` wins.
+
+    Raises:
+        CheckpointError: There is no such directory.
+    """
+    path, tag = place(name), None
+    if not path.is_dir() and "@" in name:
+        directory, _, tag = name.rpartition("@")
+        path = place(directory)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: {absence(path)}; give a directory of checkpoints, one checkpoint in it, or "
+            "DIR@TAG"
+        )
+    return path, tag
+
+
+def absence(path: Place) -> str:
+    """Why a path that is no directory is none."""
+    return "this is a file" if path.exists() else "there is no such directory"
+
+
+def is_checkpoint(path: Place) -> bool:
+    """Whether a directory is, or was meant to be, one checkpoint."""
+    entry = examine(path.resolve())
+    return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()
+
+
+def _named(path: Place, tag: str | None) -> Candidate:
+    if tag is not None:
+        raise CheckpointError(f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}")
+    path = path.resolve()
+    try:
+        return Candidate(path, read_manifest(path / MANIFEST))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no {MANIFEST}: it is being saved, or the save died; it was never a checkpoint"
+        ) from None
+
+
+def hint(path: Place) -> str:
+    """What a directory without a checkpoint of ours seems to hold instead, and the command."""
+    others = (each for each in _directories(path) if not is_ours(each.resolve().name))
+    names = {each: _names(each) for each in (path, *sorted(others, key=str))}
+    for kind, (pattern, what) in _FOREIGN.items():
+        for directory, there in names.items():
+            if any(fnmatchcase(name, pattern) for name in there):
+                whole = path if kind == _DEEPSPEED and LATEST in names[path] else directory
+                which = "it" if whole == path else whole.name
+                return f"; {which} looks like {what}: zero-ckpt import {whole} DIR --from {kind}"
+    return ""
+
+
+def _names(directory: Place) -> list[str]:
+    with suppress(PermissionError):
+        return [inner.name for inner in directory.iterdir()]
+    return []
+
+
+_DEEPSPEED = "deepspeed"
+_FOREIGN = {
+    "dcp": (".metadata", "a checkpoint of torch.distributed.checkpoint"),
+    _DEEPSPEED: ("*_model_states.pt", "a checkpoint of DeepSpeed"),
+    "hf": ("*.safetensors*", "a Hugging Face model"),
+}
+"""Kind of an import -> a file that tells it, and what it is called; what has most comes first."""
+
+
+def _nothing(
+    path: Place,
+    tag: str | None,
+    candidates: Sequence[Candidate],
+    rejected: Sequence[Rejected],
+) -> str:
+    unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
+    also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
+    if not candidates:
+        remedy = hint(path) or ("" if also else _GIVE_THE_DIRECTORY)
+        return f"{path}: there is no usable checkpoint here{also}{remedy}"
+    tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
+    return f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}"

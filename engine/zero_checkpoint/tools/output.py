@@ -1,0 +1,296 @@
+"""Showing results to people: tables, the tree of tensors, a progress bar; or JSON to programs.
+
+Must always hold: results go to stdout, everything else to stderr; JSON is one document, and
+contains no NaN or infinity, which many readers refuse.
+
+Called by `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.tree import Tree
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.files.objects import ObjectPath
+from zero_checkpoint.format.pieces import BUFFER, PARAM
+from zero_checkpoint.place import Place
+from zero_checkpoint.tools.compare import Difference, Relation
+from zero_checkpoint.tools.listing import Row, Status
+from zero_checkpoint.tools.upkeep import Action, Plan
+from zero_checkpoint.tools.verify import Damage, total_bytes
+from zero_checkpoint.tools.verify import Progress as Tell
+
+_COLORS = {
+    Status.COMMITTED: "",
+    Status.VERIFIED: "green",
+    Status.UNCOMMITTED: "yellow",
+    Relation.DIFFERENT: "yellow",
+    Relation.EQUAL: "green",
+}
+_SHOWN_TENSORS = 4
+
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which has an exit code of its own for that."""
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """Stdout as it is now; wide when it is no terminal, so that nothing is cut in a pipe."""
+    return _Stdout(soft_wrap=False, width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_json(record: object) -> None:
+    """One JSON document."""
+    print(json.dumps(_json(record), indent=2, allow_nan=False))
+
+
+def _json(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case Path() | ObjectPath() | StrEnum():
+            return str(value)
+        case _ if is_dataclass(value):
+            return {f.name: _json(getattr(value, f.name)) for f in fields(value)}
+        case Mapping():
+            return {str(key): _json(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_json(inner) for inner in value]
+        case _:
+            return value
+
+
+def say(as_json: bool, record: object, sentence: str) -> None:
+    """A result that is one sentence."""
+    if as_json:
+        print_json(record)
+    else:
+        print(sentence)
+
+
+@contextmanager
+def progress(checkpoint: Candidate, *, quiet: bool) -> Iterator[Tell]:
+    """A bar on stderr for the reading of a checkpoint, if somebody is looking."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(checkpoint.path.name, total=total_bytes(checkpoint.manifest))
+        yield lambda count: bar.advance(task, count)
+
+
+def show_rows(rows: Sequence[Row]) -> None:
+    """`ls`."""
+    table = _table("step", "tag", "size", "age", "world", "stage", "status", "directory")
+    for row in rows:
+        table.add_row(
+            _maybe(row.step),
+            escape(_maybe(row.tag)),
+            "-" if row.size_bytes is None else decimal(row.size_bytes),
+            age(row.age_s),
+            _maybe(row.world),
+            _maybe(row.stage),
+            _colored(row.status),
+            row.name,
+        )
+    out = console()
+    out.print(table)
+    for row in rows:
+        if row.reason:
+            out.print(f"{row.name}: {escape(row.reason)}", soft_wrap=True)
+
+
+def show_description(record: Mapping[str, Any]) -> None:
+    """`show`."""
+    out = console()
+    table = Table.grid(padding=(0, 2))
+    for key, value in _facts(record):
+        table.add_row(f"[bold]{key}[/bold]", escape(str(value)))
+    out.print(table)
+    for number, group in enumerate(record["groups"]):
+        options = ", ".join(f"{k}={v}" for k, v in group["hyperparameters"].items())
+        head = f"[bold]group {number}[/bold]  {len(group['params'])} parameters"
+        out.print(f"{head}  {escape(options)}", soft_wrap=True)
+    out.print(tensor_tree(record["tensors"]))
+    for other, name in record["aliases"].items():
+        out.print(escape(f"{other} is tied to {name}"))
+
+
+def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """The head of `show`: what is known, in a fixed order."""
+    run = record["run"]
+    params = [t for t in record["tensors"] if t["kind"] == PARAM]
+    yield "checkpoint", record["path"] + (" (QUARANTINED)" if record["quarantined"] else "")
+    yield "tag", record["tag"]
+    yield "step", f"{record['step']}, round {record['round']}"
+    yield "written by", f"{record['world']} ranks, {record['files']} files"
+    yield "size", decimal(record["size_bytes"])
+    yield "parameters", f"{sum(math.prod(t['shape']) for t in params):,} in {len(params)} tensors"
+    kinds = ", ".join(record["optimizer_kinds"]) or "no state per element"
+    yield "optimizer", f"{run.get('optimizer') or 'unknown'}: {kinds}"
+    for key, label in _RUN.items():
+        if run.get(key) is not None:
+            yield label, run[key]
+    if record["client"]:
+        yield "client state", ", ".join(record["client"])
+    yield "manifest", record["digest"]
+
+
+_RUN = {
+    "stage": "ZeRO stage",
+    "dtype": "computed in",
+    "samples": "samples consumed",
+    "dataset_size": "dataset size",
+    "leaves": "micro-batches a step",
+    "micro_batch": "samples a micro-batch",
+    "skipped": "steps skipped",
+    "seed": "seed",
+    "torch": "torch",
+    "weight_hash": "weight hash",
+}
+
+
+def tensor_tree(tensors: Iterable[Mapping[str, Any]]) -> Tree:
+    """Parameters and buffers by the dots in their names, with their optimizer state."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in tensors:
+        by_name.setdefault(tensor["name"], []).append(tensor)
+    root = Tree("[bold]tensors[/bold]")
+    nodes: dict[tuple[str, ...], Tree] = {(): root}
+    for name, kinds in by_name.items():
+        *path, last = name.split(".")
+        for depth in range(len(path)):
+            here = tuple(path[: depth + 1])
+            if here not in nodes:
+                nodes[here] = nodes[here[:-1]].add(escape(here[-1]))
+        nodes[tuple(path)].add(_leaf(last, kinds))
+    return root
+
+
+def _leaf(name: str, kinds: Sequence[Mapping[str, Any]]) -> str:
+    first, *others = sorted(kinds, key=lambda t: t["kind"] not in (PARAM, BUFFER))
+    kind = "" if first["kind"] == PARAM else f" {first['kind']}"
+    shape = "x".join(map(str, first["shape"])) or "scalar"
+    text = f"{escape(name)}  [cyan]{first['dtype']} {shape}[/cyan]{escape(kind + _norm(first))}"
+    also = ", ".join(t["kind"] + _norm(t) for t in others)
+    return text + (f"  [dim]+ {escape(also)}[/dim]" if also else "")
+
+
+def _norm(tensor: Mapping[str, Any]) -> str:
+    return f" |{tensor['norm']:.6g}|" if "norm" in tensor else ""
+
+
+def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None:
+    """`verify`, for one checkpoint."""
+    out = console()
+    if not damages:
+        out.print(f"{path}: [green]whole[/green], {decimal(size_bytes)} verified", soft_wrap=True)
+        return
+    out.print(f"{path}: [red]DAMAGED[/red] in {len(damages)} places", soft_wrap=True)
+    for damage in damages:
+        where = f"{damage.file}, bytes {damage.begin}:{damage.end}: {damage.problem}"
+        out.print(f"  {where}{escape(_holding(damage.tensors))}", soft_wrap=True)
+
+
+def _holding(tensors: Sequence[str]) -> str:
+    if not tensors:
+        return ""
+    more = len(tensors) - _SHOWN_TENSORS
+    listed = ", ".join(tensors[:_SHOWN_TENSORS])
+    return f"; it holds {listed}" + (f" and {more} more" if more > 0 else "")
+
+
+def show_differences(differences: Sequence[Difference]) -> None:
+    """`diff`: what is not equal, then the counts."""
+    out = console()
+    table = _table("tensor", "relation", "max abs", "max rel", "")
+    for item in differences:
+        if item.relation is not Relation.EQUAL:
+            table.add_row(
+                escape(f"{item.kind}/{item.name}"),
+                _colored(item.relation),
+                _number(item.max_abs),
+                _number(item.max_rel),
+                escape(item.detail),
+            )
+    if table.row_count:
+        out.print(table)
+    out.print(", ".join(f"{n} {relation}" for relation, n in counts(differences).items() if n))
+
+
+def counts(differences: Sequence[Difference]) -> dict[Relation, int]:
+    """How many tensors of each relation."""
+    return {r: sum(item.relation is r for item in differences) for r in Relation}
+
+
+def show_plan(plan: Plan, *, dry_run: bool) -> Iterator[Action]:
+    """`prune` and `repair`: yields each action when it has been announced."""
+    out = console()
+    for note in plan.notes:
+        out.print(escape(note), soft_wrap=True)
+    for action in plan.actions:
+        would = "would " if dry_run else ""
+        text = f"{would}{action.what} {action.path}: {action.reason}"
+        out.print(escape(text), soft_wrap=True)
+        yield action
+    if not plan.actions:
+        out.print("nothing to do")
+
+
+def age(seconds: float) -> str:
+    """A duration in its largest fitting unit: `90 s`, `12 min`, `5 h`, `3 d`."""
+    for unit, length_s, from_s in (("d", 86400, 172800), ("h", 3600, 7200), ("min", 60, 120)):
+        if seconds >= from_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _colored(word: Status | Relation) -> str:
+    color = _COLORS.get(word, "red")
+    return f"[{color}]{word}[/{color}]" if color else str(word)
+
+
+def _maybe(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

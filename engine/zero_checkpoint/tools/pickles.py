@@ -1,0 +1,118 @@
+"""torch files of others, read without running what they contain.
+
+A pickle is a program. torch's own reader of tensors and plain values runs none; the few classes
+that DeepSpeed puts beside them are replaced by inert records. Everything else is refused, unless
+the user says that the file can be trusted.
+
+Called by `foreign`, `deepspeed` and `dcp`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from zero_checkpoint.errors import CheckpointError
+
+
+class Inert:
+    """Stands in for a class of the writer: it takes the attributes and does nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+
+def load_torch(
+    source: Path | IO[bytes],
+    what: str,
+    *,
+    allow_pickle: bool,
+    inert: tuple[str, ...] = (),
+) -> Any:
+    """The content of a file made by `torch.save`, on the CPU; tensors of a path are mapped.
+
+    Args:
+        source: A path or an open file.
+        what: How to call it in messages.
+        allow_pickle: Run the pickle. Only for files from people whom the user trusts.
+        inert: Full names of classes to replace by `Inert`.
+
+    Raises:
+        CheckpointError: It is no such file, or holds more than tensors and plain values.
+    """
+    stand_ins = [(Inert, name) for name in inert]
+    try:
+        if allow_pickle:
+            return torch.load(source, map_location="cpu", weights_only=False)
+        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+            # As torch >= 1.6 writes.
+            mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError:
+        raise CheckpointError(f"{what}: there is no such file") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{what}: this is a directory; give the file of torch.save") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refusal(what, str(error))) from error
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{what}: its pickle needs the module {error.name!r}; install it, or leave out "
+            "--allow-pickle"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # bytes that are no pickle fail in whatever way they happen to
+        raise CheckpointError(_unreadable(what, _first_line(error))) from error
+
+
+def _refusal(what: str, problem: str) -> str:
+    marker = "Unsupported global: GLOBAL "
+    if marker in problem:
+        name = problem.partition(marker)[2].split()[0]
+        return (
+            f"{what}: its pickle asks for {name}, and would run code of whoever wrote it; "
+            "add --allow-pickle if you trust that"
+        )
+    # torch advises to run the pickle first of all, and says only then what it found.
+    found = problem.rpartition("WeightsUnpickler error:")[2].strip()
+    return _unreadable(what, found.splitlines()[0])
+
+
+def _unreadable(what: str, problem: str) -> str:
+    return f"{what}: torch cannot read it: {problem}; is it a file of torch.save?"
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says; of those that say a word only, also what they are."""
+    said = str(error).partition("\n")[0]
+    return said if " " in said else f"{type(error).__name__} {said}".rstrip()
+
+
+def load_listed(data: bytes, what: str, classes: Mapping[tuple[str, str], Any]) -> Any:
+    """A pickle in which only the listed classes and functions may occur.
+
+    Raises:
+        CheckpointError: It is damaged, or asks for something else.
+    """
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in classes:
+                return classes[module, name]
+            raise CheckpointError(
+                f"{what}: its pickle asks for {module}.{name}, which no such file needs; "
+                "it is damaged or hostile"
+            )
+
+    try:
+        return Reader(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{what}: not readable: {_first_line(error)}") from error

@@ -1,0 +1,71 @@
+"""Whole tensors out of a checkpoint, every byte of them verified.
+
+Tensors are read in batches: neighbours in a file share blocks, and a block is the unit of
+verification, so reading one small tensor at a time would read most blocks many times.
+
+Called by `describe`, `compare` and `export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
+from zero_checkpoint.format.table import numel
+from zero_checkpoint.reader import fill
+
+BATCH_BYTES = 256 << 20
+"""What is in memory at once, unless one tensor is larger."""
+
+
+def read_tensor(checkpoint: Candidate, tensor: TensorId) -> Tensor:
+    """One tensor on the CPU, in its own shape and dtype.
+
+    Raises:
+        CheckpointError: There is no such tensor.
+        DamagedCheckpoint: A block that it touches is not what was saved.
+        OSError: It could not be read.
+    """
+    return next(data for _, data in read_tensors(checkpoint, [tensor]))
+
+
+def read_tensors(
+    checkpoint: Candidate, tensors: Iterable[TensorId], *, batch_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[TensorId, Tensor]]:
+    """Many tensors, each named once, in the order asked for; raises as `read_tensor`."""
+    table = checkpoint.manifest.tensors
+    for batch in batches(tensors, table, batch_bytes):
+        whole = {t: torch.empty(numel(table[t]), dtype=table[t].dtype) for t in batch}
+        pieces = tuple(Piece(t, 0, data) for t, data in whole.items())
+        fill(checkpoint.path, checkpoint.manifest, State(table, pieces))
+        for tensor, data in whole.items():
+            yield tensor, data.reshape(table[tensor].shape)
+
+
+def batches(
+    tensors: Iterable[TensorId], table: Mapping[TensorId, TensorInfo], batch_bytes: int
+) -> Iterator[list[TensorId]]:
+    """The tensors in groups of at most `batch_bytes`, or of one."""
+    batch: list[TensorId] = []
+    filled = 0
+    for tensor in tensors:
+        if tensor not in table:
+            raise CheckpointError(f"there is no tensor {tensor.kind}/{tensor.fqn} in it")
+        size = size_bytes(table[tensor])
+        if batch and filled + size > batch_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(tensor)
+        filled += size
+    if batch:
+        yield batch
+
+
+def size_bytes(info: TensorInfo) -> int:
+    """Bytes of a whole tensor."""
+    return numel(info) * info.dtype.itemsize

@@ -1,0 +1,183 @@
+"""Deleting old checkpoints, and putting a root in order: `prune` and `repair`.
+
+Both first say what they would do, as plain values, and then do exactly that.
+
+Must always hold: `prune` never deletes the newest checkpoint whose every byte was just verified,
+and deletes nothing when there is no such checkpoint.
+
+Called by `cli`. The decisions are in `retention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zero_checkpoint.candidates import LATEST, Candidate, Why, find
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.place import Place
+from zero_checkpoint.retention import Best, abandoned, check_policy, expired, remove, sweep
+from zero_checkpoint.tools.listing import Check
+from zero_checkpoint.tools.verify import present_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing to do, or done."""
+
+    what: str
+    path: Place
+    reason: str
+    act: Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What to do, in order, and what is left alone and why."""
+
+    actions: list[Action] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_prune(
+    root: Place,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: Best | None = None,
+    check: Check,
+) -> Plan:
+    """Which checkpoints to delete.
+
+    Args:
+        root: The directory of checkpoints.
+        keep_last: See `retention.expired`.
+        keep_every: See `retention.expired`.
+        keep_best: See `retention.expired`.
+        check: Finds the damage of a checkpoint; asked newest first, until one is whole.
+
+    Raises:
+        CheckpointError: The policy is out of bounds, no checkpoint has the metric, or none is
+            whole.
+        OSError: Something could not be read.
+    """
+    check_policy(keep_last=keep_last, keep_every=keep_every)
+    candidates = find(root).candidates
+    _check_metric(root, keep_best, candidates)
+    protected: tuple[Place, ...] = ()
+    plan = Plan()
+    if candidates:
+        whole, plan.notes = _newest_whole(root, candidates, check)
+        protected = (whole.path,)
+    paths = expired(
+        candidates,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        protected=protected,
+    )
+    reason = f"not among the newest {keep_last}"
+    if keep_every is not None:
+        reason += f", and its step is no multiple of {keep_every}"
+    if keep_best is not None:
+        reason += f", nor among the best {keep_best.count} by {keep_best.metric}"
+        plan.notes += [_best_note(keep_best, c) for c in keep_best.among(candidates)]
+    plan.actions = [_removal(path, reason) for path in paths]
+    return plan
+
+
+def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate]) -> None:
+    """Refuse a metric that nobody has saved: misspelt, it would let the best be deleted."""
+    if best is None or not candidates or best.among(candidates):
+        return
+    clients = (candidate.manifest.meta.get("client") for candidate in candidates)
+    known = {key for client in clients if isinstance(client, dict) for key in client}
+    raise CheckpointError(
+        f"{root}: no checkpoint has a number {best.metric!r} in its client_state, so none could be "
+        f"the best; nothing is deleted. Known there: {', '.join(sorted(known)) or 'nothing'}"
+    )
+
+
+def _best_note(best: Best, candidate: Candidate) -> str:
+    value = best.value(candidate)
+    return f"{candidate.path}: stays, among the best: {best.metric} = {value:.6g}"
+
+
+def _removal(path: Place, reason: str) -> Action:
+    return Action(what="delete", path=path, reason=reason, act=lambda: remove(path))
+
+
+def _newest_whole(
+    root: Place, candidates: tuple[Candidate, ...], check: Check
+) -> tuple[Candidate, list[str]]:
+    notes = []
+    for candidate in candidates:
+        damages = check(candidate)
+        if not damages:
+            notes.append(f"{candidate.path}: verified, every byte is what was saved")
+            return candidate, notes
+        first = damages[0]
+        notes.append(f"{candidate.path}: damaged: {first.file}: {first.problem}")
+    raise CheckpointError(
+        f"{root}: no checkpoint in it is whole, so nothing is deleted: {'; '.join(notes)}"
+    )
+
+
+def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
+    """What is left of saves and deletions that died, and the hint.
+
+    Args:
+        root: The directory of checkpoints.
+        now_s: Seconds since the epoch.
+        older_than_s: Unfinished saves that changed later may be alive, and stay.
+
+    Raises:
+        OSError: Something could not be read.
+    """
+    found = find(root)
+    leftovers, kept = abandoned(found.rejected, now_s=now_s, older_than_s=older_than_s)
+    plan = Plan(notes=kept)
+    plan.notes += [r.reason for r in found.rejected if r.why in _FOR_PEOPLE]
+    plan.actions = [_sweeping(item.path, item.reason) for item in leftovers]
+    plan.actions += _hint(root, found.candidates)
+    return plan
+
+
+_FOR_PEOPLE = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
+"""There was a checkpoint: only people may throw it away."""
+
+
+def _sweeping(path: Place, reason: str) -> Action:
+    return Action(what="sweep", path=path, reason=reason, act=lambda: sweep(path))
+
+
+def _hint(root: Place, candidates: tuple[Candidate, ...]) -> list[Action]:
+    """Make `latest` name the newest checkpoint whose files are there."""
+    hint = root / LATEST
+    newest = next((c for c in candidates if _has_its_files(c)), None)
+    try:
+        says = hint.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        says = None
+    if newest is None or says == newest.path.name:
+        return []
+    name = newest.path.name
+    reason = f"{f'names {says}' if says else 'is missing'}; the newest is {name}"
+    return [Action(what="write", path=hint, reason=reason, act=lambda: _write_hint(hint, name))]
+
+
+def _has_its_files(checkpoint: Candidate) -> bool:
+    present = present_bytes(checkpoint)
+    return all(present.get(f.name) == f.size_bytes for f in checkpoint.manifest.files)
+
+
+def _write_hint(hint: Place, name: str) -> None:
+    temporary = hint.with_name(f"{LATEST}.repair")
+    disk = disk_of(hint)
+    disk.remove(temporary)
+    with disk.create(temporary) as file:
+        disk.write(file, name.encode() + b"\n")
+        disk.sync(file)
+    disk.publish(temporary, hint, replace=True)
+    disk.sync_directory(hint.parent)

@@ -1,0 +1,1 @@
+"""DeepSpeed's `deepspeed.checkpoint`: tensors copied out of flat buffers."""
