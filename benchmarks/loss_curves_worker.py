@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import zero_engine
-from zero_engine.samples.global_batch import BatchShape, plan_epoch, sample_ids
+from zero_data.global_batch import BatchShape, plan_epoch, sample_ids
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from zero_agent.etcd.local_etcd import private_server
 from zero_agent.workers.process_control import children
-from zero_engine.samples.ledger import Report, read_ledger, verify
+from zero_data.ledger import Report, read_ledger, verify
 
 HERE = Path(__file__).resolve().parent
 JOB = "demo"

@@ -4,6 +4,7 @@ from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMism
 from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
 from zero_contract.errors import ConfigError as DeepSpeedConfigError
+from zero_data.ledger import read_ledger, verify
 from zero_engine import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
 from zero_engine.accelerator import get_accelerator
 from zero_engine.arguments import add_config_arguments
@@ -11,7 +12,6 @@ from zero_engine.assembly import initialize
 from zero_engine.comm import init_distributed
 from zero_engine.engine import Engine
 from zero_engine.engine import Engine as DeepSpeedEngine
-from zero_engine.samples.ledger import read_ledger, verify
 from zero_engine.utils.logging import log_dist, logger
 
 __version__ = "0.19.8+zero.elastic"

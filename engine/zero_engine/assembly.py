@@ -30,7 +30,10 @@ from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
+from zero_data.global_batch import Cursor, resolve_batch
+from zero_data.ledger import Ledger
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
+from zero_engine.core.loaders import training_loader
 from zero_engine.engine import Engine
 from zero_engine.moved_states import MovedStates
 from zero_engine.optim.loss_scaler import LossScaling
@@ -46,9 +49,6 @@ from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.param_places import adopt_parameters
 from zero_engine.parts import Core, Run
 from zero_engine.precision import DTYPES, check_dtypes, prepare_buffers
-from zero_engine.samples.global_batch import Cursor, resolve_batch
-from zero_engine.samples.ledger import Ledger
-from zero_engine.samples.loaders import training_loader
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.grad_reducer import GradReducer
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided

@@ -14,12 +14,12 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler
 
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.global_batch import BatchShape
+from zero_data.own_loader import LeafBatches
 from zero_engine.config import Config
+from zero_engine.core.loaders import Collate, evaluation_loader, leaf_sampler, training_loader
 from zero_engine.micro_steps import MicroSteps
 from zero_engine.parts import Core, Run
-from zero_engine.samples.global_batch import BatchShape
-from zero_engine.samples.loaders import Collate, evaluation_loader, leaf_sampler, training_loader
-from zero_engine.samples.own_loader import LeafBatches
 
 
 class Batching:

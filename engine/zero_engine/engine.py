@@ -20,6 +20,7 @@ from torch import Tensor
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
+from zero_data.global_batch import mix
 from zero_engine.accessors import Accessors
 from zero_engine.batching import Batching
 from zero_engine.config import Config
@@ -37,7 +38,6 @@ from zero_engine.parts import Core, Run
 from zero_engine.plain_backward import PlainBackward
 from zero_engine.precision import Precision
 from zero_engine.reporting import Reporter, Stopwatch
-from zero_engine.samples.global_batch import mix
 from zero_engine.saving import Checkpointing
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.persistence import NOTES, Persistence

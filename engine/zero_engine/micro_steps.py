@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from zero_contract.errors import ZeroError
+from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
+from zero_data.global_batch import StepPlan
+from zero_data.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, nominal
 from zero_engine.parts import Core, Run
-from zero_engine.samples.elastic_loader import PAST_THE_EPOCH, Ticket
-from zero_engine.samples.global_batch import StepPlan
-from zero_engine.samples.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, nominal
 
 _log = logging.getLogger(__name__)
 

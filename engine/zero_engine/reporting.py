@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_data.global_batch import Cursor
 from zero_engine.config import Config
 from zero_engine.config.explain import resolved
 from zero_engine.monitors import Event, Monitors
-from zero_engine.samples.global_batch import Cursor
 
 _log = logging.getLogger(__name__)
 _PACKAGE = "zero_engine"

@@ -25,7 +25,7 @@ from tests.support.controllers import Verdict, verdict
 from tests.support.kubelet import Cluster, expand
 from tests.support.sandbox import Image
 from zero_agent.etcd.etcd_process import find_etcd
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 from zero_orchestrator.jobfile import kubernetes, schema
 
 LEASE = "keep_alive_interval=3,keep_alive_max_attempt=4"

@@ -24,7 +24,7 @@ from tests.support.cluster import SAMPLES, Cluster, environment, final_hash, pac
 from tests.support.network import kill_all_with, own_loopback
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member, find_etcd
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 SBATCH = DEPLOY / "slurm" / "zero_agent.sbatch"

@@ -25,7 +25,7 @@ from tests.support.cluster import (
 from tests.support.network import kill_all_with
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 
 CTL = [sys.executable, "-m", "zero_orchestrator"]
 

@@ -24,7 +24,7 @@ from tests.support.world import WorldError, WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.files.storage import Disk
 from zero_contract import worker as contract
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 
 TESTS = Path(__file__).resolve().parents[1]
 FAULTS = {

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import zero_engine
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldPool, one_result
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 
 STEPS = 4
 STAGES = (0, 1, 2, 3)

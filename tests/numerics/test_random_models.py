@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import zero_engine
 from tests.support.random_models import TREES, Vectors, build, grouped
 from tests.support.world import WorldPool
-from zero_engine.samples.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 
 STEPS = 3
 OPTIMIZERS: dict[str, dict[str, Any]] = {

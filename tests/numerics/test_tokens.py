@@ -100,7 +100,7 @@ def test_it_is_the_mean_over_all_tokens_of_the_global_batch(worlds: WorldPool) -
 
 def plain_torch() -> list[tuple[float, float]]:
     """The whole global batch at once, divided by its number of tokens."""
-    from zero_engine.samples.global_batch import BatchShape, plan_epoch, sample_ids
+    from zero_data.global_batch import BatchShape, plan_epoch, sample_ids
 
     model, data, position = net(), Ragged(), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)

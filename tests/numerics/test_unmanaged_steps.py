@@ -13,8 +13,8 @@ from tests.numerics.test_global_batch import round_number
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_data.ledger import read_ledger, verify
 from zero_engine.engine import Engine
-from zero_engine.samples.ledger import read_ledger, verify
 
 STAGES = (0, 1, 2, 3)
 LEAVES, STEPS = 12, 3

@@ -28,7 +28,7 @@ from tests.support.cluster import (
 from tests.support.waiting import wait_for
 from zero_agent.workers.process_control import children
 from zero_contract.exit_codes import AgentExit
-from zero_engine.samples.ledger import read_ledger, verify
+from zero_data.ledger import read_ledger, verify
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

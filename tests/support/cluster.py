@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.waiting import wait_for
 from zero_agent.workers.process_control import children
-from zero_engine.samples.ledger import Report, read_ledger, verify
+from zero_data.ledger import Report, read_ledger, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "train_gpt.py"

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE
-from zero_engine.samples.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 
 
 def plain_torch(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_contract.errors import ConfigError
-from zero_engine.samples.global_batch import (
+from zero_data.global_batch import (
     BatchShape,
     Leaf,
     StepPlan,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zero_contract.errors import ZeroError
-from zero_engine.samples.ledger import Entry, Ledger, read_ledger, verify
+from zero_data.ledger import Entry, Ledger, read_ledger, verify
 
 
 def entry(

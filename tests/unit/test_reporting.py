@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_data.global_batch import Cursor
 from zero_engine import reporting
 from zero_engine.config import load_config
 from zero_engine.monitors import Monitors
 from zero_engine.reporting import Reporter, Stopwatch
-from zero_engine.samples.global_batch import Cursor
 
 CPU = torch.device("cpu")
 

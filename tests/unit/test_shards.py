@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_engine.samples.shards import Interleaving, ShardReader
+from zero_data.shards import Interleaving, ShardReader
 
 
 @given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=5), chunk=st.integers(1, 5))

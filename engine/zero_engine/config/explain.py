@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_contract.errors import ConfigError
+from zero_data.global_batch import BatchShape, resolve_batch
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.parse import AUTO, without_effect
 from zero_engine.config.schema import Config
 from zero_engine.memory import estimate_for, is_stepped_whole, optimizer_states
-from zero_engine.samples.global_batch import BatchShape, resolve_batch
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from zero_data.global_batch import BatchShape
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
-from zero_engine.samples.global_batch import BatchShape
 
 _log = logging.getLogger(__name__)
 

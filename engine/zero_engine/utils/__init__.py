@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_engine.core.loaders import RepeatingLoader
 from zero_engine.param_access import owned
-from zero_engine.samples.loaders import RepeatingLoader
 from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,

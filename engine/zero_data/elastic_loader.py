@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_engine.samples.global_batch import (
+from zero_data.global_batch import (
     BatchShape,
     Cursor,
     Leaf,

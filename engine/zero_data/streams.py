@@ -21,8 +21,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_engine.samples.elastic_loader import Ticket, leaf_seed, seed_everything
-from zero_engine.samples.global_batch import BatchShape, Cursor, StepPlan, mix
+from zero_data.elastic_loader import Ticket, leaf_seed, seed_everything
+from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix
 
 _READING = 2
 """Keeps the seeds of reading apart from those of augmentation and dropout."""

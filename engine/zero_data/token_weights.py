@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zero_contract.errors import ZeroError
-from zero_engine.samples.global_batch import StepPlan
+from zero_data.global_batch import StepPlan
 
 NOMINAL = 256
 """Tokens per sample that weights are relative to; only the loss scale of fp16 notices."""

@@ -22,11 +22,11 @@ from torch.utils.data import (
 
 from zero_comm.distributed import local_device
 from zero_contract.errors import ConfigError
+from zero_data.elastic_loader import ElasticLoader, LeafSampler, make_source
+from zero_data.shards import ShardedIterable, ShardReader
+from zero_data.streams import StreamLoader, StreamSteps
 from zero_engine.config import Config
 from zero_engine.parts import Run
-from zero_engine.samples.elastic_loader import ElasticLoader, LeafSampler, make_source
-from zero_engine.samples.shards import ShardedIterable, ShardReader
-from zero_engine.samples.streams import StreamLoader, StreamSteps
 
 Collate = Callable[[list[Any]], Any]
 

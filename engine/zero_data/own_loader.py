@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from zero_engine.samples.elastic_loader import LeafSampler, Ticket
-from zero_engine.samples.global_batch import BatchShape
+from zero_data.elastic_loader import LeafSampler, Ticket
+from zero_data.global_batch import BatchShape
 
 
 class LeafBatches(Sampler[list[int]]):
