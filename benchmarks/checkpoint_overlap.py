@@ -37,7 +37,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from training_model import GPT, Shape, batch
 
-import zero_engine
+import zero_deepspeed
 
 WORLD = 2
 TARGET = 1.10
@@ -66,7 +66,7 @@ class Savers:
             "checkpoint": {"async": True, "weight_hash": False},
         }
         self.root = root
-        self.engine, *_ = zero_engine.initialize(model=GPT(shape), config=config)
+        self.engine, *_ = zero_deepspeed.initialize(model=GPT(shape), config=config)
         mesh = init_device_mesh("cpu", (WORLD,))
         units = self.engine._core.units
         self._state = {

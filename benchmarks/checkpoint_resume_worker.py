@@ -38,10 +38,10 @@ class System:
 
 
 def ours(shape: Shape, root: Path, world: int) -> System:
-    import zero_engine
+    import zero_deepspeed
 
     config = {**engine_config(world), "optimizer": {"type": "AdamW", "params": OPTIMIZER}}
-    engine, *_ = zero_engine.initialize(model=GPT(shape), config=config)
+    engine, *_ = zero_deepspeed.initialize(model=GPT(shape), config=config)
     return System(
         module=engine,
         step=engine_step(engine, shape),

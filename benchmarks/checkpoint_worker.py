@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import zero_engine
+import zero_deepspeed
 from zero_checkpoint import Ballot, find
 from zero_checkpoint.memory.commit import RamSave, commit_in_ram
 from zero_checkpoint.memory.node import RamNode
@@ -32,7 +32,7 @@ from zero_checkpoint.memory.peers import Neighbours
 from zero_checkpoint.room import SharedRoom
 from zero_checkpoint.staging import Arena
 from zero_comm.distributed import group_store
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 Took = dict[str, float]
 GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))
@@ -87,7 +87,7 @@ class Bench:
         }
         model = Bags(shapes_of(workload, quick))
         self.engine: Engine
-        self.engine, *_ = zero_engine.initialize(model=model, config=settings)
+        self.engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
         self.engine.backward(self.engine(torch.zeros(())))
         self.engine.step()
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))

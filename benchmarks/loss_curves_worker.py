@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-import zero_engine
+import zero_deepspeed
 from zero_data.global_batch import BatchShape, plan_epoch, sample_ids
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -56,7 +56,7 @@ def zero(stage: int, steps: int, bf16: bool) -> list[float]:
         "optimizer": {"type": "AdamW", "params": RATE},
         "seed": SEED,
     }
-    engine, _, loader, _ = zero_engine.initialize(
+    engine, _, loader, _ = zero_deepspeed.initialize(
         model=make_model(), training_data=text(), config=config
     )
     losses: list[float] = []
@@ -72,7 +72,7 @@ def zero(stage: int, steps: int, bf16: bool) -> list[float]:
 
 def ddp(steps: int) -> list[float]:
     """Those of torch's DistributedDataParallel on the same batches, divided among the ranks."""
-    zero_engine.init_distributed()
+    zero_deepspeed.init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), **RATE)

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import zero_engine
-from zero_engine.engine import Engine
+import zero_deepspeed
+from zero_engine.core.engine import Engine
 from zero_engine.tiers.scratch import ScratchFile, aligned
 
 NONE = "no offloading"
@@ -106,7 +106,7 @@ def make_engine(zero: dict[str, Any], args: argparse.Namespace, folder: str) -> 
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, **sections},
     }
-    return zero_engine.initialize(model=Stack(args.width, args.layers), config=settings)[0]
+    return zero_deepspeed.initialize(model=Stack(args.width, args.layers), config=settings)[0]
 
 
 def measure(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from training_model import GPT, Shape
 
-import zero_engine
+import zero_deepspeed
 
 directory = Path(sys.argv[1])
 steps, width, layers, every = (int(word) for word in sys.argv[3:])
@@ -33,7 +33,7 @@ class Tokens(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 torch.manual_seed(0)
-engine, _, loader, _ = zero_engine.initialize(
+engine, _, loader, _ = zero_deepspeed.initialize(
     model=GPT(shape), training_data=Tokens(), config=sys.argv[2]
 )
 keep = engine._persistence.keep_in_ram

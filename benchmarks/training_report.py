@@ -149,7 +149,7 @@ def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | Non
     stage, passes = SYSTEMS[system].stage, rows.get("passes")
     if not system.startswith("zero") or stage is None or passes is None:
         return None
-    from zero_engine.memory import estimate
+    from zero_engine.observe.memory import estimate
 
     activations = passes.peak_bytes - _WEIGHT_BYTES[dtype] * passes.parameters
     formula = estimate(

@@ -135,10 +135,10 @@ def fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> Step:
 
 
 def ours(model: GPT, setting: Setting, *, stage: int) -> Step:
-    import zero_engine
+    import zero_deepspeed
 
     optimizer = {"optimizer": {"type": "AdamW", "params": _ADAMW}}
-    return _engine_step(zero_engine, model, setting, {"stage": stage}, config=optimizer)
+    return _engine_step(zero_deepspeed, model, setting, {"stage": stage}, config=optimizer)
 
 
 def deepspeed(model: GPT, setting: Setting, *, stage: int, offload: bool = False) -> Step:

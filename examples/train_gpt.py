@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import zero_engine
+import zero_deepspeed
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 256  # one token per byte
@@ -159,7 +159,7 @@ def main() -> None:
     model = GPT(
         width=args.width, layers=args.layers, heads=4, length=args.length, dropout=args.dropout
     )
-    engine, _, loader, _ = zero_engine.initialize(
+    engine, _, loader, _ = zero_deepspeed.initialize(
         model=model,
         training_data=Text(args.data, args.length, args.samples),
         config=read_config(args),

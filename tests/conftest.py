@@ -19,6 +19,15 @@ from tests.support.s3_server import S3Server, s3_server
 from zero_orchestrator.store.etcd import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 
+_LOGGERS = (
+    "zero",
+    "zero_orchestrator",
+    "zero_comm",
+    "zero_checkpoint",
+    "zero_data",
+    "zero_engine",
+    "zero_deepspeed",
+)
 _namespaces = itertools.count()
 
 
@@ -54,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _loggers_as_before() -> Iterator[None]:
     """A command that runs in this process sets up its log; the next test's is its own."""
-    loggers = [logging.getLogger(name) for name in ("zero", "zero_orchestrator", "zero_engine")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):

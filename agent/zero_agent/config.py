@@ -65,7 +65,7 @@ class AgentConfig:
     """Which each worker is bound to, by local rank; empty: all of them to all."""
     virtual_local_rank: bool = False
     """Each worker sees its own GPU alone, as number 0."""
-    preload: tuple[str, ...] = ("torch", "numpy", "torch._dynamo", "zero_engine")
+    preload: tuple[str, ...] = ("torch", "numpy", "torch._dynamo", "zero_deepspeed")
     """Modules that every worker finds imported."""
     shutdown_timeout_s: float = 30.0
     """From SIGTERM to SIGKILL for workers that are asked to end."""

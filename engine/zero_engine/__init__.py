@@ -1,48 +1,6 @@
-"""The ZeRO engine: DeepSpeed's API, one result at every world size and stage."""
+"""ZeRO (stages 0-3) with one result at every world size and stage."""
 
-from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
-from zero_comm.errors import Diverged
-from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
-from zero_contract.errors import ConfigError as DeepSpeedConfigError
-from zero_data.ledger import read_ledger, verify
-from zero_engine import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
-from zero_engine.accelerator import get_accelerator
-from zero_engine.arguments import add_config_arguments
-from zero_engine.assembly import initialize
-from zero_engine.comm import init_distributed
-from zero_engine.engine import Engine
-from zero_engine.engine import Engine as DeepSpeedEngine
-from zero_engine.utils.logging import log_dist, logger
+from zero_engine.core.engine import Engine
+from zero_engine.core.initialize import initialize
 
-__version__ = "0.19.8+zero.elastic"
-"""Whose API this is: scripts and libraries compare it with the DeepSpeed that they need."""
-
-__all__ = [
-    "CheckpointError",
-    "CommitRefused",
-    "ConfigError",
-    "DamagedCheckpoint",
-    "DeepSpeedConfigError",
-    "DeepSpeedEngine",
-    "Diverged",
-    "Engine",
-    "ModelMismatch",
-    "PeerLost",
-    "ZeroError",
-    "accelerator",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "log_dist",
-    "logger",
-    "moe",
-    "ops",
-    "read_ledger",
-    "runtime",
-    "utils",
-    "verify",
-    "zero",
-]
+__all__ = ["Engine", "initialize"]

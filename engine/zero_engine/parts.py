@@ -13,7 +13,7 @@ from zero_comm.collectives import Collectives
 from zero_data.elastic_loader import Feed
 from zero_data.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_rest, plan_step
 from zero_data.ledger import Ledger
-from zero_engine.moved_states import MovedStates
+from zero_engine.offload_states import MovedStates
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.grad_reducer import GradReducer

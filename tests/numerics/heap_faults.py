@@ -7,7 +7,7 @@ import resource
 import torch
 import torch.distributed as dist
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.peak_memory import WIDTH, Stack
 
 ROWS = 512
@@ -18,7 +18,7 @@ def faults_of_a_step() -> int:
     """The least page faults of a step: in which order two threads allocate decides whether the
     heap grows once more in a later one, and on a busy machine that may be any of the first."""
     settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
 
     def step() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

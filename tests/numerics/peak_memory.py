@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 
 WIDTH, LAYERS = 512, 24
 PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
@@ -46,7 +46,7 @@ def peak(settings: dict[str, Any]) -> int:
     gc.collect()
     before = resident("VmRSS")
     dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     for step in range(3):
         if step == 1:
             gc.collect()

@@ -31,7 +31,7 @@ from tests.support.world import WorldError, WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.tools.verify import verify
 from zero_contract.worker import ExitCode, Left
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 # ---- failures ----
 
@@ -165,7 +165,7 @@ from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 
 settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "checkpoint": {"async": True}}
-engine, *_ = zero_engine.initialize(model=torch.nn.Linear(2000, 2000), config=settings)
+engine, *_ = zero_deepspeed.initialize(model=torch.nn.Linear(2000, 2000), config=settings)
 engine.backward(engine(torch.ones(1, 2000)).sum())
 engine.step()
 disk = use(engine, Gated())

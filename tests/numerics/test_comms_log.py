@@ -12,7 +12,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_comm.comms_log import CommsLog
 from zero_contract.errors import ConfigError
-from zero_engine import comm
+from zero_deepspeed import comm
 from zero_engine.config import load_config
 
 

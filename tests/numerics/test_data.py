@@ -18,7 +18,7 @@ from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.errors import ZeroError
 from zero_data.ledger import read_ledger, verify
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STEPS = 7
 """Into the third epoch of 23 samples, in steps of 10."""

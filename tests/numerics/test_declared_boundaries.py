@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.support.models import Tokens
 from tests.support.training import config, fingerprint, make_engine
 from tests.support.world import WorldPool, one_result
-from zero_engine.engine import Engine
-from zero_engine.utils import RepeatingLoader
+from zero_deepspeed.utils import RepeatingLoader
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 SIZE, MICRO = 16, 2

@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.test_leaving import under_agent
 from tests.numerics.test_param_access import PROBES, probes
 from tests.support.models import Tokens, make_model
+from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.worker import ExitCode
-from zero_engine.engine import Engine
-from zero_engine.utils import (
-    RepeatingLoader,
-    safe_get_full_fp32_param,
-)
+from zero_deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 
@@ -199,14 +197,8 @@ def test_other_names_are_an_error_on_request_and_nothing_is_saved(
 def save_by_loss(root: str, mode: str) -> list[str]:
     engine = make_engine(config(1, checkpoint={"tag_validation": mode}))
     train(engine, 1)
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_engine").addHandler(handler)
-    try:
+    with heard(logging.WARNING) as lines:
         engine.save_checkpoint(root, str(engine.global_rank), {"a": 1}, True, False)
-    finally:
-        logging.getLogger("zero_engine").removeHandler(handler)
     return lines
 
 
@@ -285,13 +277,13 @@ def test_the_config_comes_from_the_command_line_as_with_deepspeed(
 
 
 def train_from_arguments(arguments: list[str]) -> str:
-    parser = zero_engine.add_config_arguments(argparse.ArgumentParser())
+    parser = zero_deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", *arguments])
     assert args.deepspeed is True
     model = make_model()
     from tests.support.models import param_groups
 
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         args, model, model_parameters=param_groups(model), training_data=Tokens(DATASET_SIZE)
     )
     train(engine, 4)
@@ -329,5 +321,5 @@ def notice(where: str, loss: Tensor, engine: Engine) -> None:
         case "look":
             safe_get_full_fp32_param(weight)
         case "gathered":
-            with zero_engine.zero.GatheredParameters(weight):
+            with zero_deepspeed.zero.GatheredParameters(weight):
                 pass

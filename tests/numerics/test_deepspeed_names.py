@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.errors import ConfigError
-from zero_engine import checkpointing, comm
-from zero_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.runtime.utils import see_memory_usage
-from zero_engine.runtime.zero.partition_parameters import ZeroParamStatus
-from zero_engine.utils import (
+from zero_deepspeed import checkpointing, comm
+from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero_deepspeed.runtime.utils import see_memory_usage
+from zero_deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from zero_deepspeed.utils import (
     get_z3_leaf_modules,
     log_dist,
     set_z3_leaf_modules,
@@ -77,7 +77,7 @@ def test_comm_is_torch_distributed_over_the_engines_group(worlds: WorldPool) -> 
 
 
 def talk() -> tuple[Any, ...]:
-    zero_engine.init_distributed(dist_backend="nccl")  # there is a group already
+    zero_deepspeed.init_distributed(dist_backend="nccl")  # there is a group already
     make_engine(config(0))
     rank, world = comm.get_rank(), comm.get_world_size()
     total = torch.full((2,), float(rank + 1))
@@ -105,7 +105,7 @@ def train_with(how: str, stage: int) -> str:
         optimizer = {"fused": FusedAdam, "cpu": DeepSpeedCPUAdam}[how](groups, lr=1e-2)
     else:
         settings["optimizer"]["params"]["lr"] = 1e-2
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=groups,
@@ -170,7 +170,7 @@ def train_mixture(how: Any) -> list[str]:
             assert set_z3_leaf_modules(model, ["Experts"]) == [model.first, model.second]
         else:
             settings["zero_optimization"]["leaf_module"] = how
-        engine, *_ = zero_engine.initialize(
+        engine, *_ = zero_deepspeed.initialize(
             model=model, training_data=Tokens(DATASET_SIZE), config=settings
         )
         assert {unit.name for unit in engine._core.units} == {"first", "second", "root"}
@@ -226,7 +226,7 @@ def read_as_in_deepspeed_chat(stage: int) -> tuple[Any, Any]:
     sums, inside = {}, None
     for name, param in engine.module.named_parameters():
         divided = hasattr(param, "ds_id") and param.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        with zero_engine.zero.GatheredParameters([param] if divided else []):
+        with zero_deepspeed.zero.GatheredParameters([param] if divided else []):
             sums[name] = (param.data.cpu().double().sum().item(), param.numel())
             if divided:
                 assert param.ds_shape == param.shape
@@ -271,7 +271,7 @@ def test_the_fp32_weights_of_a_checkpoint_are_the_engines(
     assert "pytorch_model.bin is there already" in capsys.readouterr().err
     assert zero_to_fp32.main([str(tmp_path / "none"), "x"]) == 2
     assert "there is no such directory" in capsys.readouterr().err
-    module = [sys.executable, "-m", "zero_engine.utils.zero_to_fp32", "--help"]
+    module = [sys.executable, "-m", "zero_deepspeed.utils.zero_to_fp32", "--help"]
     assert subprocess.run(module, capture_output=True, text=True, check=True).stderr == ""
     arguments = [str(root), str(tmp_path / "hf"), "--safe_serialization", "--max_shard_size=20KB"]
     assert zero_to_fp32.main(arguments) == 0
@@ -316,7 +316,7 @@ def train_recomputing() -> list[str]:
     for stage, recompute in ((0, False), (2, True), (3, True)):
         torch.manual_seed(0)
         settings = config(stage, train_batch_size=4, train_micro_batch_size_per_gpu=2)
-        engine, *_ = zero_engine.initialize(model=Recomputing(recompute), config=settings)
+        engine, *_ = zero_deepspeed.initialize(model=Recomputing(recompute), config=settings)
         while engine.global_steps < 3:
             engine.backward(engine(torch.full((2, 9), 0.1 * (1 + engine.global_steps))))
             engine.step()
@@ -325,7 +325,7 @@ def train_recomputing() -> list[str]:
 
 
 def test_the_accelerator_answers_for_the_device_of_this_worker() -> None:
-    device = zero_engine.get_accelerator()
+    device = zero_deepspeed.get_accelerator()
     tensor = torch.ones(3).to(device.device_name())
     assert device.on_accelerator(tensor)
     assert torch.device(device.current_device_name()) == tensor.device

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.divided_reads import WAYS
 from tests.numerics.test_offload import offloading
 from tests.support.fresh import run_module
@@ -27,8 +27,8 @@ from tests.support.training import (
 )
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
-from zero_engine.zero import GatheredParameters
+from zero_deepspeed.zero import GatheredParameters
+from zero_engine.core.engine import Engine
 
 
 @pytest.mark.full
@@ -139,7 +139,7 @@ def train_compiled(stage: int, whole: bool) -> str:
     model = make_model()
     for module in [model] if whole else model.blocks:
         module.compile(backend="aot_eager")
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model, training_data=Tokens(DATASET_SIZE), config=config(stage)
     )
     train(engine, 2)
@@ -171,7 +171,7 @@ class Odd(nn.Module):
 def make_odd(stage: int) -> Engine:
     settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-    engine, *_ = zero_engine.initialize(model=Odd(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Odd(), config=settings)
     return engine
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.test_global_batch import train_in_one_go
 from tests.support.models import TinyGPT, Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STEPS = 4
 STAGES = (0, 1, 2, 3)
@@ -51,7 +51,7 @@ def train_branching() -> list[str]:
     hashes = []
     for stage in (0, 1, 2):
         torch.manual_seed(0)
-        engine, *_ = zero_engine.initialize(
+        engine, *_ = zero_deepspeed.initialize(
             model=Branching(), training_data=Tokens(DATASET_SIZE), config=config(stage)
         )
         train(engine, STEPS)
@@ -92,7 +92,7 @@ def train_class(name: str, stages: tuple[int, ...]) -> list[str]:
     for stage in stages:
         torch.manual_seed(7)
         model = globals()[name]()
-        engine, *_ = zero_engine.initialize(
+        engine, *_ = zero_deepspeed.initialize(
             model=model,
             model_parameters=param_groups(model),
             training_data=Tokens(DATASET_SIZE),
@@ -132,7 +132,7 @@ def train_norms_only() -> tuple[list[str], dict[str, bool]]:
 
 
 def make_frozen_engine(model: nn.Module, stage: int) -> Engine:
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model, training_data=Tokens(DATASET_SIZE), config=config(stage)
     )
     return engine
@@ -146,7 +146,7 @@ def train_embedding(sparse: bool) -> list[str]:
         settings = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1}
         optimizer = {"type": "Adam", "params": {"lr": 0.1}}
         settings |= {"zero_optimization": {"stage": stage}, "optimizer": optimizer}
-        engine, _, loader, _ = zero_engine.initialize(
+        engine, _, loader, _ = zero_deepspeed.initialize(
             model=model, config=settings, training_data=[torch.tensor([i, i, 3]) for i in range(12)]
         )
         for batch in loader:
@@ -242,7 +242,7 @@ def test_bf16_parameters_in_fp32_training_are_refused_with_the_remedy(worlds: Wo
 
 
 def initialize_bf16_model_in_fp32() -> None:
-    zero_engine.initialize(model=make_model().bfloat16(), config=config())
+    zero_deepspeed.initialize(model=make_model().bfloat16(), config=config())
 
 
 # ---- what travels ----

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.world import WorldPool
 from zero_engine.config.monitoring import FlopsProfiler
-from zero_engine.flops_profiler import Profile
+from zero_engine.observe.flops_profiler import Profile
 
 ROWS, WIDTH, LAYERS = 4, 32, 2
 FORWARD = 2 * ROWS * WIDTH * WIDTH * LAYERS
@@ -32,7 +32,7 @@ class Stack(nn.Module):
 
 
 def hash_after_three_steps(stage: int, output: str | None, plain: bool = False) -> str:
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=Stack(),
         config={
             "train_micro_batch_size_per_gpu": ROWS,

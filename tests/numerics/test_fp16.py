@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import zero_engine
+import zero_deepspeed
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 STEPS = 6
@@ -76,7 +76,7 @@ def norms_at_scales(scales: list[float]) -> list[tuple[Any, ...]]:
 def line_engine(**more: Any) -> Engine:
     settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, **more}
     settings.setdefault("optimizer", {"type": "SGD", "params": {"lr": 0.1}})
-    engine, *_ = zero_engine.initialize(model=nn.Linear(4, 1), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=nn.Linear(4, 1), config=settings)
     return engine
 
 
@@ -166,7 +166,7 @@ def test_auto_cast_takes_fp32_inputs(worlds: WorldPool) -> None:
 def train_on_fp32_inputs(auto_cast: bool) -> str:
     torch.manual_seed(0)
     fp16 = {"enabled": True, "auto_cast": auto_cast, "initial_scale_power": 4}
-    engine, _, loader, _ = zero_engine.initialize(
+    engine, _, loader, _ = zero_deepspeed.initialize(
         model=nn.Linear(4, 1), training_data=Pairs(), config=config(2, fp16=fp16)
     )
     for inputs, targets in loader:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.world import WorldPool
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 WIDTH = 8
 
@@ -72,7 +72,7 @@ def make_prompted(stage: int, beside: str) -> Engine:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
-    engine, *_ = zero_engine.initialize(model=model, config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
     return engine
 
 

@@ -125,7 +125,7 @@ import sys, torch, zero_engine
 from tests.support.saving import use
 from tests.numerics.test_full_disk import Full
 
-engine, *_ = zero_engine.initialize(
+engine, *_ = zero_deepspeed.initialize(
     model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
 )
 engine.backward(engine(torch.ones(1, 2)).sum())

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.training import config, make_engine
 from tests.support.world import WorldError, WorldPool
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 
 class Mlp(nn.Module):
@@ -54,7 +54,7 @@ def train_gan(stage: int, frozen: bool = False, plain: bool = False) -> list[Ten
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
-    generator, judge = (zero_engine.initialize(model=part, config=settings)[0] for part in parts)
+    generator, judge = (zero_deepspeed.initialize(model=part, config=settings)[0] for part in parts)
     for step in range(3):
         real, noise = (each.chunk(judge.world_size)[judge.global_rank] for each in gan_data(step))
         # The example calls the judge's module, not its engine, and clears the gradients there.

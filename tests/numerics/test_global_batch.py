@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import zero_engine
+import zero_deepspeed
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldPool, one_result
 from zero_data.ledger import read_ledger, verify
@@ -104,7 +104,7 @@ def test_random_augmentation_does_not_depend_on_who_loads_a_sample(worlds: World
 
 def train_on_noise(num_workers: int) -> str:
     torch.manual_seed(0)
-    engine, _, loader, _ = zero_engine.initialize(
+    engine, _, loader, _ = zero_deepspeed.initialize(
         model=nn.Linear(4, 1),
         training_data=Noisy(),
         config=config(2),
@@ -123,7 +123,7 @@ def test_data_of_the_users_own_works_without_our_loader(worlds: WorldPool) -> No
 
 def train_on_own_data() -> str:
     torch.manual_seed(0)
-    engine, _, loader, _ = zero_engine.initialize(model=nn.Linear(4, 1), config=config(1))
+    engine, _, loader, _ = zero_deepspeed.initialize(model=nn.Linear(4, 1), config=config(1))
     assert loader is None
     rank, world, leaves = engine.global_rank, engine.world_size, 5
     for step in range(3):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.saver import Saver
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 WIDTH = 2048
 """Its state takes several slabs, most of which are not copied before the first is written."""
@@ -32,7 +32,7 @@ class Preempted(Exception):
 
 def make(stage: int) -> Engine:
     torch.manual_seed(1)
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=nn.Linear(WIDTH, WIDTH),
         config={
             "train_batch_size": 2,

@@ -11,7 +11,7 @@ import torch
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 WORLD, BROKEN_AT, ENDS_AT = 2, 2, 4
 HALF_WAY = "because a step has failed half way: (Ctrl-C|the schedule is over); load a whole"

@@ -38,7 +38,7 @@ from zero_contract.worker import (
     RamRequest,
     When,
 )
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 ROUND = 3
 

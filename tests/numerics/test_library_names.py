@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
 from zero_deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from zero_engine.compression.helper import recursive_getattr, recursive_setattr
-from zero_engine.moe.layer import MoE
-from zero_engine.moe.utils import (
+from zero_deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from zero_deepspeed.moe.layer import MoE
+from zero_deepspeed.moe.utils import (
     has_moe_layers,
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
-from zero_engine.runtime.config import LAMB_OPTIMIZER
-from zero_engine.runtime.lr_schedules import VALID_LR_SCHEDULES
-from zero_engine.runtime.utils import set_random_seed
-from zero_engine.runtime.zero import partition_parameters
+from zero_deepspeed.runtime.config import LAMB_OPTIMIZER
+from zero_deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from zero_deepspeed.runtime.utils import set_random_seed
+from zero_deepspeed.runtime.zero import partition_parameters
 
 
 def test_the_config_is_the_one_that_was_given(worlds: WorldPool, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_the_config_is_the_one_that_was_given(worlds: WorldPool, tmp_path: Path)
 
 
 def configs(path: str) -> list[Any]:
-    by_path, *_ = zero_engine.initialize(model=make_model(), config=path)
+    by_path, *_ = zero_deepspeed.initialize(model=make_model(), config=path)
     return [dict(engine.config) for engine in (make_engine(config(2)), by_path)]
 
 
@@ -142,7 +142,9 @@ def look_for_optimizer() -> tuple[bool, list[bool]]:
     engine = make_engine(config(1))
     theirs = [getattr(engine.optimizer, name) for name in names]
     engines = [getattr(engine, name) for name in names]
-    for_inference, *_ = zero_engine.initialize(model=make_model(), config={"train_batch_size": 1})
+    for_inference, *_ = zero_deepspeed.initialize(
+        model=make_model(), config={"train_batch_size": 1}
+    )
     return engines == theirs, [hasattr(for_inference, name) for name in names]
 
 
@@ -178,7 +180,7 @@ def test_one_seed_decides_all_random_numbers() -> None:
 def test_names_that_runs_are_compared_with() -> None:
     assert LAMB_OPTIMIZER == "lamb"
     assert "WarmupCosineLR" in VALID_LR_SCHEDULES
-    assert zero_engine.runtime.lr_schedules.VALID_LR_SCHEDULES is VALID_LR_SCHEDULES
-    assert zero_engine.runtime.zero.partition_parameters is partition_parameters
+    assert zero_deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is VALID_LR_SCHEDULES
+    assert zero_deepspeed.runtime.zero.partition_parameters is partition_parameters
     wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
     assert wrap(torch.arange, target_device="cpu") is torch.arange

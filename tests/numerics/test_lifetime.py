@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.zero import GatheredParameters
+from zero_deepspeed.zero import GatheredParameters
 
 
 def left_over(stage: int, asynchronous: bool, root: str) -> int:

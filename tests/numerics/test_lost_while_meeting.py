@@ -19,9 +19,9 @@ print(store.port, flush=True)
 signal.pause()
 """
 MEETS = {
-    "initialize": "import torch, zero_engine; zero_engine.initialize(model=torch.nn.Linear(2, 2),"
+    "initialize": "import torch, zero_deepspeed as zd; zd.initialize(model=torch.nn.Linear(2, 2),"
     " config={'train_batch_size': 2, 'optimizer': {'type': 'AdamW'}})",
-    "init_distributed": "import zero_engine; zero_engine.init_distributed()",
+    "init_distributed": "import zero_deepspeed; zero_deepspeed.init_distributed()",
 }
 
 

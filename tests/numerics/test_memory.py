@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.world import WorldPool
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.memory import estimate
+from zero_engine.observe.memory import estimate
 from zero_engine.sharding.grad_reducer import BufferPool
 from zero_engine.tiers.nvme import Nvme
 
@@ -51,7 +51,7 @@ def allocated(stage: int, compute: str, optimizer: str) -> dict[str, int]:
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
         "bf16": PRECISIONS[compute],
     }
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     dtype = torch.float32 if compute == "fp32" else torch.bfloat16
     engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)))
     engine.step()
@@ -122,7 +122,7 @@ def buffers_of_one_step(stage: int) -> list[int]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
     }
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     assert engine._core.reducer is not None
     engine._core.reducer._pool = Asked(torch.device("cpu"))
     engine.backward(engine(torch.ones(1, WIDTH)))
@@ -148,7 +148,7 @@ def secondary_shards() -> int:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
     }
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
     kept = [unit.secondary for unit in engine._core.units]
     size = storage([tensor for tensor in kept if tensor is not None], set())
@@ -187,7 +187,7 @@ def bytes_on_disk(optimizer: str, offload: dict[str, Any]) -> int:
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
     }
-    engine, *_ = zero_engine.initialize(model=Stack(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
     engine.step()
     (tier,) = {unit.tiers.state for unit in engine._core.units}

@@ -11,7 +11,7 @@ import torch
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.zero import GatheredParameters
+from zero_deepspeed.zero import GatheredParameters
 
 
 def test_at_stage_3_it_has_empty_tensors_and_says_so_once(worlds: WorldPool) -> None:

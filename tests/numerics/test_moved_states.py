@@ -12,10 +12,10 @@ from tests.numerics.test_offload import offloading
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
-from zero_engine.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero_engine.utils import safe_get_full_fp32_param
-from zero_engine.zero import GatheredParameters
+from zero_deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero_deepspeed.utils import safe_get_full_fp32_param
+from zero_deepspeed.zero import GatheredParameters
+from zero_engine.core.engine import Engine
 
 STEPS = 4
 INCLUDES: list[Any] = [None, ["optim_states"], [OffloadStateTypeEnum.hp_params, "lp_params"]]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_deepspeed.utils import safe_get_full_optimizer_state
 from zero_engine.optim.muon import Muon
 from zero_engine.optim.newton_schulz import QUINTIC, orthogonalized
-from zero_engine.utils import safe_get_full_optimizer_state
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -64,7 +64,7 @@ def train_on_shards(stage: int) -> dict[str, Tensor]:
     settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
     optimizer = {"type": "Muon", "params": MUON["params"] | {"ns_method": "standard"}}
     settings |= {"zero_optimization": {"stage": stage}, "optimizer": optimizer}
-    engine, *_ = zero_engine.initialize(model=net(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=net(), config=settings)
     for step in range(STEPS):
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
@@ -147,7 +147,7 @@ def train_torchs(path: str) -> tuple[list[str], list[float]]:
         model = make_model()
         optimizer = make_torchs(model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        engine, own, *_ = zero_engine.initialize(
+        engine, own, *_ = zero_deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             config=settings,
@@ -176,7 +176,7 @@ def steps_of_torchs(steps: int, whole: bool = False) -> dict[str, Tensor]:
     settings |= {"zero_optimization": {"stage": 3}}
     optimizer = make_torchs(model)
     optimizer.needs_whole_parameters = whole  # type: ignore[attr-defined]
-    engine, *_ = zero_engine.initialize(model=model, optimizer=optimizer, config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(steps):
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
@@ -226,7 +226,7 @@ def kinds(told: dict[str, bool]) -> tuple[list[str], list[str]]:
     model = make_model()
     for name, flag in told.items():
         model.get_parameter(name).use_muon = flag  # type: ignore[attr-defined]
-    engine, *_ = zero_engine.initialize(model=model, config=config(3, optimizer=MUON))
+    engine, *_ = zero_deepspeed.initialize(model=model, config=config(3, optimizer=MUON))
     engine.backward(engine(torch.zeros(2, 13, dtype=torch.long)))
     found: tuple[set[str], set[str]] = set(), set()
     train_to_the_first_step(engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.test_offload import offloading
 from tests.support.models import Tokens, make_model, param_groups
+from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool, one_result
 from zero_checkpoint import find
 from zero_checkpoint.place import place
 from zero_contract.errors import ConfigError
+from zero_deepspeed.utils import safe_get_full_optimizer_state
+from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_engine.config import load_config
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
-from zero_engine.utils import safe_get_full_optimizer_state
-from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 STEPS = 4
 MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
@@ -128,7 +128,7 @@ def step_once() -> list[dict[str, torch.Tensor]]:
     states = []
     for kind in ("wide", "bf16 masters", "all bf16"):
         model = make_model().bfloat16()
-        engine, *_ = zero_engine.initialize(
+        engine, *_ = zero_deepspeed.initialize(
             model=model,
             model_parameters=param_groups(model),
             training_data=Tokens(DATASET_SIZE),
@@ -219,18 +219,9 @@ def as_rests(value: torch.Tensor, narrow: bool) -> np.ndarray:
 
 def load(kind: str, root: str) -> tuple[list[str], Moments, Moments, tuple[str, ...]]:
     """What is logged, the weights and the moments, and what they rest in; training goes on."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_engine")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard() as lines:
         engine = make(kind, 1, seed=8)
         engine.load_checkpoint(root)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
     weights = {name: value.numpy() for name, value in engine.get_fp32_state_dict().items()}
     loaded, dtypes = moments(engine), rests_in(engine)
     train(engine, STEPS)

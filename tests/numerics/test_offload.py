@@ -13,14 +13,14 @@ import pytest
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.tiers.nvme import Nvme
-from zero_engine.utils import (
+from zero_deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from zero_engine.tiers.nvme import Nvme
 
 STEPS = 4
 SUB_GROUP = 4096

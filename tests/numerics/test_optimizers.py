@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.optim.lamb import Lamb
@@ -76,7 +76,7 @@ def batch(step: int, leaf: int) -> Tensor:
 def train_on_shards(name: str) -> dict[str, Any]:
     settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0}
     settings |= {"zero_optimization": {"stage": 3}, "optimizer": {"type": name, "params": OPTIONS}}
-    engine, *_ = zero_engine.initialize(model=net(), config=settings)
+    engine, *_ = zero_deepspeed.initialize(model=net(), config=settings)
     for step in range(STEPS):
         engine.backward(engine(batch(step, engine.global_rank)).square().mean())
         engine.step()
@@ -165,7 +165,7 @@ def adam_options() -> list[tuple[str, float]]:
         {"type": "Adam", "params": {"adam_w_mode": False}},
     ):
         settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
-        engine, *_ = zero_engine.initialize(model=nn.Linear(2, 1), config=settings)
+        engine, *_ = zero_deepspeed.initialize(model=nn.Linear(2, 1), config=settings)
         group = engine.optimizer.param_groups[0]
         made.append((type(engine.optimizer).__name__, group["weight_decay"]))
     return made

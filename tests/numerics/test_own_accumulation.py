@@ -14,7 +14,7 @@ from tests.support.models import Tokens
 from tests.support.saving import heard
 from tests.support.training import config, fingerprint, make_engine
 from tests.support.world import WorldError, WorldPool
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 MICRO, COUNT, SIZE = 2, 4, 32
 """Four micro-batches make a step: its loss is divided by a power of two, so bits stay."""

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
-from zero_engine.engine import Engine
-from zero_engine.utils import (
+from zero_deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -27,6 +26,7 @@ from zero_engine.utils import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 PROBES = ("embed.weight", "blocks.0.qkv.weight", "blocks.1.norm2.bias", "norm.weight")
@@ -198,7 +198,7 @@ def gradients_at_scales(powers: tuple[int, ...]) -> list[Any]:
         torch.manual_seed(0)
         fp16 = {"enabled": True, "initial_scale_power": power, "auto_cast": True}
         settings = {"train_micro_batch_size_per_gpu": 2, "fp16": fp16, "optimizer": {"type": "SGD"}}
-        engine, *_ = zero_engine.initialize(model=nn.Linear(4, 1), config=settings)
+        engine, *_ = zero_deepspeed.initialize(model=nn.Linear(4, 1), config=settings)
         engine.backward(engine(torch.ones(2, 4)).float().square().mean())
         seen.append(numbers(safe_get_full_grad(engine.module.weight)))
     return seen
@@ -217,7 +217,7 @@ def misuse(kind: str) -> None:
         case "no state":
             safe_set_full_optimizer_state(param, torch.zeros(36), "exp_avg")
         case "external too late":
-            zero_engine.zero.register_external_parameter(engine.module, param)
+            zero_deepspeed.zero.register_external_parameter(engine.module, param)
         case "no_sync":
             with engine.no_sync():
                 pass
@@ -265,13 +265,13 @@ def modify_gathered(stage: int, bf16: bool) -> tuple[str, str, int]:
     block = engine.module.blocks[0]
     weight = block.qkv.weight
     master = safe_get_full_fp32_param(weight)
-    with zero_engine.zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+    with zero_deepspeed.zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
         assert weight.shape == (108, 36)
         if engine.global_rank == 1:
             weight[3, 4] = 7.0
     changed = int((safe_get_full_fp32_param(weight) != master).sum())
     assert safe_get_full_fp32_param(weight)[3, 4] == 7.0
-    with zero_engine.zero.GatheredParameters(block):  # frozen ones, too
+    with zero_deepspeed.zero.GatheredParameters(block):  # frozen ones, too
         assert all(torch.isfinite(p).all() for p in block.parameters())
     train(engine, 2)
     return before, engine.weight_hash(), changed
@@ -284,7 +284,7 @@ class Borrower(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         if register:
-            zero_engine.zero.register_external_parameter(self, self.blocks[1].weight)
+            zero_deepspeed.zero.register_external_parameter(self, self.blocks[1].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x) @ self.blocks[1].weight
@@ -300,10 +300,10 @@ def train_borrower() -> list[str]:
     hashes = []
     for stage in STAGES:
         torch.manual_seed(0)
-        with zero_engine.zero.Init(config_dict_or_path=config(stage), enabled=stage == 3):
+        with zero_deepspeed.zero.Init(config_dict_or_path=config(stage), enabled=stage == 3):
             model = Borrower(register=True)
         settings = config(stage, train_batch_size=4, train_micro_batch_size_per_gpu=2)
-        engine, *_ = zero_engine.initialize(model=model, config=settings)
+        engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
         for step in range(3):
             while engine.global_steps == step:
                 engine.backward(engine(torch.full((2, 8), 0.1 * step)))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint import find
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 # ---- what is loaded ----
 
@@ -30,7 +30,7 @@ def save_one(root: str, exclude_frozen: bool = False) -> dict[str, torch.Tensor]
 def evaluation_engine(dtype: str) -> Engine:
     model = make_model(seed=8)
     settings = {"train_batch_size": 2, "bf16": {"enabled": dtype == "bf16"}}
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model, config=settings, model_parameters=list(model.parameters())
     )
     return engine
@@ -111,7 +111,7 @@ def load_changed(root: str, options: dict[str, bool]) -> tuple[torch.Tensor, tor
     model = make_model(seed=8)
     del model.unused
     model.extra = torch.nn.Parameter(torch.ones(5))
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model, config=config(2), model_parameters=list(model.parameters())
     )
     engine.load_checkpoint(root, **options)  # type: ignore[arg-type]

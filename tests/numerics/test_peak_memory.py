@@ -10,7 +10,7 @@ from tests.numerics.peak_memory import PARAMETERS, WIDTH
 from tests.numerics.test_offload import offloading
 from tests.support.fresh import run_module
 from zero_engine.config import load_config
-from zero_engine.memory import Estimate, estimate, is_stepped_whole, optimizer_states
+from zero_engine.observe.memory import Estimate, estimate, is_stepped_whole, optimizer_states
 
 MASTERS, NARROW = "16-bit master weights", "everything in 16 bits"
 ADAFACTOR = "Adafactor, in bf16"

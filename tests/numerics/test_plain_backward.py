@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model
 from tests.support.training import config, fingerprint, make_engine
 from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -125,7 +125,7 @@ def scores_engine(stage: int, reentrant: bool | None = None, **more: Any) -> Eng
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         **more,
     }
-    return zero_engine.initialize(model=Scores(reentrant), config=settings)[0]
+    return zero_deepspeed.initialize(model=Scores(reentrant), config=settings)[0]
 
 
 def scores_loss(engine: Engine, number: int) -> Tensor:
@@ -170,7 +170,7 @@ def test_the_mean_loss_is_that_which_forward_has_returned_or_nan(worlds: WorldPo
 def mean_losses() -> list[float]:
     engines = [make_engine(shares_of_a_quarter(1), training_data=Tokens(24)) for _ in range(2)]
     both = [run(engine, how)[1] for engine, how in zip(engines, ("engine", "plain"), strict=True)]
-    unknown = zero_engine.initialize(
+    unknown = zero_deepspeed.initialize(
         model=nn.Linear(4, 2), config={**config(1), "train_batch_size": 2}
     )[0]
     unknown(torch.ones(2, 4)).square().mean().backward()
@@ -294,7 +294,9 @@ def two_models(stage: int) -> list[Engine]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
-    return [zero_engine.initialize(model=make_model(seed), config=settings)[0] for seed in (1, 2)]
+    return [
+        zero_deepspeed.initialize(model=make_model(seed), config=settings)[0] for seed in (1, 2)
+    ]
 
 
 def of_two_engines() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
-from zero_engine.zero import GatheredParameters
+from zero_deepspeed.zero import GatheredParameters
 
 STEPS = 4
 WEIGHTS = {"zero_quantized_weights": True}

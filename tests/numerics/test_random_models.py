@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zero_engine
+import zero_deepspeed
 from tests.support.random_models import TREES, Vectors, build, grouped
 from tests.support.world import WorldPool
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
@@ -68,7 +68,7 @@ def train(run: dict[str, Any], stage: int) -> tuple[str, dict[str, Any]]:
         "bf16": {"enabled": run["bf16"]},
         "optimizer": {"type": run["optimizer"], "params": OPTIMIZERS[run["optimizer"]]},
     }
-    engine, _, loader, _ = zero_engine.initialize(
+    engine, _, loader, _ = zero_deepspeed.initialize(
         model=model,
         model_parameters=grouped(model, run["groups"]),
         training_data=Vectors(run["size"]),

@@ -18,8 +18,8 @@ from tests.unit.checkpoint.support import flip
 from zero_checkpoint import find, reader
 from zero_checkpoint.errors import DamagedCheckpoint, ModelMismatch
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
-from zero_engine.utils import safe_get_full_fp32_param
+from zero_deepspeed.utils import safe_get_full_fp32_param
+from zero_engine.core.engine import Engine
 
 WORLD, REFUSED_AT, ENDS_AT = 3, 2, 4
 

@@ -16,7 +16,7 @@ from tests.support.models import make_model
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint.format.pieces import BUFFER
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 SOURCES = [(stage, world) for world in (1, 2, 3) for stage in STAGES]

@@ -16,7 +16,7 @@ from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.siblings import Moment, torn
 from zero_contract.worker import CommitRequest, ExitCode, Hello, Left, Progress
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 NAMES = ("actor", "critic", "judge")
 

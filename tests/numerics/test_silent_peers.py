@@ -23,7 +23,7 @@ from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
 from zero_comm.waiting import Waiter
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode, Leave, When
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 ROUND = 3
 
@@ -141,7 +141,7 @@ import os, signal, sys
 import torch, zero_engine
 torch.set_num_threads(1)
 model = torch.nn.Linear(64, 64)
-engine, *_ = zero_engine.initialize(model=model, config={
+engine, *_ = zero_deepspeed.initialize(model=model, config={
     "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}})
 if engine.global_rank == 1:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 
 def engine_for(model: nn.Module, settings: dict[str, Any]) -> Engine:
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model,
         config=settings,
         model_parameters=param_groups(model),
@@ -67,7 +67,7 @@ def train_after_the_end(stage: int) -> tuple[bool, bool]:
         module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
         module._state_dict_hooks = OrderedDict()
         module._load_state_dict_pre_hooks = OrderedDict()
-    testing, *_ = zero_engine.initialize(model=model, config=config(stage) | {"optimizer": None})
+    testing, *_ = zero_deepspeed.initialize(model=model, config=config(stage) | {"optimizer": None})
     same = testing.weight_hash() == weights
     del testing
     gc.collect()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import zero_engine
+import zero_deepspeed
 from tests.support.world import WorldError, WorldPool, one_result
 
 SAMPLES, LONGEST, STEPS = 23, 9, 4
@@ -55,7 +55,7 @@ def train(stages: tuple[int, ...], form: str, more: str = "{}") -> list[Any]:
     results = []
     for stage in stages:
         config = settings(stage, **json.loads(more))
-        engine, *_ = zero_engine.initialize(model=net(), training_data=Ragged(), config=config)
+        engine, *_ = zero_deepspeed.initialize(model=net(), training_data=Ragged(), config=config)
         curve: list[tuple[float, float | None]] = []
         while engine.global_steps < STEPS:
             for values, counts in engine.training_dataloader:
@@ -144,5 +144,5 @@ def test_what_is_no_number_of_tokens_is_named(worlds: WorldPool, tokens: float) 
 
 
 def give(tokens: float) -> None:
-    engine, *_ = zero_engine.initialize(model=net(), config=settings(0))
+    engine, *_ = zero_deepspeed.initialize(model=net(), config=settings(0))
     engine.backward(engine(torch.ones(2, 1)).sum(), tokens=tokens)

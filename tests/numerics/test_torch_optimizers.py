@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.plain import plain_torch
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STEPS, SAVED_AT = 3, 2
 """To the end of the first epoch, whose last step is short."""
@@ -72,7 +72,7 @@ def with_object(
     model = make_model(seed)
     made = getattr(torch.optim, name)(param_groups(model), **options)
     made.needs_whole_parameters = whole
-    engine, own, *_ = zero_engine.initialize(
+    engine, own, *_ = zero_deepspeed.initialize(
         model=model, optimizer=made, config=settings, training_data=Tokens(DATASET_SIZE)
     )
     assert own is made
@@ -211,4 +211,4 @@ def by_object(name: str) -> None:
     settings = config(1)
     del settings["optimizer"]
     made = getattr(torch.optim, name)(list(model.parameters()))
-    zero_engine.initialize(model=model, optimizer=made, config=settings)
+    zero_deepspeed.initialize(model=model, optimizer=made, config=settings)

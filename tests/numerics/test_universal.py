@@ -23,7 +23,7 @@ from tests.unit.checkpoint.support import SMALL
 from zero_checkpoint import Loaded, Manifest, find
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import BUFFER
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 
 STAGES, SAVED_BY, LOADED_BY = (0, 1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 8)

@@ -14,7 +14,7 @@ from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_data.ledger import read_ledger, verify
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 LEAVES, STEPS = 12, 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, make_engine, train
@@ -103,7 +103,7 @@ def train_with_own_optimizer(how: str, stage: int) -> tuple[str, list[float]]:
     groups = param_groups(model)
     own = make(groups) if how == "object" else make
     scheduler = schedule(own) if isinstance(own, torch.optim.Optimizer) else schedule
-    engine, optimizer, _, returned = zero_engine.initialize(
+    engine, optimizer, _, returned = zero_deepspeed.initialize(
         model=model,
         optimizer=own,
         model_parameters=groups,
@@ -128,7 +128,7 @@ def initialize_with_foreign_parameters() -> None:
     settings = config()
     del settings["optimizer"]
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    zero_engine.initialize(model=make_model(), optimizer=stranger, config=settings)
+    zero_deepspeed.initialize(model=make_model(), optimizer=stranger, config=settings)
 
 
 class FusedLAMB(torch.optim.SGD):
@@ -148,7 +148,7 @@ def initialize_with_a_lamb_of_others() -> None:
     del settings["optimizer"]
     model = make_model()
     stranger = FusedLAMB(model.parameters(), lr=0.1)
-    zero_engine.initialize(model=model, optimizer=stranger, config=settings)
+    zero_deepspeed.initialize(model=model, optimizer=stranger, config=settings)
 
 
 def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_rank(

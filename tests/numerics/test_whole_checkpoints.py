@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_engine
+import zero_deepspeed
 from tests.numerics.test_whole_parameters import ADAFACTOR, STEPS, Kronecker, with_object
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
@@ -119,7 +119,7 @@ class Objects(Kronecker):
 def save_objects(root: str) -> list[str]:
     model = nn.Linear(3, 2)
     settings = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model, optimizer=Objects(model.parameters()), config=settings
     )
     engine.backward(engine(torch.ones(2, 3)).sum())

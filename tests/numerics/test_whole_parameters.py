@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.plain import plain_torch
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.errors import ZeroError
-from zero_engine.engine import Engine
-from zero_engine.utils import (
+from zero_deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
     safe_set_full_optimizer_state,
     safe_set_local_optimizer_state,
 )
+from zero_engine.core.engine import Engine
 
 STEPS = 4
 STAGES = (0, 1, 2, 3)
@@ -62,7 +62,7 @@ def with_object(stage: int, *, seed: int = 7, **more: Any) -> Engine:
     del settings["optimizer"]
     model = make_model(seed)
     made = Kronecker(param_groups(model))
-    engine, own, *_ = zero_engine.initialize(
+    engine, own, *_ = zero_deepspeed.initialize(
         model=model, optimizer=made, config=settings, training_data=Tokens(DATASET_SIZE)
     )
     assert own is made
@@ -104,7 +104,7 @@ def train_without_rates() -> list[float]:
     settings = config(1)
     del settings["optimizer"]
     model = make_model()
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model,
         optimizer=FindsItsRate,
         model_parameters=param_groups(model),
@@ -144,7 +144,7 @@ def train_signs(path: str) -> dict[str, Any]:
     nvme = {"device": "nvme", "nvme_path": path}
     settings["zero_optimization"] |= {"offload_optimizer": nvme, "sub_group_size": 4096}
     model = make_model()
-    engine, *_ = zero_engine.initialize(
+    engine, *_ = zero_deepspeed.initialize(
         model=model,
         optimizer=Signs(param_groups(model)),
         config=settings,

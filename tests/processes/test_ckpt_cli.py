@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import zero_engine
+import zero_deepspeed
 from tests.support.cluster import environment
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
@@ -230,7 +230,7 @@ def load_deepspeed(root, bf16):
         {"params": [model.embed.weight], "weight_decay": 0.5},
         {"params": list(model.norm.parameters())},
     ]
-    engine, optimizer, _, _ = zero_engine.initialize(
+    engine, optimizer, _, _ = zero_deepspeed.initialize(
         model=model, config=config(1, bf16=bf16), model_parameters=groups
     )
     engine.load_checkpoint(root)

@@ -130,11 +130,11 @@ def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_
 MEETING = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
-import zero_engine
+import zero_deepspeed
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_comm.waiting import transport_failures
 if os.environ["ZERO_ROUND"] == "2": sys.exit()
-zero_engine.init_distributed()
+zero_deepspeed.init_distributed()
 if dist.get_rank() == 1: signal.pause()
 link = AgentLink(rank=0)
 pathlib.Path(sys.argv[1], "waits").touch()

@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 FLAGS = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=6")
 STUCK = """
 import os, pathlib, runpy, sys, time
-import zero_engine
-step, mark = zero_engine.Engine.step, pathlib.Path(sys.argv[1])
+import zero_deepspeed
+step, mark = zero_deepspeed.Engine.step, pathlib.Path(sys.argv[1])
 def stuck_once(engine):
     step(engine)
     if engine.global_steps == 25 and engine.global_rank == 1 and not mark.exists():
         mark.touch()
         time.sleep(600)
-zero_engine.Engine.step = stuck_once
+zero_deepspeed.Engine.step = stuck_once
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -50,7 +50,7 @@ def config(directory: Path, stage: int, **more: Any) -> Path:
 
 def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A script under an agent of two workers, to its end."""
-    command = [*AGENT, "-m", "zero_engine.as_deepspeed", str(SCRIPTS / script)]
+    command = [*AGENT, "-m", "zero_deepspeed.as_deepspeed", str(SCRIPTS / script)]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         env=environment() | {"HF_HUB_OFFLINE": "1"},
@@ -133,7 +133,7 @@ def test_a_join_costs_the_trainer_no_step_and_the_batch_stays(
     output = tmp_path / "out"
     flags = ("--deepspeed", config(tmp_path, 2), "--output_dir", output, "--never_resume")
     of_one_rank = ("--accumulation=6", "--wait_in_step=2", "--kill_at_step=5")
-    script = ["-m", "zero_engine.as_deepspeed", SCRIPTS / "trainer.py", *flags, *of_one_rank]
+    script = ["-m", "zero_deepspeed.as_deepspeed", SCRIPTS / "trainer.py", *flags, *of_one_rank]
     job = cluster(flags=("--nnodes=1:2", "--max-restarts=1"), script=list(map(str, script)))
     job.start("a", HF_HUB_OFFLINE="1")
     wait_for(lambda: job.events("worker"), 60, "the first worker")
@@ -187,7 +187,7 @@ def test_a_loop_of_accelerate_does_not_begin_again_or_change_its_batch_in_silenc
     tmp_path: Path, cluster: Callable[..., Cluster], flags: tuple[str, ...], why: str
 ) -> None:
     loop = (SCRIPTS / "accelerated_loop.py", "--output_dir", tmp_path, *flags)
-    script = ["-m", "zero_engine.as_deepspeed", *map(str, loop)]
+    script = ["-m", "zero_deepspeed.as_deepspeed", *map(str, loop)]
     job = cluster(flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER), script=script)
     job.start("a", "b")
     wait_for((tmp_path / "saved").is_dir, 90, "a saved state")

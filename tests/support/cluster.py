@@ -66,7 +66,7 @@ def printed_by_all(agents: Sequence[subprocess.Popen[str]]) -> list[list[str]]:
 
 def light_imports(directory: Path) -> dict[str, str]:
     """An environment in which the agent's own preloads are empty: they take seconds of CPU."""
-    for name in ("torch/__init__", "torch/_dynamo", "zero_engine"):
+    for name in ("torch/__init__", "torch/_dynamo", "zero_deepspeed"):
         path = directory / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.touch()

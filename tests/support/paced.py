@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_engine import Engine
+from zero_engine.observe.reporting import LOGGERS
 
 
 def slower(step: Callable[[Engine], None], pause: Path) -> Callable[[Engine], None]:
@@ -27,8 +28,10 @@ def slower(step: Callable[[Engine], None], pause: Path) -> Callable[[Engine], No
     return paced
 
 
-logging.getLogger("zero_engine").addHandler(logging.StreamHandler())
-logging.getLogger("zero_engine").setLevel(logging.INFO)
+HANDLER = logging.StreamHandler()
+for name in LOGGERS:
+    logging.getLogger(name).addHandler(HANDLER)
+    logging.getLogger(name).setLevel(logging.INFO)
 Engine.step = slower(Engine.step, Path(sys.argv[1]))  # type: ignore[method-assign]
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,7 +15,8 @@ from typing import BinaryIO
 from tests.support.training import config, make_engine, train
 from zero_checkpoint import room
 from zero_checkpoint.files.storage import Disk
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
+from zero_engine.observe.reporting import LOGGERS
 
 ASYNC = {"checkpoint": {"async": True}}
 SAVED_AT, ENDS_AT = 2, 5
@@ -82,19 +83,20 @@ def full_container(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def heard(level: int = logging.INFO) -> Iterator[list[str]]:
-    """What the engine logs meanwhile."""
+    """What the engine and its libraries log meanwhile."""
     lines: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_engine")
-    before = logger.level
-    logger.setLevel(level)
-    logger.addHandler(handler)
+    loggers = {name: logging.getLogger(name).level for name in LOGGERS}
+    for name in loggers:
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).addHandler(handler)
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for name, before in loggers.items():
+            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger(name).setLevel(before)
 
 
 def use(engine: Engine, disk: Disk) -> Disk:

@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import zero_engine
-
 # Mounted as the example itself, so the real one is found from the engine beside it.
-sys.path.insert(0, str(Path(zero_engine.__file__).resolve().parents[2] / "examples"))
+import zero_deepspeed
+
+sys.path.insert(0, str(Path(zero_deepspeed.__file__).resolve().parents[2] / "examples"))
 
 import train_gpt
 

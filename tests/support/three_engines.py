@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import zero_engine
+import zero_deepspeed
 
 NAMES = ("actor", "critic", "judge")
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return self.layers(batch).square().mean()
 
 
-def make(number: int) -> zero_engine.engine.Engine:
+def make(number: int) -> zero_deepspeed.Engine:
     torch.manual_seed(number)
     config = {
         "train_batch_size": 4,
@@ -46,11 +46,11 @@ def make(number: int) -> zero_engine.engine.Engine:
         "checkpoint": {"ram": {}},
     }
     model = Model(8 + number)
-    engine, *_ = zero_engine.initialize(model=model, config=config, training_data=Points())
+    engine, *_ = zero_deepspeed.initialize(model=model, config=config, training_data=Points())
     return engine
 
 
-def train(engine: zero_engine.engine.Engine, steps: int) -> None:
+def train(engine: zero_deepspeed.Engine, steps: int) -> None:
     while engine.global_steps < steps:
         for batch in engine.training_dataloader:
             engine.backward(engine(batch))

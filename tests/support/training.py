@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-import zero_engine
+import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
-from zero_engine.engine import Engine
+from zero_engine.core.engine import Engine
 
 DATASET_SIZE = 23
 """Odd on purpose: steps of 10 samples leave a last step of 3, in leaves of 2 and 1."""
@@ -33,7 +33,7 @@ def make_engine(
     """An engine for the tiny model, or this one, with two param groups and its own data."""
     model = model or make_model(seed)
     more = {"model_parameters": param_groups(model), "training_data": Tokens(DATASET_SIZE)} | more
-    engine, _, _, _ = zero_engine.initialize(model=model, config=settings, **more)
+    engine, _, _, _ = zero_deepspeed.initialize(model=model, config=settings, **more)
     return engine
 
 

@@ -51,7 +51,7 @@ class WorldPool:
         import torch.distributed as dist
 
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "zero_engine"])
+        self._context.set_forkserver_preload(["torch", "torch._dynamo", "zero_deepspeed"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers = [self._start() for _ in range(size)]
         self._calls = 0
@@ -133,7 +133,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import zero_engine  # noqa: F401 - so that all imports are frozen
+    import zero_deepspeed  # noqa: F401 - so that all imports are frozen
 
     # Loaders' processes start as those of a script do, and import nothing again.
     multiprocessing.set_start_method("fork", force=True)

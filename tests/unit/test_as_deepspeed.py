@@ -1,4 +1,4 @@
-"""`import zero_engine.as_deepspeed`: who looks for DeepSpeed finds the engine."""
+"""`import zero_deepspeed.as_deepspeed`: who looks for DeepSpeed finds the engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProces
 
 
 LOOK = """
-import zero_engine.as_deepspeed
-import importlib.metadata as metadata, importlib.util, json, sys, zero_engine
+import zero_deepspeed.as_deepspeed
+import importlib.metadata as metadata, importlib.util, json, sys
 
 before = sorted(name for name in sys.modules if name.partition(".")[0] == "deepspeed")
 import deepspeed, deepspeed.comm as dist
@@ -32,8 +32,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 print(json.dumps({
     "before": before,
-    "same": [deepspeed is zero_engine, dist is zero_engine.comm,
-             DeepSpeedCPUAdam is zero_engine.ops.adam.DeepSpeedCPUAdam],
+    "same": [deepspeed is zero_deepspeed, dist is zero_deepspeed.comm,
+             DeepSpeedCPUAdam is zero_deepspeed.ops.adam.DeepSpeedCPUAdam],
     "specs": [deepspeed.__spec__.name, dist.__spec__.name],
     "found": [importlib.util.find_spec(name) is not None
               for name in ("deepspeed", "deepspeed.runtime.engine", "deepspeed.pipe")],
@@ -54,7 +54,7 @@ def test_modules_and_metadata_of_deepspeed_are_those_of_the_engine() -> None:
     assert told == {
         "before": [],
         "same": [True, True, True],
-        "specs": ["zero_engine", "zero_engine.comm"],
+        "specs": ["zero_deepspeed", "zero_deepspeed.comm"],
         "found": [True, True, False],
         "name": "deepspeed",
         "imported_as": ["deepspeed"],
@@ -62,8 +62,8 @@ def test_modules_and_metadata_of_deepspeed_are_those_of_the_engine() -> None:
 
 
 def test_who_has_looked_already_is_not_left_with_half_of_it() -> None:
-    done = run("-c", "import accelerate, zero_engine.as_deepspeed")
-    assert "zero_engine.as_deepspeed comes too late: accelerate is imported" in done.stderr
+    done = run("-c", "import accelerate, zero_deepspeed.as_deepspeed")
+    assert "zero_deepspeed.as_deepspeed comes too late: accelerate is imported" in done.stderr
 
 
 PROGRAM = "import deepspeed, sys; print(deepspeed.__name__, __name__, sys.argv, sys.path[0])"
@@ -73,30 +73,31 @@ def test_a_script_and_a_module_run_as_they_are(tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "program.py"
     script.parent.mkdir()
     script.write_text(PROGRAM)
-    ours = ("-m", "zero_engine.as_deepspeed")
+    ours = ("-m", "zero_deepspeed.as_deepspeed")
     by_path = run(*ours, "scripts/program.py", "--deepspeed", "x.json", cwd=tmp_path)
     arguments = "'--deepspeed', 'x.json'"
-    where = f"zero_engine __main__ ['scripts/program.py', {arguments}] {script.parent}"
+    where = f"zero_deepspeed __main__ ['scripts/program.py', {arguments}] {script.parent}"
     assert by_path.stdout.strip() == where
     by_name = run(*ours, "-m", "program", "--deepspeed", "x.json", cwd=script.parent)
     assert (
-        by_name.stdout.strip() == f"zero_engine __main__ ['{script}', {arguments}] {script.parent}"
+        by_name.stdout.strip()
+        == f"zero_deepspeed __main__ ['{script}', {arguments}] {script.parent}"
     )
 
 
 def test_without_a_script_it_says_how_it_is_used() -> None:
-    done = run("-m", "zero_engine.as_deepspeed")
+    done = run("-m", "zero_deepspeed.as_deepspeed")
     assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m zero_engine.as_deepspeed")
+    assert done.stderr.startswith("usage: python -m zero_deepspeed.as_deepspeed")
 
 
 def test_what_cannot_be_run_is_said_in_one_line() -> None:
-    command = ["-m", "zero_engine.as_deepspeed"]
-    usage = "usage: python -m zero_engine.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS\n"
+    command = ["-m", "zero_deepspeed.as_deepspeed"]
+    usage = "usage: python -m zero_deepspeed.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS\n"
     said = {
         (): usage,
         ("--help",): usage,
-        ("none.py",): "zero_engine.as_deepspeed: none.py: there is no such script\n",
-        ("-m", "no.module"): "zero_engine.as_deepspeed: no.module: there is no such module\n",
+        ("none.py",): "zero_deepspeed.as_deepspeed: none.py: there is no such script\n",
+        ("-m", "no.module"): "zero_deepspeed.as_deepspeed: no.module: there is no such module\n",
     }
     assert {given: run(*command, *given).stderr for given in said} == said

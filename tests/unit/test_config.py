@@ -172,7 +172,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         load_config({"zero_optimization": tuning})
     assert caplog.messages == [
         "config keys without effect here: zero_optimization.overlap_comm, "
-        "zero_optimization.reduce_bucket_size; python -m zero_engine.config FILE says why"
+        "zero_optimization.reduce_bucket_size; python -m zero_engine FILE says why"
     ]
 
 

@@ -93,8 +93,8 @@ def test_the_first_host_of_a_list(nodelist, host):
 def test_srun_tasks_form_a_group_by_themselves():
     """Two processes with what srun gives them, and nothing else."""
     script = (
-        "import zero_engine, torch, torch.distributed as dist\n"
-        f"zero_engine.init_distributed(distributed_port={free_port()})\n"
+        "import zero_deepspeed, torch, torch.distributed as dist\n"
+        f"zero_deepspeed.init_distributed(distributed_port={free_port()})\n"
         "mine = torch.tensor([dist.get_rank() + 1.0])\n"
         "dist.all_reduce(mine)\n"
         "print(dist.get_rank(), dist.get_world_size(), mine.item(), flush=True)\n"

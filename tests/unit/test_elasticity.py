@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from zero_contract.errors import ConfigError
+from zero_deepspeed.elasticity import compute_elastic_config
 from zero_engine.config import load_config
 from zero_engine.config.elasticity import Elasticity, choose_batch
-from zero_engine.elasticity import compute_elastic_config
 
 # Recomputed with DeepSpeed 0.19.6: micro-batches, maximum, worlds -> batch, number of worlds.
 GOLDEN = [

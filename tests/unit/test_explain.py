@@ -1,4 +1,4 @@
-"""`python -m zero_engine.config FILE`, as a user types it."""
+"""`python -m zero_engine FILE`, as a user types it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_engine.__main__ import main
 from zero_engine.config import OptimizerConfig, SchedulerConfig, load_config
-from zero_engine.config.__main__ import main
-from zero_engine.config.explain import explain
+from zero_engine.observe.explain import explain
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import make_optimizer
 
@@ -135,7 +135,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(
     assert main(["config.json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == f"python -m zero_engine.config: {message}\n"
+    assert captured.err == f"python -m zero_engine: {message}\n"
 
 
 BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
@@ -170,7 +170,7 @@ def test_the_command_refuses_what_initialize_refuses_in_the_same_words(
         assert optimizer is not None
         make_schedule(config.scheduler or SchedulerConfig(), optimizer)
     except ConfigError as error:
-        said = f"python -m zero_engine.config: {error}\n"
+        said = f"python -m zero_engine: {error}\n"
     assert main([json.dumps({**BATCH, **section})]) == (2 if said else 0)
     assert capsys.readouterr().err == said
 
@@ -210,13 +210,13 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     text = '{"train_batch_size": 8, // in all\n"optimizer": {"type": "SGD"},}'
     path.write_text(text)
-    command = [sys.executable, "-W", "error", "-m", "zero_engine.config", str(path)]
+    command = [sys.executable, "-W", "error", "-m", "zero_engine", str(path)]
     done = subprocess.run(
         [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=120, check=True
     )
     assert "Per rank, 7,000,000,000 trained parameters, stage 0:" in done.stdout
     assert done.stderr == (
-        f"python -m zero_engine.config: config {str(path)!r} is read as DeepSpeed reads it, with "
+        f"python -m zero_engine: config {str(path)!r} is read as DeepSpeed reads it, with "
         "comments (line 1), a comma after the last entry (line 2)\n"
     )
 
@@ -225,7 +225,7 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
 def test_a_closed_pipe_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "zero_engine.config", '{"train_batch_size": 8}']
+    command = [sys.executable, "-m", "zero_engine", '{"train_batch_size": 8}']
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -12,10 +12,10 @@ import torch
 
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor
-from zero_engine import reporting
 from zero_engine.config import load_config
-from zero_engine.monitors import Monitors
-from zero_engine.reporting import Reporter, Stopwatch
+from zero_engine.observe import reporting
+from zero_engine.observe.monitors import Monitors
+from zero_engine.observe.reporting import Reporter, Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -147,7 +147,7 @@ def test_who_has_not_configured_logging_sees_the_lines_asked_for(
         reporting._log.info("a line")
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
     reporting._log.info("for the script's own handlers")
-    assert capsys.readouterr().err.count("INFO zero_engine.reporting: a line\n") == 2
+    assert capsys.readouterr().err.count("INFO zero_engine.observe.reporting: a line\n") == 2
 
 
 def test_the_level_of_the_lines_is_the_configs() -> None:

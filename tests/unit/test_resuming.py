@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_engine.as_deepspeed.resuming import (
+from zero_deepspeed.as_deepspeed.resuming import (
     STATE,
     CannotGoOn,
     Choice,

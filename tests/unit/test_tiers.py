@@ -17,15 +17,15 @@ from torch import Tensor
 
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
+from zero_engine.core.choose_tiers import UnitSize, kept_in_cpu, offloaded
 from zero_engine.errors import TierError
+from zero_engine.optim.rows import GRAIN
+from zero_engine.optim.sub_groups import Pace
 from zero_engine.tiers.ahead import ReadAhead
 from zero_engine.tiers.buffers import Buffers
-from zero_engine.tiers.choose import UnitSize, kept_in_cpu, offloaded
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import done, wait
-from zero_engine.tiers.rows import GRAIN
 from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
-from zero_engine.tiers.sub_groups import Pace
 
 # ---- the scratch file ----
 

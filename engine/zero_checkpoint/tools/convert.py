@@ -94,7 +94,7 @@ def _config_beside(checkpoint: Candidate) -> Path:
         f"{checkpoint.path}: which model these weights are of is said by a {export.CONFIG}, and "
         f"there is none in {directory}; name the directory of one with --hf-config, such as that "
         "of the model that the training began with. For weights alone use --to torch, or python "
-        "-m zero_engine.utils.zero_to_fp32 --safe_serialization"
+        "-m zero_deepspeed.utils.zero_to_fp32 --safe_serialization"
     )
 
 

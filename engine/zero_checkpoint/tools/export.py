@@ -100,6 +100,13 @@ def select(
     )
 
 
+def read_state_dict(checkpoint: Candidate, selection: Selection) -> dict[str, Tensor]:
+    """The selected tensors on the CPU, by their names in the model; raises as `read_tensor`."""
+    wanted = dict.fromkeys(selection.names.values())
+    whole = {t: selection.convert(data) for t, data in read_tensors(checkpoint, wanted)}
+    return {name: whole[tensor] for name, tensor in selection.names.items()}
+
+
 def export_torch(
     checkpoint: Candidate, selection: Selection, out: Path, progress: Progress = lambda _: None
 ) -> list[Path]:

@@ -1,6 +1,6 @@
 """The configuration: DeepSpeed's JSON keys, resolved once.
 
-`python -m zero_engine.config FILE` explains one.
+`python -m zero_engine FILE` explains one.
 """
 
 from zero_engine.config.parse import load_config

@@ -4,7 +4,7 @@ Owns the choice. Must always hold: the batch is DeepSpeed's; the micro-batch is 
 divides it, at every world size, so that the result does not depend on the world. Which worlds
 divide the batch without a remainder is told, and no world is refused.
 
-Called by `parse` and `zero_engine.elasticity`.
+Called by `parse` and `zero_deepspeed.elasticity`.
 
 Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in 0.19.8.
 """

@@ -35,7 +35,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "disable_allgather": _FIXED_ORDER,
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",
-    "memory_breakdown": "python -m zero_engine.config estimates the memory",
+    "memory_breakdown": "python -m zero_engine estimates the memory",
     "pipeline": "there is no pipeline parallelism",
     "prescale_gradients": "the loss is weighted before backward and summed in fp32",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
@@ -126,7 +126,7 @@ MISSING: dict[str, Missing] = {
     "amp": Missing(_enabled, "Apex is not maintained any more; use bf16, fp16 or torch_autocast"),
     "autotuning": Missing(
         _enabled,
-        "nothing tunes itself; python -m zero_engine.config FILE estimates the memory of a config",
+        "nothing tunes itself; python -m zero_engine FILE estimates the memory of a config",
     ),
     "checkpoint.use_node_local_storage": Missing(
         bool,

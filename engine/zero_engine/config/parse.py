@@ -4,7 +4,7 @@ Must always hold: a key that nothing reads is an error that names the nearest kn
 silence; a key without effect is named in the log, once, with the reason; a feature that is asked
 for and not there is an error.
 
-Called by `assembly` and by `python -m zero_engine.config`.
+Called by `assembly` and by `python -m zero_engine`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> Config:
     config = _with_elastic_batch(_parse(Config, data, ""))
     if inert := without_effect(data):
         _log.info(
-            "config keys without effect here: %s; python -m zero_engine.config FILE says why",
+            "config keys without effect here: %s; python -m zero_engine FILE says why",
             ", ".join(inert),
         )
     return config

@@ -4,7 +4,7 @@ Must always hold: what strict JSON would refuse is read only where one meaning i
 is then named in the log; all else is refused with the line and the character in words. HJSON
 itself would take `8 "bf16": ...`, after which a comma is missing, for one long string.
 
-Called by `parse`, `assembly` and `python -m zero_engine.config`.
+Called by `parse`, `assembly` and `python -m zero_engine`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ _ELEMENTWISE = (
     f"; if what it does to an element depends on that element alone, set {NEEDS_WHOLE} = False: "
     "then it steps shards, which takes less memory and can be offloaded"
 )
-_KNOWN = ("torch.optim.", "zero_engine.")
+_KNOWN = ("torch.optim.", "zero_engine.", "zero_deepspeed.")
 """Where the optimizers come from of which it is known whether they are elementwise."""
 
 _AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"

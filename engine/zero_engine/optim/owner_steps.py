@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from zero_checkpoint.errors import CheckpointError
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.objects import tell
-from zero_engine.optim.sketches import mark_of, sketch, tensors_in
-from zero_engine.optim.waves import Shared, Wave, WaveExchange, in_waves
+from zero_engine.optim.low_precision import widened
+from zero_engine.optim.owner_exchange import Shared, Wave, WaveExchange, in_waves
+from zero_engine.optim.tree_spec import mark_of, sketch, tensors_in
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
-from zero_engine.tiers.narrow import widened
 
 _log = logging.getLogger(__name__)
 

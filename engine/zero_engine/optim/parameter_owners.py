@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives import Collectives, Pending, wait
-from zero_engine.optim.waves import Shared, Wave, WaveExchange, in_waves
+from zero_engine.optim.owner_exchange import Shared, Wave, WaveExchange, in_waves
 from zero_engine.optim.whole import Change
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.sharding.segments import Segment

@@ -3,7 +3,7 @@
 Must always hold: what `initialize` would refuse of them is refused here, in the same words,
 because the same functions make them.
 
-Called by `python -m zero_engine.config`.
+Called by `python -m zero_engine`.
 """
 
 from __future__ import annotations

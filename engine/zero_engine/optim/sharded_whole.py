@@ -12,10 +12,10 @@ from torch import Tensor
 from zero_comm.collectives import Collectives
 from zero_engine.optim.parameter_norms import ParameterNorms
 from zero_engine.optim.parameter_owners import ParameterOwners
+from zero_engine.optim.steps import Steps
 from zero_engine.optim.whole import Change, Norms
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.segments import Segment
-from zero_engine.tiers.steps import Steps
 
 
 class ShardedWhole:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_engine.optim.muon import decay_and_move, direct_momentum
+from zero_engine.optim.steps import only
 from zero_engine.optim.whole import Directed, LooksAtWhole
-from zero_engine.tiers.steps import only
 
 TORCH_MUON: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
 """None before torch 2.9."""

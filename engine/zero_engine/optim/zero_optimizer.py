@@ -29,14 +29,14 @@ from zero_comm.collectives import Collectives, wait
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.sharded_whole import ShardedWhole
+from zero_engine.optim.steps import StepAtOnce, Steps
+from zero_engine.optim.sub_groups import Pace, StepBySubGroups
 from zero_engine.optim.torch_muon import stepped
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import BLOCK, FlatUnit, overlap
 from zero_engine.sharding.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.sharding.segments import Segment
 from zero_engine.stages import Stage
-from zero_engine.tiers.steps import StepAtOnce, Steps
-from zero_engine.tiers.sub_groups import Pace, StepBySubGroups
 
 _NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
 

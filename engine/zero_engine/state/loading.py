@@ -28,7 +28,7 @@ from zero_checkpoint.memory.search import RamSearch
 from zero_checkpoint.place import Place
 from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending
-from zero_engine.moved_states import MovedStates, Torn
+from zero_engine.offload_states import MovedStates, Torn
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection

@@ -21,10 +21,10 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
 from zero_checkpoint.format.table import table_of
 from zero_comm.collectives import Collectives, wait
+from zero_engine.optim.steps import Steps
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.segments import Segment, elementwise_keys
-from zero_engine.tiers.steps import Steps
 
 _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 

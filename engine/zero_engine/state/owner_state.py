@@ -23,7 +23,7 @@ from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
 from zero_comm.collectives import Collectives
 from zero_comm.objects import tell
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
-from zero_engine.optim.sketches import Number, blank, described, filled, leaves, sketch, stored
+from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, sketch, stored
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.state.optimizer_state import device_of_number
 

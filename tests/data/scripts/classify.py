@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-import zero_engine as deepspeed
-from zero_engine.accelerator import get_accelerator
+import zero_deepspeed as deepspeed
+from zero_deepspeed.accelerator import get_accelerator
 
 CLASSES = 10
 

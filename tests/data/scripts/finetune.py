@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 
-import zero_engine as deepspeed
-from zero_engine import comm as dist
-from zero_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.runtime.utils import see_memory_usage
-from zero_engine.runtime.zero.partition_parameters import ZeroParamStatus
-from zero_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+import zero_deepspeed as deepspeed
+from zero_deepspeed import comm as dist
+from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero_deepspeed.runtime.utils import see_memory_usage
+from zero_deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 
 def parse_args():

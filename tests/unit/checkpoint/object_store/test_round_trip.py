@@ -135,7 +135,7 @@ import sys, torch, zero_engine
 config = {"train_micro_batch_size_per_gpu": 2,
           "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 for number in range(2):
-    engine, *_ = zero_engine.initialize(model=torch.nn.Linear(4, 1), config=config)
+    engine, *_ = zero_deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
     print(*engine.load_checkpoint(sys.argv[1]))
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()

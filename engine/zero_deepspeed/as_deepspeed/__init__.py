@@ -1,0 +1,115 @@
+"""`import zero_deepspeed.as_deepspeed`: libraries that look for DeepSpeed find this engine.
+
+accelerate, transformers' Trainer and the like ask Python for a module `deepspeed` and for the
+metadata of a distribution of that name. Importing this package puts a finder before Python's own
+that answers both: `deepspeed.x` is the very module `zero_deepspeed.x`. Nothing is installed, and it
+ends with the process.
+
+Must always hold: whoever has already looked is not left with half of one and half of the other;
+what `zero_deepspeed` does not have, `deepspeed` does not have.
+
+Scripts import it, first of all; `python -m zero_deepspeed.as_deepspeed` runs a script as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import zero_deepspeed
+
+_NAME = "deepspeed"
+_OURS = zero_deepspeed.__name__
+_TOO_LATE = (_NAME, "accelerate", "transformers.integrations.deepspeed")
+"""Modules that are DeepSpeed, or have looked for it once and for all when they were imported."""
+_AMENDED = {
+    "accelerate.accelerator": "zero_deepspeed.as_deepspeed.accelerator",
+    "transformers.trainer": "zero_deepspeed.as_deepspeed.trainer",
+}
+"""Modules of the libraries, each with what is put into it once it is there."""
+_FILES = {
+    "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {zero_deepspeed.__version__}\n"
+    "Summary: zero_deepspeed, under the name that libraries look for\n",
+    "top_level.txt": f"{_NAME}\n",
+}
+
+
+class _Alias(Loader):
+    """Gives a module of ours for one of DeepSpeed's."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the machinery has just put DeepSpeed's in its place
+
+
+class _Metadata(Distribution):
+    """What there would be in site-packages."""
+
+    def read_text(self, filename: str) -> str | None:
+        return _FILES.get(filename)
+
+    def locate_file(self, path: object) -> Path:
+        return Path(zero_deepspeed.__path__[0]).parent / str(path)
+
+
+class _Finder(MetaPathFinder):
+    """Answers for DeepSpeed's modules and for its metadata; amends some of the libraries'."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _AMENDED:
+            return _amended(PathFinder.find_spec(fullname, path, target))
+        if fullname.partition(".")[0] != _NAME:
+            return None
+        ours = find_spec(_OURS + fullname.removeprefix(_NAME))
+        if ours is None:
+            return None
+        package = ours.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Alias(ours.name), is_package=package)
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        return [_Metadata()] if context.name in (None, _NAME) else []
+
+
+def _amended(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """A module of a library as it is, and what is put into it afterwards."""
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def execute_and_install(module: ModuleType) -> None:
+        execute(module)
+        importlib.import_module(_AMENDED[spec.name]).install()
+
+    vars(spec.loader)["exec_module"] = execute_and_install
+    return spec
+
+
+def _install() -> None:
+    late = [name for name in _TOO_LATE if name in sys.modules]
+    if late:
+        raise ImportError(
+            f"zero_deepspeed.as_deepspeed comes too late: {late[0]} is imported already; "
+            "import it first in the script, or run the script with "
+            "python -m zero_deepspeed.as_deepspeed SCRIPT"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+_install()

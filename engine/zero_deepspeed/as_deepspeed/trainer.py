@@ -1,0 +1,237 @@
+"""transformers' Trainer under an agent: goes on by itself, with its batch; leaves with a save.
+
+What is put into `TrainingArguments` and `Trainer` here does nothing without `zero-agent`, nor for
+a Trainer without DeepSpeed or in a hyperparameter search.
+
+Must always hold: rank 0 alone looks at the output directory and decides; what it finds impossible
+ends every rank with the same sentence.
+
+Imported when transformers.trainer has been; `resuming` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from zero_comm.agent_link import current_job, current_round
+from zero_comm.objects import tell_group
+from zero_deepspeed.as_deepspeed.accelerator import exempt
+from zero_deepspeed.as_deepspeed.resuming import (
+    CannotGoOn,
+    Choice,
+    Record,
+    Start,
+    check_schedule,
+    choose,
+    look,
+    others,
+    record_of,
+    share,
+)
+
+_log = logging.getLogger(__name__)
+
+_BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
+"""Orders of the samples that follow from the number of ranks."""
+
+
+def install() -> None:
+    """Put it in place; once."""
+    for kind, name, amend in _AMENDED:
+        setattr(kind, name, amend(getattr(kind, name)))
+
+
+def _start() -> Start | None:
+    """This start of the script; None without an agent."""
+    job = current_job()
+    if job is None:
+        return None
+    return Start(job=job, round=current_round(), world=int(os.environ["WORLD_SIZE"]))
+
+
+def _record(args: Any, start: Start) -> Record | None:
+    """Of the run that this start goes on with."""
+    if start.round <= 1 and getattr(args, "overwrite_output_dir", False):
+        return None
+    return record_of(Path(args.output_dir), start)
+
+
+# ---- the batch ----
+
+
+def _settling(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The arguments' `__post_init__`, before which the batch is that of the run's first start.
+
+    Before it, because it writes the batch into DeepSpeed's config.
+    """
+
+    @wraps(original)
+    def post_init(args: Any) -> None:
+        start = _start()
+        if start is not None and args.output_dir:
+            _keep_batch(args, start)
+        original(args)
+
+    return post_init
+
+
+def _keep_batch(args: Any, start: Start) -> None:
+    record = _record(args, start)
+    config = args.accelerator_config
+    splits = isinstance(config, dict) and config.get("split_batches")
+    if record is None or splits:  # split, the loader's batch is the step's at every world
+        return
+    by_length = getattr(args, "group_by_length", False) or (
+        getattr(args, "train_sampling_strategy", None) in _BY_LENGTH
+    )
+    if by_length and start.world != record.world:
+        raise CannotGoOn(
+            "with train_sampling_strategy (group_by_length) the order of the samples follows from "
+            f"the number of ranks: this run cannot go on with {start.world} instead of "
+            f"{record.world} ranks. Keep their number (--nnodes), or sample at random"
+        )
+    ours = args.per_device_train_batch_size * args.gradient_accumulation_steps * start.world
+    if ours != record.samples:
+        batch = share(record, start)
+        args.per_device_train_batch_size = batch.micro_batch
+        args.gradient_accumulation_steps = batch.accumulation
+        if os.environ["RANK"] == "0":
+            _log.warning("%s", batch.reason)
+
+
+# ---- the checkpoint ----
+
+
+def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The Trainer's `train`, which goes on with a run that has begun."""
+
+    @wraps(original)
+    def train(
+        self: Any,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        exempt("Trainer")
+        start = _start()
+        if start is None or trial is not None or not self.is_deepspeed_enabled:
+            return original(self, resume_from_checkpoint, trial, *more, **named)
+        guide = _Guide(self, start, resume_from_checkpoint)
+        self.add_callback(guide)
+        try:
+            result = original(self, guide.choice.path, trial, *more, **named)
+        finally:
+            self.remove_callback(guide)
+        guide.finish()
+        return result
+
+    return train
+
+
+class _Guide(TrainerCallback):
+    """Sees one call of `train` through."""
+
+    def __init__(self, trainer: Any, start: Start, asked: str | bool | None) -> None:
+        """Decide what it goes on from; every rank does.
+
+        Raises:
+            CannotGoOn: It cannot.
+        """
+        self._trainer = trainer
+        self._start = start
+        self._record: Record | None = None
+        self._others: dict[str, int] = {}
+        self.choice = Choice(**self._agree(lambda: asdict(self._choose(asked))))
+        if self._is_first and self.choice.reason:
+            _log.warning("%s", self.choice.reason)
+
+    @property
+    def _is_first(self) -> bool:
+        return bool(self._trainer.args.process_index == 0)
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self._trainer.args.output_dir)
+
+    def _choose(self, asked: str | bool | None) -> Choice:
+        self._record = _record(self._trainer.args, self._start)
+        seen = look(self._directory)
+        choice = choose(asked, self._record, seen)
+        steps = {str(one.path.resolve()): one.step for one in seen}
+        origin = str(Path(choice.path).resolve()) if choice.path else ""
+        self._others = others(seen, steps.get(origin, 0))
+        return choice
+
+    def _agree(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, in JSON; or cannot."""
+        verdict: dict[str, Any] = {}
+        if self._is_first:
+            try:
+                verdict = {"decided": decide()}
+            except CannotGoOn as problem:
+                verdict = {"problem": str(problem)}
+        if dist.is_initialized():
+            verdict = tell_group(verdict, "what rank 0 decides")[0]
+        if "problem" in verdict:
+            raise CannotGoOn(verdict["problem"])
+        return verdict["decided"]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The schedule is known, and no step taken."""
+        self._agree(lambda: self._settle(state.max_steps))
+
+    def _settle(self, steps: int) -> None:
+        """Check the schedule against the first start's; if this is that, write it down."""
+        args, known = self._trainer.args, self._record
+        micro_batch = self._trainer._train_batch_size
+        samples = micro_batch * args.gradient_accumulation_steps * self._start.world
+        if known is not None and not args.auto_find_batch_size:  # which begins again with less
+            splits = self._trainer.accelerator.split_batches  # the loader's batch is the step's
+            samples = known.samples if splits else samples
+            check_schedule(known, self._start, steps=steps, samples=samples)
+            return
+        self._record = Record(
+            run=self._start.run,
+            samples=samples,
+            micro_batch=micro_batch,
+            world=self._start.world,
+            steps=steps,
+            others=known.others if known is not None else self._others,
+        )
+        self._record.write(self._directory)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Save if this worker is to leave; not after the last step, which leaves nothing to do."""
+        if self._engine.asked_to_leave and not control.should_training_stop:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """The checkpoint is whole, so this is the moment to leave."""
+        if self._engine.asked_to_leave and not control.should_training_stop:
+            self._engine.leave_group()
+
+    @property
+    def _engine(self) -> Any:
+        return self._trainer.deepspeed
+
+    def finish(self) -> None:
+        """Training has come to its end."""
+        if self._is_first and self._record is not None:
+            self._record = replace(self._record, finished=True)
+            self._record.write(self._directory)
+
+
+_AMENDED = (
+    (TrainingArguments, "__post_init__", _settling),
+    (Trainer, "train", _going_on),
+)

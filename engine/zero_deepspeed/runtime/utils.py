@@ -1,0 +1,31 @@
+"""DeepSpeed's `deepspeed.runtime.utils`: what scripts take from there."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import torch
+
+from zero_deepspeed.accelerator import get_accelerator
+
+__all__ = ["see_memory_usage", "set_random_seed"]
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log this rank's memory, now and at its peak; as in DeepSpeed only if forced to."""
+    if force:
+        device = get_accelerator()
+        now, peak = device.memory_allocated(), device.max_memory_allocated()
+        _log.info("%s: %.2f GiB in use, at most %.2f GiB", message, now / _GIB, peak / _GIB)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch, as scripts do before they make a model."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

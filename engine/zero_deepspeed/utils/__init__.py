@@ -1,0 +1,108 @@
+"""DeepSpeed's `deepspeed.utils`: looking at and changing parameters, gradients, optimizer state.
+
+At every stage, and for every param group. Every rank calls these, in the same order, for the
+same parameters; the *local* ones give this rank's share of the flattened parameter. What they
+do is in `param_access`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_deepspeed.utils.logging import log_dist, logger
+from zero_engine.core.loaders import RepeatingLoader
+from zero_engine.parameters.access import owned
+from zero_engine.sharding.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+
+__all__ = [
+    "RepeatingLoader",
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The whole weights in the highest precision, a copy in the parameter's shape."""
+    return owned(param).weights()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the weights, for the next forward and the next step."""
+    owned(param).set_weights(value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient summed over the global batch so far, without loss scale; None after a step."""
+    return owned(param).gradient()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the gradient that the next step applies."""
+    owned(param).set_gradient(value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
+    """The state "exp_avg", for example, in the parameter's shape; None before the first step."""
+    return owned(param).state(optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace a state that has one value per element."""
+    owned(param).set_state(optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """This rank's share of the weights."""
+    return owned(param).weights_share()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's share of the weights; every rank calls it."""
+    owned(param).set_weights_share(value)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's share of the gradient; None after a step."""
+    return owned(param).gradient_share()
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's share of the gradient."""
+    owned(param).set_gradient_share(value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
+    """This rank's share of a state; None before the first step."""
+    return owned(param).state_share(optim_state_key)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Replace this rank's share of a state; every rank calls it."""
+    owned(param).set_state_share(optim_state_key, value)

@@ -1,0 +1,25 @@
+"""DeepSpeed's `deepspeed.utils.logging`: its logger, and lines from some ranks only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import torch.distributed as dist
+
+__all__ = ["log_dist", "logger", "print_rank_0"]
+
+logger = logging.getLogger("zero_deepspeed")
+
+
+def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; on all of them for None, [] or [-1]."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if not ranks or -1 in ranks or rank in ranks or rank == -1:
+        logger.log(level, "[rank %d] %s", rank, message)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Log on rank 0, if asked to."""
+    if debug or force:
+        log_dist(message, [0])

@@ -1,0 +1,141 @@
+"""DeepSpeed's `deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint.
+
+python -m zero_deepspeed.utils.zero_to_fp32 CHECKPOINTS OUT
+
+Must always hold: every parameter and buffer is there, frozen and tied ones included, at every
+stage; each byte that is read is verified. `zero-ckpt export` does the same and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.format.pieces import PARAM
+from zero_checkpoint.tools.arguments import size
+from zero_checkpoint.tools.export import Selection, export_hf, export_torch, read_state_dict, select
+from zero_checkpoint.tools.locate import one
+from zero_contract.errors import ZeroError
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The whole state_dict on the CPU, floating-point tensors in fp32.
+
+    Args:
+        checkpoint_dir: As given to `save_checkpoint`, or one checkpoint in it.
+        tag: A name; by default the newest.
+        exclude_frozen_parameters: Leave out what was not trained; buffers stay.
+        lazy_mode: Without effect: a state_dict that is read later could not be verified.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+        DamagedCheckpoint: A tensor is not what was saved.
+    """
+    del lazy_mode
+    checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
+    return read_state_dict(checkpoint, chosen)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> Module:
+    """Give a plain model, which belongs to no engine, the weights of a checkpoint; returns it.
+
+    Raises: as `get_fp32_state_dict_from_zero_checkpoint`, and RuntimeError as `load_state_dict`.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.cpu().load_state_dict(weights)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[Path]:
+    """Write the fp32 weights; returns the files.
+
+    Args:
+        checkpoint_dir: As given to `save_checkpoint`, or one checkpoint in it.
+        output_dir: A directory; without `safe_serialization` also the name of a .bin or .pt file.
+        max_shard_size: The largest safetensors file; a torch file is not cut.
+        safe_serialization: Write safetensors, with an index if there are several; else one
+            pytorch_model.bin.
+        tag: A name; by default the newest.
+        exclude_frozen_parameters: Leave out what was not trained.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or the output exists.
+        DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
+    """
+    checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
+    out = Path(output_dir)
+    if safe_serialization:
+        limit = sys.maxsize if max_shard_size is None else size(max_shard_size)
+        return export_hf(checkpoint, chosen, out, shard_bytes=limit)
+    file = out if out.suffix in (".bin", ".pt", ".pth") else out / "pytorch_model.bin"
+    return export_torch(checkpoint, chosen, file)
+
+
+def _chosen(
+    directory: str | Path, tag: str | None, exclude_frozen: bool
+) -> tuple[Candidate, Selection]:
+    checkpoint = one(f"{directory}@{tag}" if tag else str(directory))
+    chosen = select(checkpoint, dtype=torch.float32)
+    if exclude_frozen:
+        manifest = checkpoint.manifest
+        groups: list[dict[str, Any]] = manifest.meta["engine"]["groups"]
+        trained = {name for group in groups for name in group["params"]}
+        kept = {n: t for n, t in chosen.names.items() if t.kind != PARAM or t.fqn in trained}
+        chosen = Selection(names=kept, dtype=torch.float32)
+    return checkpoint, chosen
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Convert as the command line says; 2 if that is not possible."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_deepspeed.utils.zero_to_fp32",
+        description="Write the fp32 weights of a checkpoint for plain torch.",
+    )
+    parser.add_argument("checkpoint_dir", help="as given to save_checkpoint()")
+    parser.add_argument("output_dir", help="a new directory, or a .bin file")
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="a checkpoint's name (default: the newest)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted for DeepSpeed")
+    options = vars(parser.parse_args(arguments))
+    del options["debug"]
+    try:
+        written = convert_zero_checkpoint_to_fp32_state_dict(**options)
+    except (ZeroError, OSError, argparse.ArgumentTypeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(str(path) for path in written))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

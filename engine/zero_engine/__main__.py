@@ -1,0 +1,87 @@
+"""Explain a configuration: resolved values, keys without effect, warnings, memory per rank.
+
+python -m zero_engine ds_config.json --parameters 7e9
+
+Must always hold: it ends with 0 only if `initialize` takes the config, apart from what depends on
+the model, and from "auto", which libraries such as the Trainer fill in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from zero_contract.errors import ConfigError
+from zero_engine.config import reading
+from zero_engine.config.parse import AUTO, load_config
+from zero_engine.config.schema import Config
+from zero_engine.observe.explain import check_batch, explain
+from zero_engine.optim.sections import check_sections
+
+_BROKEN_PIPE = 141
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the explanation of the config named on the command line; 2 if it is no good."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_engine", description=(__doc__ or "").split("\n", 1)[0]
+    )
+    parser.add_argument("file", help="a DeepSpeed-style JSON file, or the JSON itself")
+    parser.add_argument(
+        "--parameters",
+        type=_count,
+        default=10**9,
+        metavar="N",
+        help="trained parameters of the model, 7e9 for example (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--largest",
+        type=_count,
+        metavar="N",
+        help="trained parameters of its largest module (default: a 32nd of all)",
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format=f"{parser.prog}: %(message)s", level=logging.WARNING)
+    logging.getLogger(reading.__name__).setLevel(logging.INFO)
+    try:
+        written = reading.read_json(options.file)
+        config = load_config(written)
+        _check(config, written)
+        lines = list(explain(config, written, options.parameters, options.largest))
+    except ConfigError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `python -m zero_engine ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return 0
+
+
+def _check(config: Config, written: Mapping[str, Any]) -> None:
+    """Raises ConfigError where `initialize` would, though each key as such is good."""
+    check_sections(config)
+    if AUTO not in (written.get(key) for key in _BATCH):
+        check_batch(config)
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def _count(text: str) -> int:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters, such as 7e9")
+    return int(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""`initialize`: from the user's model, optimizer, data and config to an engine.
+
+Owns the order in which the parts are made, and what is done to the user's model: parameters
+become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
+training. Everything afterwards belongs to `engine`.
+
+Source of the signature: deepspeed.initialize.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from zero_comm.agent_link import AgentLink, agent_link, peers_may_vanish
+from zero_comm.collectives import Collectives
+from zero_comm.comms_log import LOG
+from zero_comm.cpu.malloc import keep_freed_memory
+from zero_comm.distributed import init_distributed, local_device
+from zero_comm.node_group import node_exchanges
+from zero_comm.waiting import Interrupt
+from zero_contract.errors import ConfigError
+from zero_data.global_batch import Cursor, resolve_batch
+from zero_data.ledger import Ledger
+from zero_engine.config import Config, SchedulerConfig, load_config, read_json
+from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
+from zero_engine.core.engine import Engine
+from zero_engine.core.loaders import training_loader
+from zero_engine.core.precision import DTYPES, check_dtypes, prepare_buffers
+from zero_engine.core.rewrap import leave_weights, take_over
+from zero_engine.offload_states import MovedStates
+from zero_engine.optim.loss_scaler import LossScaling
+from zero_engine.optim.lr_schedules import make_schedule
+from zero_engine.optim.optimizers import (
+    Parameters,
+    check_whole,
+    make_optimizer,
+    needs_whole,
+    trained_groups,
+)
+from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.parameters.places import adopt_parameters
+from zero_engine.parts import Core, Run
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.grad_reducer import GradReducer
+from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
+from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
+from zero_engine.sharding.partition import UnitSpec, aliases, partition
+from zero_engine.stages import STAGES, Stage
+
+_log = logging.getLogger(__name__)
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+Initialized = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
+
+
+def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    mesh_param: Any = None,
+    num_workers: int = 0,
+) -> Initialized:
+    """Make an engine. Every rank calls it, with the same arguments.
+
+    Args:
+        args: Parsed command line; its `deepspeed_config` is the config if none is given.
+        model: The module to train. Rank 0's weights are everybody's. One that another engine has
+            trained is taken from it, and goes on from there.
+        optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
+            `model_parameters`. None: the config's.
+        model_parameters: Parameters or param groups; by default all that require gradients.
+        training_data: For the loader that is returned: a map-style dataset, one that is cut into
+            shards (`shards`), or any other that can be iterated (`streams`).
+        lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
+            stepped with every optimizer step that is applied.
+        collate_fn: As for torch's DataLoader.
+        config: A dict, a JSON string or the path of a JSON file.
+        config_params: DeepSpeed's older name for it.
+        distributed_port: Without effect, as `dist_init_required`: the environment says where
+            the group meets, and one that is there already is used.
+        mpu: Must be None, as `mesh_param`: there is no model parallelism.
+        dist_init_required: Without effect.
+        mesh_param: Must be None.
+        num_workers: As for torch's DataLoader.
+
+    Returns:
+        The engine, the optimizer (the one given, if one was), the loader or None, the scheduler
+        or None.
+
+    Raises:
+        ConfigError: The arguments or the config contradict each other or are incomplete.
+        PeerLost: A peer is gone; under an agent the process ends instead.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model")
+    del distributed_port, dist_init_required
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
+    keys = _config_keys(args, config, config_params)
+    settings = load_config(keys)
+    with peers_may_vanish():
+        init_distributed()
+    link = agent_link(dist.get_rank())
+    with peers_may_vanish(link):
+        take_over(model)
+        chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
+        core = _make_core(model, chosen, settings, link)
+        scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
+        run = _make_run(settings, training_data, collate_fn, num_workers, link)
+        engine = Engine(settings, core, run, scheduler, link, keys)
+    if core.device.type == "cpu":
+        keep_freed_memory()
+    return engine, chosen, run.loader, scheduler
+
+
+def _config_keys(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]:
+    sources = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
+    if not given:
+        raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
+    source = sources[given[0]]
+    return source if isinstance(source, Mapping) else read_json(source)
+
+
+# ---- the model ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """What the parts of one core are all made with."""
+
+    config: Config
+    stage: Stage
+    collectives: Collectives
+    device: torch.device
+    guard: Callable[[], AbstractContextManager[None]]
+    interrupt: Interrupt
+
+
+def _make_core(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
+) -> Core:
+    shared = _meet(config, link)
+    dtype = DTYPES[config.compute]
+    groups = trained_groups(optimizer, model)
+    check_dtypes(model, groups, dtype)
+    buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
+    prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
+    leaves = config.zero_optimization.leaf_module
+    mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    tied = aliases(model)
+    units = _make_units(shared, partition(model, groups, dtype))
+    coordinator = _make_coordinator(shared, model, units)
+    zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
+    core = Core(
+        module=model,
+        device=shared.device,
+        dtype=dtype,
+        stage=shared.stage,
+        collectives=shared.collectives,
+        units=units,
+        aliases=tied,
+        zero=zero,
+        reducer=reducer,
+        coordinator=coordinator,
+        guard=shared.guard,
+        moved=MovedStates(units, zero),
+    )
+    adopt_parameters(core)
+    leave_weights(core)
+    mark_divided(model)
+    return core
+
+
+def _meet(config: Config, link: AgentLink) -> _Shared:
+    """Meet the other ranks."""
+    if config.comms_logger.enabled:
+        LOG.configure(config.comms_logger)
+    shared = _Shared(
+        config=config,
+        stage=STAGES[config.zero_optimization.stage],
+        collectives=Collectives(interrupt=link.interrupt),
+        device=local_device(),
+        guard=partial(peers_may_vanish, link),
+        interrupt=link.interrupt,
+    )
+    if shared.device.type == "cpu":
+        shared.collectives.meet_neighbours()
+    return shared
+
+
+def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, ...]:
+    zero = shared.config.zero_optimization
+    node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt)
+    tiers = Tiers(zero, shared.device).choose(unit_sizes(specs, shared.collectives.world))
+    return tuple(
+        FlatUnit(
+            spec,
+            shared.stage,
+            shared.collectives,
+            shared.device,
+            resting,
+            master=DTYPES[shared.config.master],
+            quantized=zero.zero_quantized_weights
+            or (zero.zero_quantized_nontrainable_weights and not spec.trained),
+            node=node,
+        )
+        for spec, resting in zip(specs, tiers, strict=True)
+    )
+
+
+def _make_coordinator(
+    shared: _Shared, model: nn.Module, units: Sequence[FlatUnit]
+) -> ParamCoordinator:
+    zero = shared.config.zero_optimization
+    return ParamCoordinator(
+        model,
+        units if shared.stage.shards_parameters else (),
+        shared.collectives,
+        Prefetch(budget=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters),
+        shared.guard,
+    )
+
+
+def _make_stepper(
+    shared: _Shared,
+    optimizer: torch.optim.Optimizer | None,
+    units: Sequence[FlatUnit],
+    coordinator: ParamCoordinator,
+) -> tuple[ZeroOptimizer, GradReducer] | tuple[None, None]:
+    """What turns gradients into a step; nothing if nothing is trained."""
+    trained = [unit for unit in units if unit.trained]
+    if optimizer is None or not trained:
+        return None, None
+    config, stage = shared.config, shared.stage
+    whole = needs_whole(optimizer)
+    if whole:
+        check_whole(optimizer, config)
+    if config.master != "fp32" and dist.get_rank() == 0:
+        _log.info(
+            "master weights rest in %s, the optimizer's state in %s; gradients are summed in fp32",
+            *(config.master, config.moments),
+        )
+    zero = ZeroOptimizer(
+        optimizer,
+        trained,
+        stage,
+        shared.collectives,
+        config.gradient_clipping,
+        LossScaling.of(config.fp16),
+        pace_of(config.zero_optimization, narrow=config.master != "fp32"),
+        DTYPES[config.moments],
+        whole=whole,
+    )
+    reducer = GradReducer(
+        trained,
+        zero.totals,
+        shared.collectives,
+        stage,
+        zero.wholes,
+        coordinator.release_trained if stage.shards_parameters else None,
+        shared.guard,
+        quantized=config.zero_optimization.zero_quantized_gradients,
+    )
+    return zero, reducer
+
+
+def _make_scheduler(
+    given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer | None
+) -> Any:
+    # A scheduler object has a step(); a function that makes one has not, and a class makes one.
+    if given is not None and config is not None and config.type and dist.get_rank() == 0:
+        _log.warning(
+            "the lr_scheduler given to initialize() is used, as in DeepSpeed, and not the config's "
+            '"scheduler": {"type": "%s"}; remove one of the two',
+            config.type,
+        )
+    if hasattr(given, "step") and not isinstance(given, type):
+        return given
+    if given is None and (config is None or config.type is None):
+        return None
+    if optimizer is None:
+        raise ConfigError("lr_scheduler: there is no optimizer to schedule")
+    if given is not None:
+        return given(optimizer)
+    assert config is not None
+    return make_schedule(config, optimizer)
+
+
+# ---- the run ----
+
+
+def _make_run(
+    config: Config,
+    dataset: Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int,
+    link: AgentLink,
+) -> Run:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch, from_world = resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world,
+        first_round=link.round <= 1,
+    )
+    run = Run(
+        batch=batch,
+        batch_from_world=from_world,
+        cursor=Cursor(),
+        rank=rank,
+        world=world,
+        managed=config.managed_gradient_accumulation,
+        summed_over=world if config.sums_gradients else None,
+    )
+    if rank == 0 and run.managed:
+        _log.info(
+            "a step: %d samples in %d micro-batches of %d; %d micro-steps on %d ranks",
+            *(batch.samples, batch.leaves, batch.micro_batch),
+            *(run.plan().micro_steps(world), world),
+        )
+    if dataset is not None:
+        run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
+    if config.elastic.sample_ledger is not None:
+        directory = Path(config.elastic.sample_ledger)
+        run.ledger = Ledger(directory, round=link.round, rank=rank, world=world)
+    return run

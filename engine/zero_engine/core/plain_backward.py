@@ -1,0 +1,135 @@
+"""A `.backward()` that the script calls by itself, on a loss that the engine has not seen.
+
+DeepSpeed allows it in place of `engine.backward(loss)`. Must always hold: it is the backward of a
+micro-step, with everything that belongs to one; gradients have the weight of their micro-batch,
+whatever the loss was computed from; no gradient is dropped. What nobody knows is the loss itself,
+so its weight is given to the gradients, and its value is known only if forward has returned it.
+
+Autograd does not announce a backward. It is noticed by the first of: a hook of what forward has
+returned, which also says where the backward ends if parts of it are backwards of their own
+(reentrant activation checkpointing); a hook of a divided module's output, before which nothing
+may be gathered; and the first gradient of a parameter. Only the last two begin the micro-step:
+`torch.autograd.grad` passes the first kind, too, and leaves no gradients.
+
+Made by `engine`; called by autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from zero_contract.errors import ZeroError
+from zero_engine.core.micro_steps import MicroSteps
+from zero_engine.parts import Core
+from zero_engine.sharding.grad_reducer import is_weighted
+
+_ALL: weakref.WeakSet[PlainBackward] = weakref.WeakSet()
+
+
+class PlainBackward:
+    """Makes the backwards that the script calls those of an engine's micro-steps."""
+
+    def __init__(self, core: Core, micro_steps: MicroSteps) -> None:
+        self._core = core
+        self._micro_steps = micro_steps
+        self._task = -1
+        """Autograd's number of the backward under way, the outermost; -1: there is none."""
+        self._last_task = -1
+        """That of the newest one that was a micro-step's; unique in the process."""
+        self._looked_into = -1
+        """The backward of which is known that it ends at none of the parameters."""
+        self._begun = False
+        self._loss: Tensor | None = None
+        if core.reducer is not None:
+            core.reducer.on_plain_backward = self.begin
+            core.coordinator.on_plain_backward = self.notice
+            _ALL.add(self)
+
+    def watch(self, output: Any) -> None:
+        """What forward has returned: backwards pass it first."""
+        reducer = self._core.reducer
+        if reducer is None:
+            return
+        if torch._C._current_graph_task_id() == -1:  # what is still under way has failed
+            self._task, self._begun = -1, False
+            if reducer.running:
+                reducer.abandon()
+        tensors = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf
+        ]
+        numbers = [tensor.detach() for tensor in tensors if tensor.numel() == 1]
+        for tensor in tensors:
+            value = numbers[0] if tensor.numel() == len(numbers) == 1 else None
+            tensor.register_hook(partial(self._on_output, value))
+
+    def _on_output(self, value: Tensor | None, gradient: Tensor) -> None:
+        if is_weighted(torch._C._current_graph_task_id()):
+            return
+        self.notice()
+        if value is not None:  # the loss, or its part in one
+            self._loss = (value * gradient).reshape(())
+
+    def notice(self) -> None:
+        """A backward is under way; it is a micro-step's if it ends at a parameter."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or is_weighted(task):
+            return
+        self._await_end(task)
+        if self._core.stage.shards_parameters and not self._begun and task != self._looked_into:
+            if self._ends_at_parameters():
+                self.begin()
+            else:
+                self._looked_into = task
+
+    def begin(self) -> None:
+        """The backward is a micro-step's.
+
+        Raises:
+            ZeroError: It needs a loss scale, which only `scale()` or `backward()` can give it; or
+                there cannot be a backward now.
+        """
+        if self._core.dtype == torch.float16:
+            raise ZeroError(
+                "loss.backward() in fp16 training: the loss must be scaled first; call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._core.moved.need("loss.backward()")
+        self._await_end(torch._C._current_graph_task_id())
+        if not self._begun:
+            self._begun, self._last_task = True, self._task
+            self._micro_steps.begin_unweighted()
+
+    def _await_end(self, task: int) -> None:
+        if self._task == -1:
+            self._task, self._loss = task, None
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _ends_at_parameters(self) -> bool:
+        """Whether the backward under way is going to leave a gradient at one of the parameters."""
+        try:
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+                for unit in self._core.units
+                for param in unit.params
+                if param.requires_grad
+            )
+        except RuntimeError:  # torch.autograd.grad() with respect to one of them
+            return False
+
+    def _end(self) -> None:
+        """Autograd has come to the end of the outermost backward."""
+        begun, self._task, self._begun = self._begun, -1, False
+        if begun:
+            others = (each for each in _ALL if each is not self)
+            shared = any(other._last_task == self._last_task for other in others)
+            self._micro_steps.finish_unweighted(self._loss, shared=shared)

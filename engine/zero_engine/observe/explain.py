@@ -1,0 +1,200 @@
+"""A config in words: what each key comes to, what it does not do, and the memory it takes.
+
+Everything here is a pure function to lines of text; `__main__` prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero_contract.errors import ConfigError
+from zero_data.global_batch import BatchShape, resolve_batch
+from zero_engine.config.elasticity import choose_batch
+from zero_engine.config.parse import AUTO, without_effect
+from zero_engine.config.schema import Config
+from zero_engine.observe.memory import estimate_for, is_stepped_whole, optimizer_states
+
+WORLDS = (1, 2, 4, 8, 16, 32, 64)
+_COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
+_GIB = 1 << 30
+_MODULES = 32
+"""Of equal size, in a model about which nothing is said."""
+
+
+def explain(
+    config: Config, written: Mapping[str, Any], parameters: int, largest: int | None = None
+) -> Iterator[str]:
+    """The whole explanation, line by line.
+
+    Args:
+        config: The resolved config.
+        written: The JSON it was made from.
+        parameters: Trained parameters of the model that the memory is estimated for.
+        largest: Those of its largest module; None: a 32nd of all.
+    """
+    yield "Resolved values (* from the file):"
+    yield from _values(config, _leaves(written))
+    if inert := without_effect(written):
+        yield "\nWithout effect here:"
+        yield from (f"  {path}: {reason}" for path, reason in inert.items())
+    yield from _elasticity(config)
+    if warnings := list(_warnings(config)):
+        yield "\nWarnings:"
+        yield from (f"  {warning}" for warning in warnings)
+    yield f"\nPer rank, {parameters:,} trained parameters, stage {config.zero_optimization.stage}:"
+    largest = largest or -(-parameters // _MODULES)
+    yield from _table(config, parameters, largest)
+    flight = estimate_for(config, parameters, 1, largest).in_flight / _GIB
+    yield (
+        "The first five columns are the device's memory; without a GPU it is the host's as well.\n"
+        "On top come activations, and modules being gathered and reduced: at most "
+        f"{flight:.2f} GiB,\nif the largest module has {largest:,} parameters."
+    )
+
+
+def resolved(config: Config) -> Iterator[str]:
+    """Every key and the value it comes to."""
+    return (line.strip() for line in _values(config, set()))
+
+
+def check_batch(config: Config) -> None:
+    """Raises ConfigError if a job can begin on no number of ranks."""
+    batch, _ = _batch(config, 1)
+    accumulation = config.gradient_accumulation_steps or 1
+    samples = config.train_batch_size or batch.samples
+    begins_nowhere = samples % (batch.micro_batch * accumulation)
+    _batch(config, 1, first_round=bool(begins_nowhere))
+
+
+def _elasticity(config: Config) -> Iterator[str]:
+    if config.elasticity.enabled:
+        chosen = choose_batch(config.elasticity)
+        yield (
+            f"\nElasticity: {chosen.samples} samples in micro-batches of {chosen.micro_batch}; "
+            f"no rank idles in these {len(chosen.worlds)} worlds, and every other trains as well:"
+        )
+        yield f"  {', '.join(str(world) for world in chosen.worlds)}"
+
+
+def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
+    found = set()
+    for key, value in data.items():
+        path = f"{parent}.{key}" if parent else key
+        found |= _leaves(value, path) if isinstance(value, Mapping) else {path}
+    return found
+
+
+def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
+    fields = dataclasses.fields(record)
+    if not getattr(record, "enabled", True):
+        fields = fields[:1]  # of a section that is off nothing else matters
+    for field in fields:
+        path, value = f"{parent}{field.name}", getattr(record, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value, written, f"{path}.")
+        else:
+            # "optimizer.params.lr" gives optimizer.params, "zero_optimization": true its stage.
+            given = any(
+                f"{name}.".startswith(f"{path}.") or f"{path}.".startswith(f"{name}.")
+                for name in written
+            )
+            yield f"  {'*' if given else ' '} {path} = {value!r}"
+
+
+def _batch(config: Config, world: int, *, first_round: bool = False) -> tuple[BatchShape, bool]:
+    return resolve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world,
+        first_round=first_round,
+    )
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    yield from _about_the_batch(config)
+    if config.scheduler is not None and AUTO in config.scheduler.params.values():
+        yield (
+            '"auto" in scheduler.params is a default here, and total_num_steps has none: the '
+            "Hugging Face Trainer fills them in, other scripts must"
+        )
+    yield from _about_the_optimizer(config)
+    if not config.gradient_clipping:
+        yield "gradients are not clipped"
+    if config.fp16.enabled and config.fp16.loss_scale:
+        yield f"the loss scale is fixed at {config.fp16.loss_scale:g}: it will not adapt"
+    if config.master != "fp32":
+        yield (
+            f"{config.master}_master_weights_and_grads: master weights rest in {config.master}; "
+            "gradients are summed in fp32 all the same"
+        )
+    if config.zero_optimization.stage == 0 and config.compute != "fp32":
+        yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
+
+
+def _about_the_batch(config: Config) -> Iterator[str]:
+    try:
+        if _batch(config, 1)[1]:
+            yield (
+                "the batch depends on the number of ranks of the first start, and stays as it was "
+                "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
+            )
+        yield from _about_accumulation(config)
+    except ConfigError as error:
+        yield str(error)
+    if not config.managed_gradient_accumulation:
+        yield (
+            "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
+            "the global batch follows from the script and the number of ranks"
+        )
+
+
+def _about_accumulation(config: Config) -> Iterator[str]:
+    """All three of DeepSpeed's numbers say on how many ranks a job begins."""
+    samples, accumulation = config.train_batch_size, config.gradient_accumulation_steps
+    micro_batch = config.train_micro_batch_size_per_gpu
+    if samples is None or micro_batch is None or accumulation is None:
+        return
+    ranks, rest = divmod(samples, micro_batch * accumulation)
+    where = "on no number of ranks" if rest else f"on {ranks} rank{'s' if ranks > 1 else ''} only"
+    yield (
+        f"gradient_accumulation_steps is {accumulation}: with both batch sizes the job can begin "
+        f"{where}, and go on with any; leave it out to begin with any as well"
+    )
+
+
+def _about_the_optimizer(config: Config) -> Iterator[str]:
+    if config.optimizer is None:
+        yield "no optimizer: give one to initialize(), or nothing is trained"
+    elif optimizer_states(config.optimizer) is None:
+        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
+    elif config.optimizer.type.lower() == "muon":
+        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
+    elif is_stepped_whole(config.optimizer):
+        yield (
+            f"optimizer {config.optimizer.type}: each parameter is stepped whole, by the rank that "
+            "owns it; its memory is counted as for matrices, vectors take a value per element"
+        )
+
+
+def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
+    yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
+    for world in WORLDS:
+        memory = estimate_for(config, parameters, world, largest)
+        columns = (getattr(memory, name) for name in _COLUMNS)
+        numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
+        yield f"  {world:5d} {numbers}   {_work(config, world)}"
+
+
+def _work(config: Config, world: int) -> str:
+    """The micro-steps of a step, and the part of them in which a rank is not idle."""
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+        return "no batch size is given"
+    try:
+        leaves = _batch(config, world)[0].leaves
+    except ConfigError:
+        return "this world does not divide the batch"
+    micro_steps = -(-leaves // world)
+    return f"{micro_steps}, {leaves / (world * micro_steps):.0%}"

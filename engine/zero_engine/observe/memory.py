@@ -1,0 +1,284 @@
+"""How much memory a rank needs for the state of training, before anything is allocated.
+
+Owns the arithmetic, which follows `flat_unit`, `zero_optimizer`, `grad_reducer` and `tiers` line by
+line; tests hold it against what an engine really allocates. Left out: activations, and the
+gradients of the module that backward is in.
+
+Called by `python -m zero_engine` and by `memory_needs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
+from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
+from zero_engine.stages import STAGES
+
+_FP32_BYTES = 4
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+_STATES: dict[str, int] = {
+    "adadelta": 2,
+    "adafactor": 0,  # next to none: rows and columns of matrices
+    "adagrad": 1,
+    "adam": 2,
+    "adamax": 2,
+    "adamw": 2,
+    "asgd": 1,
+    "lamb": 2,
+    "lion": 1,
+    "muon": 1,
+    "nadam": 2,
+    "radam": 2,
+    "rmsprop": 1,
+    "rprop": 2,
+    "sgd": 0,
+}
+"""Optimizer -> fp32 values that it keeps per parameter."""
+
+_OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
+"""Option -> the further values that it takes when it is on."""
+
+_STEPPED_WHOLE = frozenset({"adafactor"})
+"""Optimizers that are given whole parameters, see `owner_steps`."""
+_WHOLES = 2
+"""Of each parameter that a rank owns, for a step: its weights and its gradient, in fp32."""
+
+_GATHERED = 2
+"""Units whose weights are there: the one that computes and the next one."""
+_REDUCED = 3
+"""Gradients of units: being filled, being sent, and what arrives in its place."""
+_PUTS = 2
+"""Writes of stepped weights that may be under way, see `tiers.nvme`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes on one rank. Without a GPU, the device's memory and the host's are one."""
+
+    weights: int
+    """On the device: what forward and backward read."""
+    master: int
+    """On the device: fp32 weights beside those."""
+    moments: int
+    """On the device."""
+    gradients: int
+    """On the device."""
+    host: int = 0
+    """In the host's memory: what rests there, and buffers of what rests on the disk."""
+    disk: int = 0
+    in_flight: int = 0
+    """On the device, at most: units being gathered and reduced, the root among them; or, in a step,
+    fp32 copies of what rests in 16 bits, or whole parameters with their gradients."""
+
+    @property
+    def total(self) -> int:
+        """All that stays on the device."""
+        return self.weights + self.master + self.moments + self.gradients
+
+    @property
+    def without_gpu(self) -> int:
+        """All that is in memory where device and host are one."""
+        return self.total + self.host
+
+
+def estimate(  # noqa: PLR0913 - a fact each
+    parameters: int,
+    *,
+    stage: int,
+    compute: str,
+    resting: tuple[str, str] = ("fp32", "fp32"),
+    states: int,
+    world: int,
+    zero: ZeroOptimization | None = None,
+    largest: int | None = None,
+    root: int = 0,
+    gpu: bool = True,
+    whole: bool = False,
+) -> Estimate:
+    """The state of training `parameters` parameters.
+
+    Args:
+        parameters: Trained parameters of the whole model.
+        stage: ZeRO stage.
+        compute: "fp32", "bf16" or "fp16".
+        resting: What master weights and the optimizer's state rest in.
+        states: Values that the optimizer keeps per parameter.
+        world: Ranks.
+        zero: What is offloaded; None: nothing.
+        largest: Parameters of the largest unit; None: of all.
+        root: Parameters outside of these units, such as embeddings and the head: their weights are
+            there, and their gradients are collected, as long as a pass takes.
+        gpu: Whether the device's memory is not the host's.
+        whole: Whether the optimizer is given whole parameters.
+
+    Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
+    ZeRO-Offload and ZeRO-Infinity for what is where.
+    """
+    policy, size = STAGES[stage], _BYTES[compute]
+    shard = -(-parameters // world)
+    stepped = shard if policy.shards_optimizer else parameters
+    unit = largest or parameters
+    zero = zero or ZeroOptimization(stage=stage)
+    plan = _Resting(zero, compute, stepped, *resting, gpu=gpu)
+    places = plan.master() + plan.moments(states) + plan.weights()
+    part = -(-unit // world)
+    buffers = plan.buffers(states, part) + plan.at(CPU, plan.widened(states, part))
+    node = plan.zero.zero_hpz_partition_size
+    secondary = size * -(-parameters // node) if 1 < node < world and world % node == 0 else 0
+    return Estimate(
+        weights=plan.at(NONE, plan.weights())
+        + secondary
+        + (0 if policy.shards_parameters else size * parameters),
+        master=plan.at(NONE, plan.master()),
+        moments=plan.at(NONE, plan.moments(states)),
+        gradients=_FP32_BYTES * stepped,
+        host=plan.at(CPU, places) + buffers,
+        disk=plan.at(NVME, places),
+        in_flight=max(
+            size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
+            plan.at(NONE, plan.widened(states, part)),
+            _FP32_BYTES * _WHOLES * shard if whole else 0,
+        ),
+    )
+
+
+def _in_flight(unit: int, root: int, *, shards_parameters: bool) -> int:
+    """Elements. The root is reduced last, when the buffers of the units are still held."""
+    reduced = _REDUCED * unit + (_REDUCED - 1) * root
+    if not shards_parameters:
+        return reduced
+    return max((_GATHERED + _REDUCED) * unit + 2 * root, reduced + root)
+
+
+_Placed = list[tuple[str, float]]
+"""Device as the config names it -> bytes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resting:
+    """Where the shards of all units rest together."""
+
+    zero: ZeroOptimization
+    compute: str
+    stepped: int
+    master_in: str = "fp32"
+    moments_in: str = "fp32"
+    gpu: bool = True
+
+    @staticmethod
+    def at(device: str, places: _Placed) -> int:
+        return round(sum(bytes_ for place, bytes_ in places if place == device))
+
+    def master(self) -> _Placed:
+        """Master weights, but where they are the buffer that the model computes with."""
+        home, away = self._parts()
+        size, alike = _BYTES[self.master_in], self.compute == self.master_in
+        shared = alike and not STAGES[self.zero.stage].shards_parameters
+        aliased_away = shared and not self.gpu
+        return [
+            (NONE, 0 if shared else size * home),
+            (self._device, 0 if aliased_away else size * away),
+        ]
+
+    def moments(self, states: int) -> _Placed:
+        home, away = self._parts()
+        size = _BYTES[self.moments_in] * states
+        return [(NONE, size * home), (self._device, size * away)]
+
+    def widened(self, states: int, unit_shard: int) -> _Placed:
+        """fp32 copies, for its step, of a sub-group that rests in 16 bits."""
+        if self.master_in == "fp32":
+            return []
+        count = min(self.zero.sub_group_size, unit_shard, MOST_WIDENED)
+        rows = 1 + (states if self.moments_in != "fp32" else 0)
+        on_host = self._device != NONE and self.gpu
+        return [(CPU if on_host else NONE, float(_FP32_BYTES * rows * count))]
+
+    def weights(self) -> _Placed:
+        """Of the part whose master weights are far: the copy that modules are gathered from."""
+        size, alike = _BYTES[self.compute], self.compute == self.master_in
+        return [
+            (device, 0 if alike and device == self._device else size * count)
+            for device, count in self._gathered()
+        ]
+
+    def _gathered(self) -> _Placed:
+        """Elements, not bytes, of what is gathered from elsewhere than the master weights."""
+        _, away = self._parts()
+        param = self.zero.offload_param
+        near = self._device == NONE or (self._device == CPU and not self.gpu)
+        if near or not STAGES[self.zero.stage].shards_parameters:
+            return []
+        in_cpu = min(away, param.max_in_cpu) if param.device == NVME else 0.0
+        return [(CPU, in_cpu), (param.device, away - in_cpu)]
+
+    def buffers(self, states: int, unit_shard: int) -> int:
+        """Host memory for what is on its way from and to the disk."""
+        optimizer, param = self.zero.offload_optimizer, self.zero.offload_param
+        size, total = _BYTES[self.compute], 0
+        sub_group = min(self.zero.sub_group_size, unit_shard)
+        if self.master_in != "fp32":
+            sub_group = min(sub_group, MOST_WIDENED)
+        if optimizer.device == NVME:
+            count = 1 + optimizer.pipeline_read + optimizer.pipeline_write
+            row = _BYTES[self.master_in] + _BYTES[self.moments_in] * states
+            total += count * row * sub_group
+        if self.at(NVME, self._gathered()):
+            total += max(param.buffer_count, 1) * size * unit_shard + _PUTS * size * sub_group
+        return total
+
+    @property
+    def _device(self) -> str:
+        return self.zero.offload_optimizer.device
+
+    def _parts(self) -> tuple[float, float]:
+        """Elements whose state stays on the device, and whose is offloaded."""
+        if self._device == NONE:
+            return self.stepped, 0.0
+        away = self.zero.offload_optimizer.ratio * self.stepped
+        return self.stepped - away, away
+
+
+def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
+    """fp32 values per parameter; None if the optimizer is not in the config or not known."""
+    if optimizer is None:
+        return None
+    states = _STATES.get(optimizer.type.lower())
+    params: Mapping[str, Any] = optimizer.params
+    return (
+        None
+        if states is None
+        else states
+        + sum(
+            extra
+            for option, extra in _OPTIONAL_STATES.items()
+            if params.get(option) not in (None, "auto", 0, False)
+        )
+    )
+
+
+def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
+    """Whether an optimizer of the config is given whole parameters."""
+    return optimizer is not None and optimizer.type.lower() in _STEPPED_WHOLE
+
+
+def estimate_for(
+    config: Config, parameters: int, world: int, largest: int | None = None
+) -> Estimate:
+    """The estimate for a config, on GPUs; an unknown optimizer counts as Adam."""
+    states = optimizer_states(config.optimizer)
+    return estimate(
+        parameters,
+        stage=config.zero_optimization.stage,
+        compute=config.compute,
+        resting=(config.master, config.moments),
+        states=2 if states is None else states,
+        world=world,
+        zero=config.zero_optimization,
+        largest=largest,
+        whole=is_stepped_whole(config.optimizer),
+    )

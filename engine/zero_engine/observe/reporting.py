@@ -1,0 +1,134 @@
+"""What a run says of its steps: lines in the log, curves, times.
+
+Must always hold: rank 0 speaks for all, with numbers of the whole run; nothing here changes a
+result. Who has not configured logging and asks for lines in the config sees them on stderr.
+
+Called by `engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from zero_contract.errors import ConfigError
+from zero_data.global_batch import Cursor
+from zero_engine.config import Config
+from zero_engine.observe.explain import resolved
+from zero_engine.observe.monitors import Event, Monitors
+
+_log = logging.getLogger(__name__)
+LOGGERS = ("zero_comm", "zero_checkpoint", "zero_data", "zero_engine", "zero_deepspeed")
+"""The loggers of the engine and its libraries."""
+
+
+class Stopwatch:
+    """Seconds spent in the parts of a step; does nothing unless it is on."""
+
+    def __init__(self, device: torch.device, *, on: bool) -> None:
+        self._device, self._on = device, on
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of the block to a part."""
+        if not self._on:
+            yield
+            return
+        begin_s = self._now_s()
+        yield
+        self._spent_s[part] += self._now_s() - begin_s
+
+    def take(self) -> dict[str, float]:
+        """The parts' milliseconds since the last call."""
+        taken = {part: 1000 * seconds for part, seconds in self._spent_s.items()}
+        self._spent_s.clear()
+        return taken
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class Reporter:
+    """Speaks of one engine's steps."""
+
+    def __init__(self, config: Config, rank: int, stopwatch: Stopwatch) -> None:
+        self.monitors = Monitors(config, rank)
+        self._config = config
+        self._speaks = rank == 0
+        self._stopwatch = stopwatch
+        if self._speaks:
+            _configure_logging(config)
+        if self._speaks and config.dump_state:
+            for line in resolved(config):
+                _log.info("config: %s", line)
+
+    def step(
+        self, cursor: Cursor, loss: float, norm: float, rates: Sequence[float], scale: float
+    ) -> None:
+        """Report a step that has ended."""
+        times_ms = self._stopwatch.take()
+        if self.monitors.enabled:
+            self.monitors.write_events(self._events(cursor, loss, norm, rates, scale, times_ms))
+        every = self._config.steps_per_print or (1 if times_ms else 0)
+        if not (self._speaks and every and cursor.step % every == 0):
+            return
+        if self._config.steps_per_print:
+            told = ", ".join(f"{rate:g}" for rate in rates)
+            _log.info("step %d: loss %.6g, norm %.4g, lr %s", cursor.step, loss, norm, told)
+        if times_ms:
+            parts = ", ".join(f"{part} {spent:.1f} ms" for part, spent in times_ms.items())
+            _log.info("step %d: %s", cursor.step, parts)
+
+    def _events(
+        self,
+        cursor: Cursor,
+        loss: float,
+        norm: float,
+        rates: Sequence[float],
+        scale: float,
+        times_ms: dict[str, float],
+    ) -> list[Event]:
+        values = {"train_loss": loss, "lr": rates[0] if rates else 0.0, "grad_norm": norm}
+        if self._config.fp16.enabled:
+            values["loss_scale"] = scale
+        values |= {f"elapsed_time_ms_{part}": spent for part, spent in times_ms.items()}
+        return [(f"Train/Samples/{name}", value, cursor.samples) for name, value in values.items()]
+
+
+class _Unconfigured(logging.StreamHandler):  # type: ignore[type-arg]
+    """Speaks only as long as the script has not configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line to stderr."""
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _configure_logging(config: Config) -> None:
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    if config.log_level is not None:
+        levels = logging.getLevelNamesMapping()
+        if config.log_level.upper() not in levels:
+            known = ", ".join(level.lower() for level in levels)
+            raise ConfigError(f"log_level: {config.log_level!r} is not one of {known}")
+        for logger in loggers:
+            logger.setLevel(config.log_level.upper())
+    asks = config.steps_per_print or config.dump_state or config.wall_clock_breakdown
+    if not (asks or config.log_level) or any(
+        isinstance(h, _Unconfigured) for h in loggers[0].handlers
+    ):
+        return
+    handler = _Unconfigured()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
+    for logger in loggers:
+        logger.addHandler(handler)
+        if logger.level == logging.NOTSET and not logging.getLogger().handlers:
+            logger.setLevel(logging.INFO)

@@ -1,5 +1,0 @@
-"""DeepSpeed's `deepspeed.ops`: optimizers under the names of its kernels, with torch's."""
-
-from zero_engine.ops import adagrad, adam, lamb, lion
-
-__all__ = ["adagrad", "adam", "lamb", "lion"]

@@ -1,0 +1,113 @@
+"""The rows of one unit: its master weights, and the keys of its optimizer's state, where they rest.
+
+Owns their places. Must always hold: a row covers the part of the shard whose parameters have its
+key, and nothing else but up to a grain at its ends. Groups with the same options have the same
+keys; a Muon keeps a momentum for its groups of matrices and two moments for its other ones.
+
+Called by `sub_groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from zero_engine.optim.low_precision import Moments
+from zero_engine.sharding.flat_unit import BLOCK, FlatUnit, round_up
+from zero_engine.sharding.segments import Segment
+from zero_engine.tiers.places import Tier
+
+GRAIN = 4 * BLOCK
+"""Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
+WEIGHTS = ".weights"
+"""The row of master weights; optimizers have no key with a dot."""
+
+Options = frozenset[str]
+"""The names of a param group's options."""
+
+
+class Rows:
+    """Tensors over stretches of one shard, by name."""
+
+    def __init__(
+        self,
+        unit: FlatUnit,
+        tier: Tier,
+        segments: Sequence[Segment],
+        groups: Sequence[Options],
+        moments: Moments,
+    ) -> None:
+        """There are the weights; others are made when they are asked for.
+
+        Args:
+            unit: Whose shard it is.
+            tier: Where rows rest.
+            segments: Those of this unit.
+            groups: The options of every param group.
+            moments: What the other rows rest in.
+        """
+        self._moments = moments
+        self._tier = tier
+        self._low = unit.interval[0]
+        self._kinds = {s: groups[s.group] for s in segments}
+        self._numel = unit.shard.numel()
+        self._rows = {WEIGHTS: (0, unit.shard)}
+
+    def cuts(self, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """The stretches between these starts, and between those where a row begins or ends."""
+        ends = {bound for kind in self._kinds.values() for bound in self._stretch(kind)}
+        bounds = sorted({*starts, *ends, self._numel})
+        return list(pairwise(bounds))
+
+    def _stretch(self, kind: Options) -> tuple[int, int]:
+        """What the row of a kind covers."""
+        alike = [segment for segment, other in self._kinds.items() if other == kind]
+        start = min(segment.start for segment in alike) - self._low
+        stop = max(segment.stop for segment in alike) - self._low
+        return start // GRAIN * GRAIN, min(round_up(stop, GRAIN), self._numel)
+
+    def name(self, segment: Segment, key: str) -> str:
+        """Of the row of a segment's key."""
+        kinds = list(dict.fromkeys(self._kinds.values()))
+        return f"{key}.{kinds.index(self._kinds[segment])}"
+
+    def place(self, segment: Segment, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A segment's part of the row of a key, which is made for state of a dtype if need be."""
+        name = self.name(segment, key)
+        dtype = None if dtype is None else self._moments.resting(dtype)
+        if dtype is not None and (name not in self._rows or self._rows[name][1].dtype != dtype):
+            start, stop = self._stretch(self._kinds[segment])
+            self._rows[name] = start, self._tier.zeros(stop - start, dtype)
+        return self._of_segment(segment, *self._rows[name])
+
+    def weights(self, segment: Segment) -> Tensor:
+        """A segment's part of the master weights."""
+        return self._of_segment(segment, *self._rows[WEIGHTS])
+
+    def _of_segment(self, segment: Segment, begin: int, row: Tensor) -> Tensor:
+        begin += self._low
+        return row[segment.start - begin : segment.stop - begin]
+
+    def between(self, start: int, stop: int, names: Container[str]) -> dict[str, Tensor]:
+        """Elements [start, stop) of the shard in some rows, all of which cover them."""
+        return {
+            name: row[start - begin : stop - begin]
+            for name, (begin, row) in self._rows.items()
+            if name in names
+        }
+
+
+def rows_of(
+    tiers: Mapping[FlatUnit, Tier],
+    segments: Sequence[Segment],
+    groups: Sequence[Options],
+    moments: Moments,
+) -> dict[FlatUnit, Rows]:
+    """The rows of each unit whose state rests in a tier."""
+    return {
+        unit: Rows(unit, tier, [s for s in segments if s.unit is unit], groups, moments)
+        for unit, tier in tiers.items()
+    }

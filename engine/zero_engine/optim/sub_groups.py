@@ -1,0 +1,323 @@
+"""Steps segments whose state rests elsewhere, one sub-group after the other.
+
+A *sub-group* is a part of one unit's shard, of at most `sub_group_size` elements. It is brought
+into memory, stepped, and brought back, while the next one is read and the one before is written.
+Its *rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever
+they rest. Must always hold:
+
+- The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
+  scalars (the step count) are in every sub-group those of before the pass. So what is elementwise
+  gives the same bits as in one call: a step, or the passes of one that looks at whole parameters.
+- Between steps `optimizer.state` shows whole tensors: parts of the rows.
+- Rows may rest in 16 bits. The optimizer then sees fp32 copies of a sub-group, which are rounded
+  when it has been stepped: the result does not depend on how its kernels round.
+- In memory are the sub-groups under way, never the state of a whole unit that is larger.
+
+Called by `zero_optimizer`. Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
+(arXiv 2104.07857), whose sub-groups are parameters of one buffer in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_engine.errors import TierError
+from zero_engine.optim.low_precision import Moments, brought, widened
+from zero_engine.optim.rows import GRAIN, WEIGHTS, rows_of
+from zero_engine.optim.steps import StepAtOnce, only, step
+from zero_engine.optim.whole import LooksAtWhole
+from zero_engine.sharding.flat_unit import FlatUnit, overlap
+from zero_engine.sharding.segments import Segment, elementwise_keys
+from zero_engine.tiers.places import Lease, Tier, wait
+
+_GRADIENT = ".gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How much of the state is in memory during a step."""
+
+    sub_group_size: int
+    """Elements."""
+    reads_ahead: bool
+    writes_behind: bool
+
+    def starts(self, numel: int) -> range:
+        """Where the sub-groups of a shard begin."""
+        return range(0, numel, max(self.sub_group_size // GRAIN, 1) * GRAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a sub-group has of a segment: elements [start, stop) of the sub-group."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+    def of(self, row: Tensor) -> Tensor:
+        """This part of a row of the sub-group."""
+        return row[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A segment's optimizer state before a step."""
+
+    scalars: dict[str, Any]
+    keys: list[str]
+    """Those that have rows; none before the first step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubGroup:
+    """Elements [start, stop) of the shard of a unit."""
+
+    unit: FlatUnit
+    tier: Tier
+    total: Tensor
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+    def of(self, row: Tensor) -> Tensor:
+        """This sub-group's part of a row of the unit."""
+        return row[self.start : self.stop]
+
+
+class StepBySubGroups:
+    """State that rests in tiers; the device's own is stepped at once, as without them."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        segments: Sequence[Segment],
+        totals: Mapping[FlatUnit, Tensor],
+        tiers: Mapping[FlatUnit, Tier],
+        pace: Pace,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        """Cut the shards into sub-groups.
+
+        Args:
+            optimizer: Elementwise, or one that looks at whole parameters in three passes.
+            segments: All of this rank.
+            totals: For each unit the gradient of its shard.
+            tiers: Where the state of a unit rests; units that are not here are on the device.
+            pace: The size of sub-groups, and how many are in memory.
+            moments: What the optimizer's fp32 state rests in.
+        """
+        self._moments = Moments(moments)
+        self._optimizer = optimizer
+        self._pace = pace
+        self._tiers = dict(tiers)
+        streamed = [s for s in segments if s.unit in tiers and s.stop > s.start]
+        options = [frozenset(group) for group in optimizer.param_groups]
+        self._rows = rows_of(tiers, streamed, options, self._moments)
+        others = [s for s in segments if s not in streamed]
+        self._segments = streamed
+        self._failure = ""
+        self._others = StepAtOnce(optimizer, others) if others else None
+        self._empty = [segment for segment in others if segment.stop == segment.start]
+        sub_groups = [
+            SubGroup(unit, tier, totals[unit], start, stop, _parts(unit, streamed, start, stop))
+            for unit, tier in tiers.items()
+            for start, stop in self._rows[unit].cuts(pace.starts(unit.shard.numel()))
+        ]
+        self._sub_groups = [sub_group for sub_group in sub_groups if sub_group.parts]
+        for segment in streamed:
+            self._adopt(segment)
+
+    # ---- where state lies ----
+
+    def make_state(
+        self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Parts of rows, to be filled."""
+        dtypes = {key: self._moments.resting(dtype) for key, dtype in dtypes.items()}
+        if segment not in self._segments:
+            return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes, before)
+        rows = self._rows[segment.unit]
+        return {key: rows.place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
+
+    def _adopt(self, segment: Segment) -> None:
+        """Bring state that is elsewhere (made with the optimizer, or loaded into it) to its row."""
+        state = self._optimizer.state.get(segment.param, {})
+        for key in elementwise_keys(segment, state):
+            place = self._rows[segment.unit].place(segment, key, state[key].dtype)
+            if place.data_ptr() != state[key].data_ptr():
+                state[key] = place.copy_(state[key])
+
+    # ---- a step ----
+
+    def step(self) -> None:
+        """Step all segments.
+
+        Raises:
+            TierError: The disk has failed. State is then neither old nor new, and no further step
+                is made with it.
+        """
+        if self._failure:
+            raise TierError(
+                f"a step has failed half way: {self._failure}; start again from the newest "
+                "checkpoint"
+            )
+        try:
+            step(self._optimizer, self)
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def parts(self, *, weights_only: bool = False) -> Iterator[None]:
+        """What is on the device at once, then each sub-group while it is in memory."""
+        yield from self._parts_of_others(weights_only=weights_only)
+        for segment in self._segments:
+            self._adopt(segment)
+        before = {segment: self._before(segment) for segment in self._segments}
+        directs = isinstance(self._optimizer, LooksAtWhole) and not weights_only
+        keys = dict.fromkeys(before, ()) if weights_only else {s: b.keys for s, b in before.items()}
+        try:
+            for sub_group, lease in self._leases(keys):
+                self._show(sub_group, lease, before, keys)
+                with only(self._optimizer, [part.segment for part in sub_group.parts]):
+                    yield
+                self._take_back(sub_group, lease, directs=directs)
+        finally:
+            self._show_whole(before)
+        resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
+        for tier in {id(tier): tier for tier in resting}.values():
+            tier.settle()
+
+    def _parts_of_others(self, *, weights_only: bool) -> Iterator[None]:
+        """Those on the device; where state rests in 16 bits, they are empty and only count."""
+        if self._others is None:
+            return
+        for segment in self._empty:
+            self._convert(segment, self._moments.as_stepped)
+        yield from self._others.parts(weights_only=weights_only)
+        for segment in self._empty:
+            self._convert(segment, lambda state: state.to(self._moments.resting(state.dtype)))
+
+    def _convert(self, segment: Segment, how: Callable[[Tensor], Tensor]) -> None:
+        state = self._optimizer.state.get(segment.param, {})
+        state.update((key, how(state[key])) for key in elementwise_keys(segment, state))
+
+    def _before(self, segment: Segment) -> Before:
+        state = self._optimizer.state.get(segment.param, {})
+        keys = elementwise_keys(segment, state)
+        return Before({key: state[key] for key in state.keys() - set(keys)}, keys)
+
+    def _leases(self, keys: Mapping[Segment, Sequence[str]]) -> Iterator[tuple[SubGroup, Lease]]:
+        """Each sub-group while it is in memory, with the rows of some keys."""
+        coming = iter(self._sub_groups)
+        opened: deque[tuple[Future[Lease], Callable[[], Tensor]]] = deque()
+        closing: deque[Future[None]] = deque()
+        for sub_group in self._sub_groups:
+            room = 1 + self._pace.reads_ahead - len(opened)
+            opened.extend(self._open(each, keys) for each in islice(coming, room))
+            future, gradient = opened.popleft()
+            lease = wait(future)
+            lease.rows[_GRADIENT] = gradient()
+            yield sub_group, lease
+            closing.append(sub_group.tier.close(self._between(sub_group, lease.rows), lease))
+            while len(closing) > self._pace.writes_behind:
+                wait(closing.popleft())
+        while closing:
+            wait(closing.popleft())
+
+    def _open(
+        self, sub_group: SubGroup, keys: Mapping[Segment, Sequence[str]]
+    ) -> tuple[Future[Lease], Callable[[], Tensor]]:
+        rows = self._rows[sub_group.unit]
+        wanted = {rows.name(p.segment, key) for p in sub_group.parts for key in keys[p.segment]}
+        gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
+        return sub_group.tier.open(self._between(sub_group, {WEIGHTS, *wanted})), gradient
+
+    def _between(self, sub_group: SubGroup, names: Container[str]) -> dict[str, Tensor]:
+        return self._rows[sub_group.unit].between(sub_group.start, sub_group.stop, names)
+
+    def _show(
+        self,
+        sub_group: SubGroup,
+        lease: Lease,
+        before: Mapping[Segment, Before],
+        keys: Mapping[Segment, Sequence[str]],
+    ) -> None:
+        """Let the parameters be the parts that a sub-group has of them."""
+        name = self._rows[sub_group.unit].name
+        for part in sub_group.parts:
+            param = part.segment.param
+            param.data = widened(part.of(lease.rows[WEIGHTS]))
+            param.grad = part.of(lease.rows[_GRADIENT])
+            resting = {k: part.of(lease.rows[name(part.segment, k)]) for k in keys[part.segment]}
+            rows = {key: self._moments.as_stepped(row) for key, row in resting.items()}
+            self._optimizer.state[param] = copy.deepcopy(before[part.segment].scalars) | rows
+
+    def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:
+        for part in sub_group.parts:
+            self._collect(sub_group, part, lease)
+        direction, total = lease.rows[_GRADIENT], sub_group.of(sub_group.total)
+        if not directs:
+            sub_group.unit.accept(sub_group.start, lease.rows[WEIGHTS])
+        elif direction.device != total.device:
+            total.copy_(direction, non_blocking=True)
+
+    def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
+        """Bring what the optimizer has made anew, or seen widened, into the lease."""
+        param, rows = part.segment.param, self._rows[sub_group.unit]
+        param.grad = None
+        param.data = brought(param.data, part.of(lease.rows[WEIGHTS]))
+        state = self._optimizer.state[param]
+        for key in elementwise_keys(part.segment, state):
+            row = rows.place(part.segment, key, state[key].dtype)
+            name = rows.name(part.segment, key)
+            if name not in lease.rows:
+                size = sub_group.stop - sub_group.start
+                lease.rows[name] = state[key].new_zeros(size, dtype=row.dtype)
+            state[key] = brought(state[key], part.of(lease.rows[name]))
+
+    def _show_whole(self, before: Mapping[Segment, Before]) -> None:
+        """Let parameters and state be the parts of the rows again."""
+        for segment in self._segments:
+            state = self._optimizer.state.get(segment.param, {})
+            keys = {*elementwise_keys(segment, state), *before[segment].keys}
+            rows = self._rows[segment.unit]
+            segment.param.grad = None
+            segment.param.data = rows.weights(segment)
+            state.update((key, rows.place(segment, key)) for key in sorted(keys))
+
+
+def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:
+    """What elements [start, stop) of a shard have of each segment."""
+    low, parts = unit.interval[0], []
+    for segment in segments:
+        if segment.unit is unit:
+            first, last = overlap(segment.start - low, segment.stop - low, start, stop)
+            if last > first:
+                parts.append(Part(segment, first - start, last - start))
+    return tuple(parts)
+
+
+def _to_host(source: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Begin to copy a gradient to where the optimizer runs; the result waits for it."""
+    if source.device.type == device.type:
+        return lambda: source
+    copied = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
+    copied.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def arrived() -> Tensor:
+        event.synchronize()
+        return copied
+
+    return arrived

@@ -1,0 +1,1 @@
+"""One parameter at any stage: its weights, gradient and state, whole or a share."""

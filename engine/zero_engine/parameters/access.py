@@ -1,0 +1,298 @@
+"""One parameter of an engine: its weights, gradient and optimizer state, whole or as a share.
+
+Owns the way from a parameter to the shards that hold it. Must always hold: what is read is what
+the optimizer steps, in the highest precision; what is written is what the next forward computes
+with and the next step starts from, at every stage and for every param group. A *share* is this
+rank's interval of the flattened parameter, a 1-D tensor, empty on many ranks.
+
+All of it is collective unless it says otherwise: every rank calls it, for the same parameters in
+the same order, between steps. Called through `utils` and `zero`, which have DeepSpeed's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_comm.collectives import wait
+from zero_contract.errors import ZeroError
+from zero_engine.offload_states import WEIGHTS
+from zero_engine.optim.owner_steps import StepByOwners
+from zero_engine.parameters.places import place_of
+from zero_engine.parts import Core
+from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
+from zero_engine.sharding.segments import Segment, elementwise_keys
+from zero_engine.state.owner_state import fetch
+
+
+def owner_of(param: nn.Parameter) -> OwnedParam | None:
+    """Where a parameter lies; None if no engine has it."""
+    found = place_of(param)
+    if found is None:
+        return None
+    core, unit, slot = found
+    steps = core.zero.steps if core.zero is not None and unit.trained else None
+    kind = SteppedWhole if isinstance(steps, StepByOwners) else OwnedParam
+    return kind(core, unit, slot)
+
+
+def owned(param: nn.Parameter) -> OwnedParam:
+    """Where a parameter lies.
+
+    Raises:
+        ZeroError: No engine has it.
+    """
+    owner = owner_of(param)
+    if owner is None:
+        raise ZeroError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine; pass one of the "
+            "module that was given to initialize()"
+        )
+    owner.core.moved.need("reading or changing a parameter")
+    return owner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedParam:
+    """A parameter and the parts of the engine that hold it."""
+
+    core: Core
+    unit: FlatUnit
+    slot: Slot
+
+    # ---- weights ----
+
+    def weights(self) -> Tensor:
+        """The whole parameter in its shape, in the precision of master weights; a copy."""
+        with self.core.guard():
+            return self._cut(self.unit.gather_highest())
+
+    def set_weights(self, value: Tensor) -> None:
+        """Give the parameter other weights, the same on every rank."""
+        start, stop = self._share()
+        self.set_weights_share(self._flat(value)[start - self.slot.start : stop - self.slot.start])
+
+    def weights_share(self) -> Tensor:
+        """This rank's share; a copy. Not collective."""
+        return self._local(self.unit.shard).clone()
+
+    def set_weights_share(self, value: Tensor) -> None:
+        """Write this rank's share."""
+        _write(self._local(self.unit.shard), value, self.slot.fqn)
+        with self.core.guard():
+            self.unit.restore()
+
+    # ---- gradients: sums over the leaves so far, of the loss without its scale ----
+
+    def gradient(self) -> Tensor | None:
+        """The whole gradient between backward and step, else None."""
+        total = self._total()
+        return None if total is None else self._gathered(total, self.unit.interval[0], "gradient")
+
+    def set_gradient(self, value: Tensor) -> None:
+        """Replace the gradient that the next step will apply."""
+        start, stop = self._share()
+        self.set_gradient_share(self._flat(value)[start - self.slot.start : stop - self.slot.start])
+
+    def gradient_share(self) -> Tensor | None:
+        """This rank's share between backward and step, else None. Not collective."""
+        total = self._total()
+        return None if total is None else self._local(total)
+
+    def set_gradient_share(self, value: Tensor) -> None:
+        """Write this rank's share. Not collective."""
+        zero = self.core.zero
+        if zero is None or self._total() is None:
+            raise ZeroError(
+                f"{self.slot.fqn} has no gradient to set; call this between engine.backward() "
+                "and the step that applies it, for a trained parameter"
+            )
+        scaled = value.detach() * zero.scale
+        _write(self._local(zero.totals[zero.units.index(self.unit)]), scaled, self.slot.fqn)
+
+    def _total(self) -> Tensor | None:
+        zero = self.core.zero
+        if zero is None or not zero.accumulating or not self.unit.trained:
+            return None
+        return zero.totals[zero.units.index(self.unit)] / zero.scale
+
+    # ---- optimizer state ----
+
+    def state(self, key: str) -> Any:
+        """The optimizer's `key` for this parameter, whole; None if it has none (yet)."""
+        segment, value = self._find_state(key)
+        if segment is None or key not in elementwise_keys(segment, self._state_of(segment)):
+            return value
+        own = [(each.start, self._state_of(each)[key]) for each in self._segments(self.unit)]
+        start, data = own[0] if own else (self.unit.interval[0], value[:0])
+        return self._gathered(data, start, key)
+
+    def set_state(self, key: str, value: Tensor) -> None:
+        """Replace it, with the same value on every rank. Not collective."""
+        self._need_state(key)
+        flat = self._flat(value)
+        for segment in self._segments(self.unit):
+            start, stop = overlap(self.slot.start, self.slot.stop, segment.start, segment.stop)
+            part = self._state_of(segment)[key][start - segment.start : stop - segment.start]
+            part.copy_(flat[start - self.slot.start : stop - self.slot.start])
+
+    def state_share(self, key: str) -> Any:
+        """This rank's share; None if there is none (yet). Not collective."""
+        _, value = self._find_state(key)
+        if value is None:
+            return None
+        parts = [self._state_share(segment, key) for segment in self._segments(self.unit)]
+        return parts[0].clone() if parts else value[:0]
+
+    def set_state_share(self, key: str, value: Tensor) -> None:
+        """Write this rank's share; where every rank steps everything, the others' too."""
+        self._need_state(key)
+        parts = [self._state_share(segment, key) for segment in self._segments(self.unit)]
+        for part in parts:
+            _write(part, value, f"{key} of {self.slot.fqn}")
+        if not self.core.stage.shards_optimizer:
+            start, _ = self._share()
+            own = parts[0] if parts else value[:0]
+            self.set_state(key, self._gathered(own, start, key))
+
+    def _state_share(self, segment: Segment, key: str) -> Tensor:
+        start, stop = overlap(*self._share(), segment.start, segment.stop)
+        data: Tensor = self._state_of(segment)[key]
+        return data[start - segment.start : stop - segment.start]
+
+    def _need_state(self, key: str) -> None:
+        segment, _ = self._find_state(key)
+        known = elementwise_keys(segment, self._state_of(segment)) if segment else []
+        if key not in known:
+            raise ZeroError(
+                f"{self.slot.fqn} has no optimizer state {key!r} to set; it has: "
+                f"{', '.join(known) or 'none before the first step'}"
+            )
+
+    def _find_state(self, key: str) -> tuple[Segment | None, Any]:
+        """A segment of this parameter's group and its state: the same answer on every rank."""
+        for segment in self._segments(None):
+            value = self._state_of(segment).get(key)
+            if value is not None:
+                return segment, value
+        return None, None
+
+    def _segments(self, unit: FlatUnit | None) -> list[Segment]:
+        """This rank's segments of the parameter's group: of one unit, or of all."""
+        segments = self.core.zero.segments if self.core.zero is not None else ()
+        return [
+            segment
+            for segment in segments
+            if segment.group == self.slot.group and unit in (None, segment.unit)
+        ]
+
+    def _state_of(self, segment: Segment) -> dict[str, Any]:
+        assert self.core.zero is not None
+        state: dict[str, Any] = self.core.zero.optimizer.state.get(segment.param, {})
+        return state
+
+    # ---- pieces ----
+
+    def _share(self) -> tuple[int, int]:
+        """This rank's elements of the parameter, counted in the unit."""
+        return overlap(self.slot.start, self.slot.stop, *self.unit.interval)
+
+    def _local(self, shard: Tensor) -> Tensor:
+        """This rank's share of a tensor that is laid out like the shard: a view."""
+        start, stop = self._share()
+        low = self.unit.interval[0]
+        return shard[start - low : stop - low] if stop > start else shard[:0]
+
+    def _gathered(self, own: Tensor, start: int, what: str) -> Tensor:
+        """The parameter's part of a tensor of which this rank has elements from `start` on."""
+        whole = own.new_zeros(self.unit.padded, device=self.unit.full.device)
+        whole[start : start + own.numel()] = own
+        with self.core.guard():
+            wait(self.core.collectives.all_gather(whole, f"{what} of {self.slot.fqn}"))
+        return self._cut(whole)
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        return whole[self.slot.start : self.slot.stop].view(self.slot.shape).clone()
+
+    def _flat(self, value: Tensor) -> Tensor:
+        if value.shape != self.slot.shape:
+            raise ZeroError(
+                f"{self.slot.fqn} has shape {tuple(self.slot.shape)}, the value has "
+                f"{tuple(value.shape)}"
+            )
+        return value.detach().flatten()
+
+
+class SteppedWhole(OwnedParam):
+    """One that is stepped whole: its optimizer state is with the rank that owns it.
+
+    Of the state that rank's share is everything, flat, and the others' nothing.
+    """
+
+    __slots__ = ()
+
+    def state(self, key: str) -> Any:
+        """The optimizer's `key` for this parameter, in its own shape."""
+        with self.core.guard():
+            own, core = self._owned_state(), self.core
+            return fetch(own, key, self.slot.fqn, core.collectives, core.device)
+
+    def set_state(self, key: str, value: Tensor) -> None:
+        """Replace it, with the same value on every rank. Collective."""
+        current = self.state(key)
+        if not isinstance(current, Tensor):
+            raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+        if current.shape != value.shape:
+            raise ZeroError(
+                f"{key} of {self.slot.fqn} has shape {tuple(current.shape)}, the value has "
+                f"{tuple(value.shape)}"
+            )
+        own = self._owned_state()
+        if own is not None:
+            own[key].copy_(value)
+
+    def state_share(self, key: str) -> Any:
+        """All of it on the rank that owns the parameter, else an empty tensor."""
+        own = self._owned_state()
+        if own is None:
+            return torch.empty(0)
+        value = own.get(key)
+        return value.flatten().clone() if isinstance(value, Tensor) else value
+
+    def set_state_share(self, key: str, value: Tensor) -> None:
+        """Write all of it on the rank that owns the parameter. Not collective."""
+        own = self._owned_state()
+        place = torch.empty(0) if own is None else own.get(key)
+        if not isinstance(place, Tensor):
+            raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
+        _write(place.view(-1), value, f"{key} of {self.slot.fqn}")
+
+    def _owned_state(self) -> dict[str, Any] | None:
+        """None on ranks that do not own the parameter."""
+        assert self.core.zero is not None
+        steps = self.core.zero.steps
+        assert isinstance(steps, StepByOwners)
+        own = [each for each in steps.owned if each.slot is self.slot]
+        return steps.state_of(own[0]) if own else None
+
+
+def _write(place: Tensor, value: Tensor, what: str) -> None:
+    if value.shape != place.shape:
+        raise ZeroError(
+            f"{what}: this rank's share is 1-D with {place.numel()} elements, the value has shape "
+            f"{tuple(value.shape)}"
+        )
+    with torch.no_grad():
+        place.copy_(value)
+
+
+def units_of(params: Iterable[nn.Parameter]) -> dict[FlatUnit, Core]:
+    """The units that hold some parameters, in order; parameters of no engine are left out."""
+    owners = [owner for param in params if (owner := owner_of(param)) is not None]
+    for core in {id(owner.core): owner.core for owner in owners}.values():
+        core.moved.need("gathering parameters", WEIGHTS)
+    return {owner.unit: owner.core for owner in owners}
