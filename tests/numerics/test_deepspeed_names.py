@@ -65,7 +65,7 @@ NAMES = {
 
 @pytest.mark.parametrize("place", NAMES)
 def test_a_script_finds_the_names_where_deepspeed_has_them(place: str) -> None:
-    module = importlib.import_module(f"zero_engine.{place}".rstrip("."))
+    module = importlib.import_module(f"zero_deepspeed.{place}".rstrip("."))
     assert [name for name in NAMES[place].split() if not hasattr(module, name)] == []
 
 
@@ -338,7 +338,7 @@ def test_the_accelerator_answers_for_the_device_of_this_worker() -> None:
 
 
 def test_lines_of_some_ranks_and_of_memory_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "zero_engine")
+    caplog.set_level(logging.INFO, "zero_deepspeed")
     log_dist("here", ranks=[0])
     see_memory_usage("before", force=True)
     see_memory_usage("not asked for")
