@@ -91,11 +91,18 @@ def test_the_kernels_own_count_is_read(small: Path, tmp_path: Path, monkeypatch)
     assert kills.blame().endswith(f"/{small.name} (limit 64 MiB) went from 0 to 1")
 
 
+@pytest.mark.parametrize("where", ["job", "job/step"])
 @pytest.mark.parametrize(("whole", "said"), [("1", True), ("0", False), (None, False)])
-def test_a_container_that_is_killed_as_a_whole_is_said_at_the_start(kernel: Path, whole, said):
-    (kernel / "own").write_text("0::/job\n")
-    (kernel / "job").mkdir()
-    (kernel / "job" / "memory.events").write_text("oom_kill 0\n")
+def test_a_container_that_is_killed_as_a_whole_is_said_at_the_start(
+    kernel: Path, whole, said, where
+):
+    (kernel / "own").write_text("0::/job/step\n")
+    (kernel / "job" / "step").mkdir(parents=True)
+    (kernel / "job" / "step" / "memory.events").write_text("oom_kill 0\n")
     if whole is not None:
-        (kernel / "job" / "memory.oom.group").write_text(f"{whole}\n")
-    assert ("singleProcessOOMKill: true" in oom.group_note()) is said
+        (kernel / where / "memory.oom.group").write_text(f"{whole}\n")
+    note = oom.group_note()
+    assert bool(note) is said
+    remedies = ("singleProcessOOMKill: true", "OOMPolicy=continue")
+    assert all(remedy in note for remedy in remedies) is said
+    assert f"cgroup {kernel / where} is killed as a whole" in note or not said

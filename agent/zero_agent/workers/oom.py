@@ -43,14 +43,21 @@ class OomKills:
 
 
 def group_note() -> str:
-    """What to say where the kernel kills the whole cgroup, agent included, for one worker."""
+    """What to say where the kernel kills the whole cgroup, agent included, for one worker.
+
+    The setting counts of every cgroup up to the one whose limit is reached. Only whoever may write
+    there can undo it; in a container that is nobody.
+    """
     group = _own_group()
-    if group is None or _text(group / "memory.oom.group").strip() != "1":
+    around = () if group is None else (group, *group.parents)
+    whole = next((one for one in around if _text(one / "memory.oom.group").strip() == "1"), None)
+    if whole is None:
         return ""
     return (
-        f"cgroup {group} is killed as a whole when one process of it runs out of memory "
-        "(memory.oom.group): this node would be lost with its checkpoints in memory; on Kubernetes "
-        "set singleProcessOOMKill: true for the kubelet"
+        f"cgroup {whole} is killed as a whole when one process of it runs out of memory "
+        "(memory.oom.group): this node would be lost with its checkpoints in memory. Remedy: "
+        "singleProcessOOMKill: true in the kubelet's configuration (Kubernetes 1.32), "
+        "OOMPolicy=continue in a systemd unit, elsewhere 0 in that file"
     )
 
 
