@@ -176,6 +176,7 @@ class Agent:
             while not self._joined():
                 self._handle_events()
             self._ring.start(self._rdzv.node, self._rdzv.secret)
+            self._crew.leave_word(self._ring.listener, self._rdzv.secret)
             while (code := self._turn()) is None:
                 pass
             return code

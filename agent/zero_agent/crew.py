@@ -116,6 +116,7 @@ class Crew:
         self._installed = Installed()
         log_dir = config.log_dir or scratch / "logs"
         self._orders = Orders(config, job, log_dir, self._env, self._channel.path)
+        self._word: tuple[int, str] | None = None
         self._directory: Path | None = None
         """Of the files of the last round."""
         self._nursery = self._open_nursery()
@@ -192,6 +193,20 @@ class Crew:
         return n in self._stores.values()
 
     # ---- what to do ----
+
+    def leave_word(self, listener: int, secret: str) -> None:
+        """What the nursery needs to say that this agent is dead, when it is.
+
+        Args:
+            listener: The descriptor at which the neighbour in the ring dials this agent.
+            secret: Of the job.
+        """
+        self._word = listener, secret
+        self._pass_word()
+
+    def _pass_word(self) -> None:
+        if self._word is not None and self._nursery.ready:
+            self._nursery.keep_word(self._config.node_id, *self._word)
 
     def host_store(self, n: int) -> None:
         """Open a TCPStore for round n; `on_port` is called when it listens."""
@@ -330,6 +345,8 @@ class Crew:
             return
         if "gone" in news:
             self._nursery_is_gone()
+        elif "ready" in news:
+            self._pass_word()
         elif "port" in news and news["id"] in self._stores:
             self._listening.add(news["id"])
             self._on_port(self._stores[news["id"]], news["port"])

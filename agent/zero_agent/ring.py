@@ -3,15 +3,15 @@
 A lease says that a node is gone some seconds after it is; a kernel says so in a millisecond, by
 closing the sockets of a dead process. A closed connection alone says nothing: networks and
 middle boxes close connections of healthy nodes. So the agent dials again. If another process of
-the same node answers, or the process was one of this machine and is gone, its death is *certain*.
+the same node answers (its successor, or the forkserver that it has left behind), or the process was
+one of this machine and is gone, its death is *certain*.
 If nothing listens there (connection refused) that is a *suspicion*: a firewall that rejects looks
 the same, and the lease is the counter-evidence (`suspects`). Anything else (no answer, no route)
 proves nothing and is left to the lease.
 
 Must always hold: only a process that this very agent has talked to, at that address, is reported,
 and as long as it is not talked to again only once. Both ends prove that they know the job's secret
-(HMAC over the other's nonce); nothing else is ever sent, and nothing received is interpreted. Who
-calls it: the agent's loop.
+(`handshake`); nothing else is ever sent. Who calls it: the agent's loop.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -29,20 +29,19 @@ import threading
 from collections.abc import Callable, Sequence
 
 from zero_agent import identity
+from zero_agent.handshake import TIMEOUT_S, answer, digest, read_line
 from zero_agent.network import ANY_PORT, PatientServer, first_free
 from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.membership.job_state import Node
 
 log = logging.getLogger("zero")
 
-HANDSHAKE_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 """Between two attempts to reach a neighbour that was never met."""
 CONFIRM_S = 0.02
 """The same for one whose connection has just ended..."""
 CONFIRM_GROWTH = 1.2
 """...and so many times longer after each attempt, up to `RETRY_S`."""
-_LINE_BYTES = 512
 
 
 def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
@@ -87,8 +86,7 @@ class Ring:
     def start(self, me: Node, secret: str) -> None:
         """Answer and watch from now on."""
         self._secret = secret
-        self._server.prove = lambda nonce: _proof(secret, me, nonce)
-        self._server.secret = secret
+        self._server.answer = lambda connection: answer(connection, secret, me.id, me.incarnation)
         for name, work in (("answers", self._server.serve_forever), ("watches", self._watch)):
             threading.Thread(target=work, name=f"zero-ring-{name}", daemon=True).start()
 
@@ -101,6 +99,11 @@ class Ring:
                 return
             self._hang_up()
             self._changed.notify_all()
+
+    @property
+    def listener(self) -> int:
+        """The descriptor of the socket at which it is dialled."""
+        return self._server.fileno()
 
     def close(self) -> None:
         """Stop watching and answering; returns at once."""
@@ -191,14 +194,14 @@ class Ring:
             OSError: It cannot be reached, or does not know the secret.
         """
         where = split_host_port(target.ring)
-        connection = socket.create_connection(where, HANDSHAKE_TIMEOUT_S)
+        connection = socket.create_connection(where, TIMEOUT_S)
         try:
-            connection.settimeout(HANDSHAKE_TIMEOUT_S)
-            theirs = _read_line(connection)
+            connection.settimeout(TIMEOUT_S)
+            theirs = read_line(connection)
             mine = secrets.token_hex(16)
-            connection.sendall(f"{_digest(self._secret, theirs)} {mine}\n".encode())
-            node, incarnation, proof = _read_line(connection).split(" ")
-            expected = _digest(self._secret, f"{mine} {node} {incarnation}")
+            connection.sendall(f"{digest(self._secret, theirs)} {mine}\n".encode())
+            node, incarnation, proof = read_line(connection).split(" ")
+            expected = digest(self._secret, f"{mine} {node} {incarnation}")
             if not hmac.compare_digest(proof, expected):
                 raise ConnectionAbortedError("it does not know the job's secret")
             if (node, incarnation) != (target.id, target.incarnation):
@@ -226,8 +229,7 @@ class _Server(PatientServer):
     daemon_threads = True
     allow_reuse_address = False
     block_on_close = False
-    prove: Callable[[str], str]
-    secret: str
+    answer: Callable[[socket.socket], bool]
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("ring: %s went away during the handshake", client_address)
@@ -238,35 +240,12 @@ class _Answer(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         server: _Server = self.server  # type: ignore[assignment]
-        self.request.settimeout(HANDSHAKE_TIMEOUT_S)
-        nonce = secrets.token_hex(16)
-        self.request.sendall(nonce.encode() + b"\n")
-        proof, theirs = _read_line(self.request).split(" ")
-        if not hmac.compare_digest(proof, _digest(server.secret, nonce)):
+        if not server.answer(self.request):
             log.warning("ring: %s does not know the job's secret", self.client_address)
             return
-        self.request.sendall(server.prove(theirs).encode() + b"\n")
         self.request.settimeout(None)
         while self.request.recv(64):
             pass
-
-
-def _proof(secret: str, me: Node, nonce: str) -> str:
-    return f"{me.id} {me.incarnation} {_digest(secret, f'{nonce} {me.id} {me.incarnation}')}"
-
-
-def _digest(secret: str, text: str) -> str:
-    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
-
-
-def _read_line(connection: socket.socket) -> str:
-    data = b""
-    while not data.endswith(b"\n"):
-        more = connection.recv(_LINE_BYTES - len(data))
-        if not more:
-            raise ConnectionAbortedError("it hung up during the handshake")
-        data += more
-    return data.decode("ascii").rstrip("\n")
 
 
 def _key(node: Node | None) -> tuple[str, str] | None:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import shutil
 import signal
 
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import COLD, LONG_S, TOGETHER, Cluster
+from tests.support.cluster import COLD, LONG_S, TOGETHER, Cluster, is_alive
 from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member, is_healthy
+from zero_agent.workers.process_control import children
 from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
@@ -253,6 +255,34 @@ def test_a_firewall_that_rejects_one_way_evicts_nobody_whose_agent_is_alive(mach
     (found,) = machines.job.events("ring")
     assert (found["node"], "node b keeps its lease alive" in found["text"]) == ("a", True)
     assert machines.job.events("dead") == machines.job.events("interrupt") == []
+
+
+IN_THE_BACKGROUND = (*APART, "sh", "-c", '"$@" & exec sleep 1000', "sh")
+"""The agent is not the first process there, with which all others would end."""
+
+
+def test_the_death_of_an_agent_is_certain_elsewhere_because_its_forkserver_says_so(machines):
+    """Its host lives. A port that refuses would have been a suspicion: the lease would decide."""
+    job = machines.job
+    machines.start("a")
+    job.prefix = IN_THE_BACKGROUND
+    machines.start("b")
+    job.wait_for_round(1, world=2)
+    (first,) = children(job.agents["b"].process.pid)
+    (agent,) = children(first)
+    machine = job.agents.pop("b")
+    os.kill(agent, signal.SIGKILL)
+    job.wait_for_round(2, world=1)
+    assert (job.finish(), len(job.events("interrupt"))) == (2, 1)
+    assert [(event["node"], event["text"]) for event in job.events("dead")] == [
+        ("a", "the agent of node b is gone: its process has ended")
+    ]
+    wait_for(
+        lambda: not any(map(is_alive, children(first))),
+        60,
+        "its forkserver ends, with all its workers",
+    )
+    machine.kill_node()
 
 
 def test_the_death_of_etcds_leader_and_a_compaction_cost_nothing(own):

@@ -15,6 +15,8 @@ The socket carries one JSON object a packet. From the agent:
     {"op": "store", "id": 8, "address": ...}    host a TCPStore there, on a free port
     {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
+    {"op": "word", "node": ..., "secret": ...}  + the agent's listener: answer there when it is dead
+    {"op": "farewell"}                          the agent lives, and ends this process
 
 To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
 `{"obeyed": true}` once for each order, which shows that this process is not stuck.
@@ -37,6 +39,7 @@ import threading
 import time
 from typing import Any
 
+from zero_agent.handshake import last_word
 from zero_agent.network import first_free
 from zero_agent.workers import worker_main
 from zero_agent.workers.process_control import (
@@ -47,6 +50,7 @@ from zero_agent.workers.process_control import (
 )
 
 PACKET_BYTES = 1 << 17
+FAREWELL = b'{"op": "farewell"}'
 KILL_TIMEOUT_S = 5.0
 WAITING = 4096
 """So many workers may connect to a round's store before it serves."""
@@ -61,6 +65,9 @@ class Nursery:
         self._agent = agent
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
+        self._parent = os.getppid()
+        self._listener: socket.socket | None = None
+        self._word: dict[str, str] = {}
 
     def serve(self) -> worker_main.Program | None:
         """Serve the agent until it is gone.
@@ -83,6 +90,9 @@ class Nursery:
             if self._agent.fileno() in readable:
                 data, fds = self._receive()
                 if not data:
+                    self._kill_children()
+                    if self._listener is not None:
+                        last_word(self._listener, self._parent, **self._word)
                     self._kill_everything()
                     return None
                 if program := self._obey(json.loads(data), fds):
@@ -102,6 +112,12 @@ class Nursery:
         if order["op"] == "signal":
             self._signal(order["id"], order["signal"])
             return None
+        if order["op"] in {"word", "farewell"}:
+            if self._listener is not None:
+                self._listener.close()
+            self._word = {"secret": order["secret"], "node": order["node"]} if fds else {}
+            self._listener = socket.socket(fileno=fds[0]) if fds else None
+            return None
         nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -116,6 +132,9 @@ class Nursery:
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
         """In the child: shed everything that belongs to the nursery."""
+        self._word.clear()
+        if self._listener is not None:
+            self._listener.close()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)

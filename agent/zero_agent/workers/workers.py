@@ -29,7 +29,7 @@ from zero_agent.network import ANY_PORT
 from zero_agent.supervise import Workers
 from zero_agent.workers.exits import Exit, read_stacks
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.nursery import PACKET_BYTES
+from zero_agent.workers.nursery import FAREWELL, PACKET_BYTES
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.outbox import Outbox
 from zero_agent.workers.output import STDERR, STDOUT, Tap
@@ -105,6 +105,10 @@ class Nursery:
         """Fork a process that hosts torch's file timers at a path; its id."""
         return self._order({"op": "timers", "path": path}, [])
 
+    def keep_word(self, node: str, listener: int, secret: str) -> None:
+        """Give it what it needs to answer in the agent's place, once that is dead."""
+        self._order({"op": "word", "node": node, "secret": secret}, [listener])
+
     def signal(self, worker: int, number: int) -> None:
         """Signal a worker's whole process group; nothing happens if it is gone.
 
@@ -132,6 +136,8 @@ class Nursery:
 
     def close(self) -> int:
         """End it and everything below it; its exit code, or the negative number of a signal."""
+        with contextlib.suppress(OSError):  # it is gone, or stands still
+            self._socket.send(FAREWELL, socket.MSG_DONTWAIT)
         self._hub.remove(self._socket.fileno(), self._socket.close)
         self._outbox.close()
         if not self.ready:  # it imports, and does not listen
