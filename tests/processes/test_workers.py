@@ -207,7 +207,6 @@ from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.workers import ANSWER_S, Nursery
-from zero_contract.clock import ManualClock
 import os
 hub = Hub()
 nursery = Nursery(hub, os.environ, [], lambda *news: None)
