@@ -133,7 +133,7 @@ def scores_loss(engine: Engine, number: int) -> Tensor:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
     output = engine(x)
     loss = F.mse_loss(output["scores"][0], x) + output["scores"][1].abs().mean() + output["mean"]
-    if engine.zero_optimization_stage() < 3:
+    if engine.zero_optimization_stage() < 3 and not engine.module.reentrant:
         loss = loss + engine.module.penalty
     return loss
 
@@ -230,6 +230,50 @@ def steps_of_the_script() -> list[str]:
         assert engine.global_steps == 1
         hashes.append(engine.weight_hash())
     return hashes
+
+
+# ---- parameters that several checkpointed parts use ----
+
+
+class Shared(nn.Module):
+    """A weight whose gradient comes in two parts, one after the other, if they are reentrant."""
+
+    def __init__(self, reentrant: bool, with_bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(6, 6, bias=with_bias)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        if self.linear.bias is not None:  # its gradient comes last
+            x = x + self.linear.bias
+        for _ in range(2):
+            x = checkpoint(self.multiply, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.linear.weight).tanh()
+
+
+def shared_by_checkpoints(stage: int, with_bias: bool) -> None:
+    hashes = []
+    for reentrant in (False, True):
+        settings = {**config(stage), "train_batch_size": 2}
+        engine = zero_engine.initialize(model=Shared(reentrant, with_bias), config=settings)[0]
+        engine.backward(engine(torch.ones(2, 6)))
+        engine.step()
+        hashes.append(engine.weight_hash())
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_come_in_parts_are_added_or_refused_and_never_lost(
+    worlds: WorldPool, stage: int
+) -> None:
+    worlds.run(1, shared_by_checkpoints, stage, True)
+    with pytest.raises(WorldError, match=r"linear\.weight came twice.* use_reentrant=False"):
+        worlds.run(1, shared_by_checkpoints, stage, False)
 
 
 # ---- what cannot be ----

@@ -88,8 +88,12 @@ class UnitGradient:
             buffer[start:stop].zero_()
 
     def write(self, position: int, gradient: Tensor) -> None:
-        """Put in the gradient of one parameter; an embedding's may be sparse."""
-        self.view(position).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        """Put in, or add, the gradient of one parameter; an embedding's may be sparse."""
+        dense, view = gradient.to_dense() if gradient.is_sparse else gradient, self.view(position)
+        if position in self.missing:
+            view.copy_(dense)
+        else:  # another part of it, from another reentrant checkpoint
+            view.add_(dense)
         self.missing.discard(position)
 
     def fill_missing(self) -> None:
@@ -261,6 +265,13 @@ class GradReducer:
             self.on_plain_backward()
         assert param.grad is not None
         gradient = self._order[number]
+        if number < self._next:
+            name = gradient.unit.layout.slots[position].fqn
+            raise ZeroError(
+                f"backward(): the gradient of {name} came twice, and the first has been reduced "
+                "already: it is used in a reentrant activation checkpoint and in another, or "
+                "outside as well; give checkpoint() use_reentrant=False"
+            )
         self._ensure_buffer(gradient)
         gradient.write(position, param.grad)
         param.grad = None
