@@ -260,7 +260,7 @@ def shared_by_checkpoints(stage: int, with_bias: bool) -> None:
     hashes = []
     for reentrant in (False, True):
         settings = {**config(stage), "train_batch_size": 2}
-        engine = zero_engine.initialize(model=Shared(reentrant, with_bias), config=settings)[0]
+        engine = zero_deepspeed.initialize(model=Shared(reentrant, with_bias), config=settings)[0]
         engine.backward(engine(torch.ones(2, 6)))
         engine.step()
         hashes.append(engine.weight_hash())
