@@ -138,7 +138,7 @@ SYSTEMS: dict[str, Callable[[Shape, Path, int], System]] = {
     "DeepSpeed": deepspeed,
 }
 IMPORTS: dict[str, tuple[str, ...]] = {
-    "ours": ("zero_engine",),
+    "ours": ("zero_deepspeed",),
     "DCP": ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
     "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.stage3"),
 }

@@ -206,7 +206,7 @@ def _ours(stage: int, *peers: str) -> System:
     def make(model: GPT, setting: Setting) -> Step:
         return ours(model, setting, stage=stage)
 
-    return System(make=make, package="zero_engine", stage=stage, peers=(*peers, f"ds{stage}"))
+    return System(make=make, package="zero_deepspeed", stage=stage, peers=(*peers, f"ds{stage}"))
 
 
 def _deepspeed(stage: int, *, offload: bool = False) -> System:
