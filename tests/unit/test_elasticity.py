@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from zero_contract.errors import ConfigError
-from zero_deepspeed.elasticity import compute_elastic_config
 from zero_engine.config import load_config
 from zero_engine.config.elasticity import Elasticity, choose_batch
 
@@ -38,19 +37,8 @@ def section(sizes: tuple[int, ...], limit: int, worlds: tuple[int, int]) -> dict
 def test_the_batch_and_its_worlds_are_deepspeeds(
     sizes: tuple[int, ...], limit: int, worlds: tuple[int, int], batch: int, count: int
 ) -> None:
-    found, valid = compute_elastic_config({"elasticity": section(sizes, limit, worlds)}, "0.19.6")
-    assert (found, len(valid)) == (batch, count)
-
-
-def test_the_micro_batch_of_a_world_is_deepspeeds_and_other_worlds_are_named() -> None:
-    wide = {"elasticity": section((8, 12, 16, 17), 10000, (32, 1500))}
-    assert compute_elastic_config(wide, world_size=64)[2] == 17
-    small = {"elasticity": section((1, 2, 3, 7), 32, (1, 10000))}
-    assert compute_elastic_config(small, world_size=4)[2] == 3
-    with pytest.raises(ConfigError, match="world size 128 does not divide the batch of 9792 "):
-        compute_elastic_config(wide, world_size=128)
-    with pytest.raises(ConfigError, match="elasticity: missing or not enabled in this config"):
-        compute_elastic_config({"elasticity": {"enabled": False}})
+    chosen = choose_batch(load_config({"elasticity": section(sizes, limit, worlds)}).elasticity)
+    assert (chosen.samples, len(chosen.worlds)) == (batch, count)
 
 
 def test_the_smaller_of_two_batches_is_taken_on_request() -> None:

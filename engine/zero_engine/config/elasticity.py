@@ -4,7 +4,7 @@ Owns the choice. Must always hold: the batch is DeepSpeed's; the micro-batch is 
 divides it, at every world size, so that the result does not depend on the world. Which worlds
 divide the batch without a remainder is told, and no world is refused.
 
-Called by `parse` and `zero_deepspeed.elasticity`.
+Called by `parse` and `explain`.
 
 Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in 0.19.8.
 """
@@ -12,7 +12,7 @@ Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; remov
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zero_contract.errors import ConfigError
@@ -86,12 +86,6 @@ def choose_batch(wanted: Elasticity) -> ElasticBatch:
     samples = max(candidates, key=lambda each: len(_worlds(each, wanted)))
     micro_batch = max(size for size in sizes if samples % size == 0)
     return ElasticBatch(samples, micro_batch, tuple(_worlds(samples, wanted)))
-
-
-def largest_micro_batch(samples: int, sizes: Sequence[int], world: int) -> int | None:
-    """The largest micro-batch that divides a rank's share; None if none does."""
-    fitting = [size for size in sizes if samples % world == 0 and samples // world % size == 0]
-    return max(fitting, default=None)
 
 
 def _scaled(base: int, limit: int) -> int:
