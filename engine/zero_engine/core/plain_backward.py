@@ -50,7 +50,7 @@ class PlainBackward:
         self._loss: Tensor | None = None
         if core.reducer is not None:
             core.reducer.on_plain_backward = self.begin
-            core.coordinator.on_plain_backward = self.notice
+            core.coordinator.on_plain_backward = partial(_notice, weakref.ref(self))
             _ALL.add(self)
 
     def watch(self, output: Any) -> None:
@@ -70,9 +70,10 @@ class PlainBackward:
         numbers = [tensor.detach() for tensor in tensors if tensor.numel() == 1]
         for tensor in tensors:
             value = numbers[0] if tensor.numel() == len(numbers) == 1 else None
-            tensor.register_hook(partial(self._on_output, value))
+            tensor.register_hook(partial(_on_output, weakref.ref(self), value))
 
-    def _on_output(self, value: Tensor | None, gradient: Tensor) -> None:
+    def on_output(self, value: Tensor | None, gradient: Tensor) -> None:
+        """A backward has come to what forward has returned; `value`: to its only number."""
         if is_weighted(torch._C._current_graph_task_id()):
             return
         self.notice()
@@ -133,3 +134,21 @@ class PlainBackward:
             others = (each for each in _ALL if each is not self)
             shared = any(other._last_task == self._last_task for other in others)
             self._micro_steps.finish_unweighted(self._loss, shared=shared)
+
+
+# Hooks of the module and of what it has returned must not keep an engine that the script has let
+# go of, with its optimizer's state.
+
+
+def _notice(backward: weakref.ref[PlainBackward]) -> None:
+    alive = backward()
+    if alive is not None:
+        alive.notice()
+
+
+def _on_output(
+    backward: weakref.ref[PlainBackward], value: Tensor | None, gradient: Tensor
+) -> None:
+    alive = backward()
+    if alive is not None:
+        alive.on_output(value, gradient)
