@@ -4,6 +4,11 @@ For `rendezvous.py`. Each agent is a store with a connection and a login of its 
 process has, on an etcd of one member that asks for passwords. After the logins the member is
 stopped (SIGSTOP) for a moment, as a slow disk or an election would, while every agent keeps a
 lease alive and reads.
+
+All agents are on this machine, where each would have its own. Some thousands of connections that
+are opened at once take its cores longer than a call may take, so calls fail, and are repeated on
+new connections, which takes longer still: `at_once` lets so many at a time log in. What the fleet
+costs etcd is said apart, as the seconds that its process has computed.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import http.client
 import json
 import logging
 import multiprocessing
+import os
 import re
 import signal
 import statistics
@@ -49,10 +55,12 @@ class Logins:
     """And again, after etcd had stood still."""
     streams: float
     """Of keep-alives, for each agent, in all."""
+    server_s: float
+    """What etcd has computed for each agent until all had read."""
 
 
-def logins(count: int, bcrypt_cost: int) -> Logins:
-    """Log `count` agents in at once, then let etcd pause."""
+def logins(count: int, bcrypt_cost: int, at_once: int) -> Logins:
+    """Log `count` agents in, so many at once, then let etcd pause."""
     with tempfile.TemporaryDirectory(prefix="logins-") as name, contextlib.ExitStack() as stack:
         member = Member(
             data=Path(name, "data"),
@@ -70,11 +78,12 @@ def logins(count: int, bcrypt_cost: int) -> Logins:
         ):
             _post(member.endpoint, path, body)
         pipes = [
-            _agents(stack, member.endpoint, min(PER_PROCESS, count - begin))
+            _agents(stack, member.endpoint, min(PER_PROCESS, count - begin), at_once / count)
             for begin in range(0, count, PER_PROCESS)
         ]
-        began = time.monotonic()
+        began, computed_s = time.monotonic(), _computed_s(etcd.pid)
         took = sorted(done - began for answer in _all(pipes) for done in answer)
+        computed_s = _computed_s(etcd.pid) - computed_s
         checks = _calls(member.endpoint, "Authenticate")
         etcd.send_signal(signal.SIGSTOP)
         for pipe in pipes:
@@ -91,13 +100,20 @@ def logins(count: int, bcrypt_cost: int) -> Logins:
         checks=checks / count,
         checks_after_pause=again / count,
         streams=streams / count,
+        server_s=computed_s / count,
     )
 
 
-def _agents(stack: contextlib.ExitStack, endpoint: str, count: int) -> Connection:
+def _computed_s(pid: int) -> float:
+    """Of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _agents(stack: contextlib.ExitStack, endpoint: str, count: int, share: float) -> Connection:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, endpoint, count), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, endpoint, count, share), daemon=True)
     process.start()
     stack.callback(process.kill)
     _answer(ours)
@@ -116,13 +132,13 @@ def _answer(pipe: Connection) -> list[float]:
     return list(pipe.recv())
 
 
-def _serve(pipe: Connection, endpoint: str, count: int) -> None:
+def _serve(pipe: Connection, endpoint: str, count: int, share: float) -> None:
     """A process's life: log in when told to; read, and keep leases alive, when told to."""
     logging.disable(logging.CRITICAL)
     threading.stack_size(256 * 1024)
     stores = [EtcdStore(endpoint, credentials=WHO) for _ in range(count)]
     pipe.send([])
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(max(1, round(count * min(1.0, share)))) as pool:
         pipe.recv()
         leases, done = zip(*pool.map(_begin, stores), strict=True)
         pipe.send(list(done))
