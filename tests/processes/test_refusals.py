@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +100,13 @@ def test_an_agent_does_not_begin_on_a_full_etcd_and_says_how_to_mend_it(small, t
         assert "Traceback" not in job.output
 
 
+def shown_beside(etcd: EtcdServer, job: str) -> str:
+    """What `zero-ctl status` says beside the status itself."""
+    command = [sys.executable, "-m", "zero_orchestrator", "status", job]
+    command.append(f"--rdzv-endpoint={etcd.endpoint}")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
 GRACE_S = 1.0
 
 
@@ -124,11 +133,13 @@ def test_a_round_that_must_change_waits_until_a_full_etcd_has_room(small, tmp_pa
         assert [one.process.poll() for one in job.agents.values()] == [None] * len(job.agents)
         assert cpu_s(agent) - before_s < 3 * GRACE_S / 2, "it has not been busy"
         assert len(job.events("activate")) == 1
+        assert "is full; compact and defragment etcd" in shown_beside(small, job.job)
         make_room(small, store)
         wait_for(lambda: len(job.events("activate")) == 2, 150, "the next round")
         (tmp_path / "enough").touch()
         job.wait_for_end()
         ended = status.read(store, job.job)
+        assert store.full_note() == ""
     assert (ended.state, ended.restarts) == ("DONE", 1)
     assert refused["text"].startswith("etcd is full (")
     assert "etcdctl alarm disarm" in refused["text"]

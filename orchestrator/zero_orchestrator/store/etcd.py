@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.store.etcd_connection import Connection, Credentials, Login, rpc
+from zero_orchestrator.store.etcd_errors import REMEDY_WHEN_FULL
 from zero_orchestrator.store.etcd_lease import KeepAlives
 from zero_orchestrator.store.etcd_watch import EtcdWatch, EtcdWatches, key_range, key_value
 from zero_orchestrator.store.kv import (
@@ -81,6 +82,22 @@ class EtcdStore:
     def endpoint(self) -> str:
         """The endpoint in use, one of those given."""
         return self._connection.session.endpoint
+
+    def full_note(self) -> str:
+        """What to say if there is no room for anything to be written; empty: there is.
+
+        Raises:
+            StoreUnavailable, StoreRefused: As any call.
+        """
+
+        def send(etcd: Any) -> Any:  # etcd3's own does not read the alarms
+            stub = rpc.MaintenanceStub(etcd.channel)
+            return stub.Status(rpc.StatusRequest(), etcd.timeout, metadata=etcd.metadata)
+
+        alarms = self._connection.call(send, repeatable=True).errors
+        if not any("NOSPACE" in alarm for alarm in alarms):
+            return ""
+        return f"etcd at {self.endpoint} is full; {REMEDY_WHEN_FULL}"
 
     # ---- keys ----
 

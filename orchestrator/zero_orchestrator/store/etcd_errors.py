@@ -46,6 +46,10 @@ _NEVER_SENT = ("failed to connect to all addresses", "DNS resolution failed", "e
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
 
+REMEDY_WHEN_FULL = (
+    "compact and defragment etcd, then disarm its alarm: `zero-ctl gc`, `etcdctl compact "
+    "REVISION`, `etcdctl defrag --cluster`, `etcdctl alarm disarm` (deploy/README.md)"
+)
 _REMEDIES = {
     "user name is empty": "give the user and the password of an etcd user",
     "authentication is not enabled": "leave the user and the password out",
@@ -53,10 +57,7 @@ _REMEDIES = {
         "grant the user's role readwrite on the prefix /zero/, or for the job JOB alone on "
         "/zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/"
     ),
-    "database space exceeded": (
-        "compact and defragment etcd, then disarm its alarm: `zero-ctl gc`, `etcdctl compact "
-        "REVISION`, `etcdctl defrag --cluster`, `etcdctl alarm disarm` (deploy/README.md)"
-    ),
+    "database space exceeded": REMEDY_WHEN_FULL,
 }
 
 
