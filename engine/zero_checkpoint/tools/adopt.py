@@ -9,7 +9,6 @@ Called by `cli`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,11 +22,11 @@ from torch._C._distributed_c10d import HashStore
 from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import Ballot
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.format.dtypes import byte_view, host_bytes
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.place import Place
 from zero_checkpoint.tools.foreign import Foreign
+from zero_checkpoint.weight_hash import weight_hash
 
 _UNKNOWN: dict[str, Any] = {
     "step": 0,
@@ -76,7 +75,7 @@ def adopt(
     run = _UNKNOWN | dict(foreign.run)
     if step is not None:
         run["step"] = step
-    engine = run | {"groups": list(foreign.groups), "weight_hash": weight_hash(params)}
+    engine = run | {"groups": list(foreign.groups), "weight_hash": weight_hash(params.items())}
     state = State(
         tensors={t: TensorInfo(tuple(data.shape), data.dtype) for t, data in tensors.items()},
         pieces=tuple(Piece(t, 0, data.reshape(-1)) for t, data in tensors.items()),
@@ -171,14 +170,3 @@ def _completed(foreign: Foreign) -> dict[str, dict[str, Tensor]]:
                 if name not in moments and name in foreign.params:
                     moments[name] = torch.zeros(foreign.params[name].shape, dtype=dtype)
     return whole
-
-
-def weight_hash(params: Mapping[str, Tensor]) -> str:
-    """The hash that the engine prints for these weights, see `sharding.weights.weight_hash`."""
-    digests = []
-    for name in sorted(params):
-        data = params[name].contiguous()
-        digest = hashlib.sha256(f"{name}\0{data.dtype}\0{tuple(data.shape)}\0".encode())
-        digest.update(host_bytes(byte_view(data.reshape(-1))))
-        digests.append(digest.digest())
-    return hashlib.sha256(b"".join(digests)).hexdigest()

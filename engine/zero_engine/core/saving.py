@@ -18,6 +18,7 @@ from zero_checkpoint.place import place
 from zero_checkpoint.tags import agree_on_tag
 from zero_checkpoint.tools.export import read_state_dict, select
 from zero_checkpoint.tools.locate import one
+from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_contract.errors import ZeroError
 from zero_engine.config import Config
@@ -27,7 +28,7 @@ from zero_engine.core.wrapper import Wrapper
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core
-from zero_engine.sharding.weights import module_state_dict, weight_hash
+from zero_engine.sharding.weights import module_state_dict, whole_weights
 from zero_engine.state.persistence import ClientSource, Persistence
 from zero_engine.state.selection import LoadOptions
 
@@ -217,7 +218,7 @@ class Checkpointing(Wrapper):
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
         self._core.moved.need("weight_hash()", WEIGHTS)
         with peers_may_vanish(self._link):
-            return weight_hash(self._core.units)
+            return weight_hash(whole_weights(self._core.units))
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""

@@ -1,37 +1,26 @@
 """The weights of a whole model, put together from the shards.
 
-Owns the weight hash, by which two runs are known to be the same, and the plain state_dict. Must
-always hold: both are the same at every world size and stage. Everything here is collective, and
-one unit is whole at a time.
+Owns what the weight hash is taken of, and the plain state_dict. Must always hold: both are the
+same at every world size and stage. Everything here is collective, and one unit is whole at a time.
 
 Called by `engine_state` and `engine`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from zero_engine.sharding.flat_unit import FlatUnit
 
 
-def weight_hash(units: Sequence[FlatUnit]) -> str:
-    """SHA-256 (hex) over the digest of each parameter, in the order of their names.
-
-    A parameter's digest covers its name, dtype, shape and unpadded bytes in the highest
-    precision there is, so it does not depend on which unit holds it.
-    """
-    digests = {}
+def whole_weights(units: Iterable[FlatUnit]) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each parameter, whole, in the highest precision there is. Collective."""
     for unit in units:
         weights = unit.gather_highest()
         for slot in unit.layout.slots:
-            part = weights[slot.start : slot.stop].cpu()
-            header = f"{slot.fqn}\0{part.dtype}\0{tuple(slot.shape)}\0".encode()
-            digests[slot.fqn] = hashlib.sha256(header + _bytes(part)).digest()
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+            yield slot.fqn, weights[slot.start : slot.stop].view(slot.shape)
 
 
 def module_state_dict(
@@ -66,7 +55,3 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
         for name in child._buffers.keys() - child._non_persistent_buffers_set
     }
     return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
-
-
-def _bytes(flat: Tensor) -> bytes:
-    return flat.contiguous().view(torch.uint8).numpy().tobytes()

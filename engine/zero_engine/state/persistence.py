@@ -38,12 +38,13 @@ from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.siblings import BESIDE, Moment, torn
+from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import AgentLink, Departure, choose_departure, leave, peers_may_vanish
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, ZeroError
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
-from zero_engine.sharding.weights import weight_hash
+from zero_engine.sharding.weights import whole_weights
 from zero_engine.state import run_meta
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.loading import Loading
@@ -357,7 +358,7 @@ class Persistence:
         run["elapsed_s"] = self.schedule.elapsed_s
         if beside := self._beside():
             run[BESIDE] = beside
-        run["weight_hash"] = weight_hash(self._core.units) if hashed else None
+        run["weight_hash"] = weight_hash(whole_weights(self._core.units)) if hashed else None
         return self.state.capture(run, client, exclude_frozen=exclude_frozen)
 
     def wait(self) -> bool:
