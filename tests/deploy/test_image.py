@@ -128,7 +128,7 @@ def _from_here(directory: Path) -> list[str]:
 @pytest.mark.image
 @pytest.mark.timeout(3600)
 def test_the_image_runs_as_a_user_without_rights_and_trains(buildah, tmp_path):
-    container = run(*buildah, "from", "--pull=never", TAG).strip()
+    container = run(*buildah, "from", "--pull=never", TAG, timeout_s=600).strip()
     inside = (*buildah, "run", "--isolation=chroot", container, "--")
     assert run(*inside, "id", "-u").strip() == "1000"
     assert run(*inside, "zero-agent", "--help").startswith("usage: zero-agent")
