@@ -7,9 +7,9 @@ it, and removed when the agent ends. `ram_server` serves it to the other nodes.
 An agent that crashes leaves it behind, and the next one of that machine in the same run of the job
 (whose secret marks the name) adopts it: what is in it is verified by its digests, as ever.
 
-Must always hold: the directory is locked for as long as its agent lives. The kernel drops the
-lock with the process, whatever ends it, so `sweep` removes exactly what dead agents have left: when
-an agent starts, some time after it was last used; when it ends, all of its job.
+Must always hold: the directory is owned (`owned_dir`) for as long as its agent lives, so `sweep`
+removes exactly what dead agents have left: when an agent starts, some time after it was last used;
+when it ends, all of its job.
 
 Called by the agent's loop.
 """
@@ -17,20 +17,16 @@ Called by the agent's loop.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import re
-import secrets
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from zero_agent.network import ANY_PORT
 from zero_agent.ram_server import RamServer, used_bytes
+from zero_contract import owned_dir
+from zero_contract.owned_dir import OwnedDir
 from zero_contract.peer_memory import key_of
 from zero_contract.worker import RamReply, RamRequest
 from zero_orchestrator.addresses import host_port
@@ -75,8 +71,7 @@ class Ram:
         self._address, self._ports = address, ports
         self._reached_at = advertised or address
         self._parent = directory
-        self._path: Path | None = None
-        self._lock = -1
+        self._memory: OwnedDir | None = None
         self._server: RamServer | None = None
         self._limit_bytes = limit_bytes
         self._half_bytes = 0
@@ -93,49 +88,48 @@ class Ram:
         """
         key = key_of(secret)
         try:
-            if self._path is None:
-                self._path, self._lock = self._adopt_or_make(key)
-                room_bytes = _free_bytes(self._parent) + used_bytes(self._path)
+            if self._memory is None:
+                self._memory = self._adopt_or_make(key)
+                room_bytes = _free_bytes(self._parent) + used_bytes(self._memory.path)
                 self._half_bytes = room_bytes // 2  # training needs memory, too
-                log.info("checkpoints in memory are kept in %s", self._path)
+                log.info("checkpoints in memory are kept in %s", self._memory.path)
+            path = self._memory.path
             budget = self._budget_bytes(request.budget_bytes)
             if self._server is None:
-                self._server = RamServer(self._path, self._address, key, budget, self._ports)
+                self._server = RamServer(path, self._address, key, budget, self._ports)
             self._server.budget_bytes = budget
         except OSError as error:
             return RamReply(request=request.request, reason=f"{self._parent}: {error.strerror}")
         return RamReply(
             request=request.request,
-            directory=str(self._path),
+            directory=str(path),
             address=host_port(self._reached_at, self._server.port),
             key=key,
             budget_bytes=budget,
         )
 
-    def _adopt_or_make(self, key: str) -> tuple[Path, int]:
-        """The directory of a crashed agent of this machine and run, or a new one; and its lock."""
+    def _adopt_or_make(self, key: str) -> OwnedDir:
+        """That of a crashed agent of this machine and run, or a new one. Raises OSError."""
         name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
         sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")  # of earlier runs of the job
         for path in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
             with contextlib.suppress(OSError):  # that agent lives
-                lock = _lock(path)
-                if path.exists():
-                    log.info("the agent before this one crashed; its memory is adopted")
-                    return path, lock
-                os.close(lock)
-        return _make(self._parent, _PREFIX + name)
+                left = owned_dir.claim(path, only_left=True)
+                log.info("the agent before this one crashed; its memory is adopted")
+                return left
+        return owned_dir.make(self._parent, f"{_PREFIX}{name}.")
 
     @property
     def is_open(self) -> bool:
         """Whether a worker has asked for memory: what it kept there is lost with this agent."""
-        return self._path is not None
+        return self._memory is not None
 
     def use(self) -> RamUse | None:
         """How much of the node's memory is taken; None if no worker has asked for any."""
-        if self._path is None or self._server is None:
+        if self._memory is None or self._server is None:
             return None
         budget = self._server.budget_bytes
-        return RamUse(used_bytes=used_bytes(self._path), budget_bytes=budget)
+        return RamUse(used_bytes=used_bytes(self._memory.path), budget_bytes=budget)
 
     def _budget_bytes(self, wanted: int | None) -> int:
         if self._limit_bytes is None:
@@ -146,10 +140,9 @@ class Ram:
         """Stop serving and give the memory back; the workers must be gone."""
         if self._server is not None:
             self._server.close()
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            os.close(self._lock)
-        self._server = self._path = None
+        if self._memory is not None:
+            self._memory.remove()
+        self._server = self._memory = None
         sweep(self._parent, self._of_job)
 
 
@@ -164,51 +157,9 @@ def sweep(
         spare: Another, of what is left alone.
         grace_s: What was in use so recently is left for a successor.
     """
-    with contextlib.suppress(OSError):
-        for path in set(directory.glob(_PREFIX + names)) - set(directory.glob(_PREFIX + spare)):
-            with contextlib.suppress(OSError), _locked(path):  # locked by another: alive
-                if time.time() - _used_at_s(path) >= grace_s:
-                    shutil.rmtree(path, ignore_errors=True)
-                    log.info("removed %s, left by an agent that died", path)
-
-
-def _used_at_s(path: Path) -> float:
-    """When files were last made or removed there, a level down as well; by the wall clock."""
-    below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
-    return max(one.stat().st_mtime for one in (path, *below))
-
-
-def _lock(path: Path) -> int:
-    """The descriptor that holds the lock of a directory. Raises OSError."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _make(parent: Path, name: str) -> tuple[Path, int]:
-    """A new directory and the descriptor that holds its lock."""
-    while True:
-        path = parent / f"{name}.{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            lock = _lock(path)
-            if path.exists():
-                return path, lock
-            os.close(lock)
-        # A sweep came between the calls: it removes this one.
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = _lock(path)
-    try:
-        yield
-    finally:
-        os.close(lock)
+    spare = _PREFIX + spare if spare else ""
+    for path in owned_dir.sweep(directory, _PREFIX + names, spare=spare, grace_s=grace_s):
+        log.info("removed %s, left by an agent that died", path)
 
 
 def _free_bytes(directory: Path) -> int:

@@ -13,7 +13,6 @@ Called by `arena`.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from zero_checkpoint.files.huge_pages import zeros
+from zero_contract.owned_dir import lock
 
 _log = logging.getLogger(__name__)
 
@@ -125,8 +125,7 @@ class SharedRoom:
             path = self._directory / f"{self._name}.{secrets.token_hex(4)}"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # else a sweep came between the two calls
+            if lock(descriptor) and os.fstat(descriptor).st_nlink:  # else a sweep came meanwhile
                 return path, descriptor
             os.close(descriptor)
 
@@ -139,12 +138,12 @@ def sweep(directory: Path) -> None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    with suppress(OSError):  # gone meanwhile, another user's, or locked: alive
+    with suppress(OSError):  # gone meanwhile, or another user's
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            _log.info("removed %s, left by a process that died", path)
+            if lock(descriptor):
+                path.unlink()
+                _log.info("removed %s, left by a process that died", path)
         finally:
             os.close(descriptor)
 

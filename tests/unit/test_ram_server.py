@@ -19,6 +19,7 @@ from tests.support.waiting import wait_for
 from zero_agent.ram import GRACE_S, Ram, sweep
 from zero_agent.ram_server import RamServer
 from zero_contract import peer_memory as ram_wire
+from zero_contract.owned_dir import OWNER
 from zero_contract.peer_memory import Get, Put, Reply, WireError
 from zero_contract.worker import RamRequest
 
@@ -61,7 +62,9 @@ def get(server: RamServer, path: str, offset: int, length: int) -> bytes | str:
 
 
 def files(directory: Path) -> list[str]:
-    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+    """All but the mark of the owner."""
+    found = (p for p in directory.rglob("*") if p.is_file() and p.name != OWNER)
+    return sorted(str(p.relative_to(directory)) for p in found)
 
 
 def test_a_copy_is_kept_whole_and_given_back_by_ranges(server, tmp_path):

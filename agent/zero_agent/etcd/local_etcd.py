@@ -13,8 +13,6 @@ Who calls it: the agent, from its main thread.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import socket
 import subprocess
@@ -38,6 +36,7 @@ from zero_agent.etcd.etcd_process import (
 )
 from zero_agent.scratch import Scratch
 from zero_agent.signals import held
+from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
@@ -154,7 +153,7 @@ class SharedDirectory:
             StoreUnavailable: Another process held it all the time.
         """
         with self._lock_file("deciding") as lock:
-            if not _lock(lock, timeout_s):
+            if not owned_dir.lock(lock.fileno(), timeout_s):
                 raise StoreUnavailable(
                     f"another agent has been starting the etcd in {self.path} for {timeout_s:g} s; "
                     "name a running one with --rdzv-endpoint"
@@ -165,7 +164,7 @@ class SharedDirectory:
     def keeping(self) -> Iterator[bool]:
         """Be the keeper, if there is no other; whether there is none."""
         with self._lock_file("keeper") as lock:
-            yield _lock(lock, 0.0)
+            yield owned_dir.lock(lock.fileno())
 
     def _lock_file(self, name: str) -> BinaryIO:
         try:
@@ -176,22 +175,6 @@ class SharedDirectory:
                 f"no place for the data of an etcd: {error}; set XDG_STATE_HOME to a directory "
                 "that can be written, or name a running etcd with --rdzv-endpoint"
             ) from error
-
-
-def _lock(file: BinaryIO, timeout_s: float) -> bool:
-    """Lock a file, waiting at most so long; whether it was locked."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        else:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
 
 
 def shared_server(
