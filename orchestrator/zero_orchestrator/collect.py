@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from zero_contract.values import in_words
 from zero_orchestrator import events
-from zero_orchestrator.arguments import in_words
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.status import JOBS_PREFIX

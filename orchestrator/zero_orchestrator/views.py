@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zero_orchestrator.arguments import in_words
+from zero_contract.values import in_words
 from zero_orchestrator.events import Event
 from zero_orchestrator.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
 

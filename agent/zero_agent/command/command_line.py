@@ -11,12 +11,12 @@ like. Who calls it: `cli.py`.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, OURS, Flag
+from zero_contract.values import nearest
 from zero_orchestrator.arguments import named_as_set, variable_of
 from zero_orchestrator.errors import SpecError
 
@@ -156,9 +156,9 @@ def _find(name: str) -> tuple[Flag | None, str]:
     if fitting:
         choice = ", ".join(f"--{flag}" for flag in fitting)
         return FLAGS[fitting[0]], f"{name}: could be any of {choice}"
-    near = difflib.get_close_matches(words, FLAGS, n=1)
-    remedy = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-    meant = FLAGS[near[0]] if near else None
+    near = nearest(words, FLAGS)
+    remedy = f"did you mean --{near}?" if near else "--help lists the flags"
+    meant = FLAGS[near] if near else None
     return meant, f"{name}: there is no such flag; {remedy}"
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from zero_agent.network import ANY_PORT, loopback
 from zero_agent.workers.hang import parse_hang_timeout
 from zero_contract.exit_codes import AgentExit
+from zero_contract.values import Size, argument_type
 from zero_orchestrator.arguments import seconds
-from zero_orchestrator.jobfile.values import Size
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 LAST_PORT = 65535
@@ -118,11 +118,7 @@ def _ports(text: str) -> str:
     return text
 
 
-def _size_bytes(text: str) -> int:
-    try:
-        return Size(text).size_bytes
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} {error}") from None
+_size_bytes = argument_type(lambda text: Size(text).size_bytes)
 
 
 def _items(text: str) -> tuple[str, ...]:

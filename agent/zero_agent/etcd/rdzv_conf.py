@@ -8,11 +8,11 @@ Source of the names: torch.distributed.elastic.rendezvous (dynamic, c10d, etcd, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_contract.values import nearest
 from zero_orchestrator.errors import SpecError
 
 # torchrun: 5 s between two signs of life, 3 of which may be missing.
@@ -70,8 +70,8 @@ def check_backend(name: str) -> str:
     """
     if name in BACKENDS:
         return BACKENDS[name]
-    near = difflib.get_close_matches(name, BACKENDS, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(BACKENDS)}"
+    near = nearest(name, BACKENDS)
+    remedy = f"did you mean {near}?" if near else f"known are {', '.join(BACKENDS)}"
     raise SpecError(f"--rdzv-backend={name}: there is no such backend; {remedy}")
 
 
@@ -107,8 +107,8 @@ def _pairs(text: str) -> dict[str, str]:
             raise SpecError(f"--rdzv-conf: {part!r}: write KEY=VALUE[,KEY=VALUE...]")
         if key not in _MEANINGS and key not in _WITHOUT_MEANING:
             known = (*_MEANINGS, *_WITHOUT_MEANING)
-            near = difflib.get_close_matches(key, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            near = nearest(key, known)
+            remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             raise SpecError(f"--rdzv-conf: {key}: there is no such setting; {remedy}")
         pairs[key] = value
     return pairs

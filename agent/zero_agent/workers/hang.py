@@ -13,10 +13,9 @@ Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest inte
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
-from zero_orchestrator.arguments import seconds
+from zero_contract.values import parse_seconds
 
 FACTOR = 10.0
 FLOOR_S = 300.0
@@ -74,10 +73,7 @@ def parse_hang_timeout(text: str) -> HangPolicy:
         return HangPolicy()
     if text == "off":
         return HangPolicy(enabled=False)
-    try:
-        limit_s = seconds(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(text) from error
+    limit_s = parse_seconds(text)
     if limit_s == 0:
         raise ValueError(text)
     return HangPolicy(limit_s=limit_s)

@@ -5,7 +5,6 @@ Called by `parse`, and by those who read the free params of optimizers and sched
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -14,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from zero_contract.errors import ConfigError
+from zero_contract.values import nearest
 
 _TYPES = re.compile(r"\b(int|float|bool|str|None|Optional|[tT]uple|Sequence)\b")
 
@@ -28,9 +28,9 @@ def unknown_key(
         known: The keys that are possible in its place.
         told: Those that are listed if none is near; by default all.
     """
-    near = difflib.get_close_matches(where.rpartition(".")[2], known, n=1)
+    near = nearest(where.rpartition(".")[2], known)
     listed = ", ".join(sorted(known if told is None else told))
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {listed}"
+    hint = f"; did you mean {near!r}?" if near else f"; known: {listed}"
     return ConfigError(f"{where}: unknown config key{hint}")
 
 

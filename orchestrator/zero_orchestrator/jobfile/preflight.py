@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
+from zero_contract.values import Size
 from zero_orchestrator.jobfile.facts import Cluster, Object
 from zero_orchestrator.jobfile.reading import Problem
 from zero_orchestrator.jobfile.schema import JobFile
-from zero_orchestrator.jobfile.values import Size, cores_number
+from zero_orchestrator.jobfile.values import cores_number
 
 Check = Callable[[JobFile, Cluster], Iterator[Problem]]
 

@@ -11,7 +11,6 @@ is read as it is written, so `2:16` stays what it is (YAML 1.1 would read the nu
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from zero_contract.values import nearest
 from zero_orchestrator.errors import SpecError
 
 Convert = Callable[[str], Any]
@@ -214,8 +214,8 @@ def entry(read: Read, help: str, default: Any = _MISSING) -> Any:
 
 
 def _no_such_key(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    near = nearest(name, tuple(known))
+    remedy = f"did you mean {near}?" if near else f"the keys here are {', '.join(known)}"
     return f"there is no such key; {remedy}"
 
 

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import hjson
 
+from zero_contract.values import Size
 from zero_orchestrator.jobfile import reading
 from zero_orchestrator.jobfile.reading import (
     JobFileError,
@@ -29,7 +30,6 @@ from zero_orchestrator.jobfile.reading import (
     table,
 )
 from zero_orchestrator.jobfile.values import (
-    Size,
     bounds,
     cores,
     cores_number,

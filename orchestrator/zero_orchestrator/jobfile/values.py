@@ -6,48 +6,17 @@ ValueError that says what to write instead. Who calls it: `schema`.
 
 from __future__ import annotations
 
-import argparse
 import re
-from functools import total_ordering
 
-from zero_orchestrator import arguments
+from zero_contract.values import Size, parse_seconds
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.spec import parse_nnodes
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi)?")
-_POWERS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT]?)")
 _MILLIONS = {"": 1, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-@total_ordering
-class Size:
-    """A number of bytes, as it is written: `16Gi`."""
-
-    def __init__(self, text: str) -> None:
-        match = _SIZE.fullmatch(text)
-        if match is None:
-            raise ValueError("is no size; write 512Mi, 16Gi or 2Ti")
-        self.text = text
-        self.size_bytes: int = round(float(match[1]) * 2 ** _POWERS[match[2]])
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"Size({self.text!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Size) and self.size_bytes == other.size_bytes
-
-    def __lt__(self, other: Size) -> bool:
-        return self.size_bytes < other.size_bytes
-
-    def __hash__(self) -> int:
-        return hash(self.size_bytes)
 
 
 def at_least(size_bytes: float) -> Size:
@@ -83,16 +52,13 @@ def seconds(text: str) -> float:
 
 def duration(text: str) -> str:
     """A length of time, as the flags of `zero-agent` take it."""
-    try:
-        arguments.seconds(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error).removeprefix(f"{text} ")) from None
+    parse_seconds(text)
     return text
 
 
 def more_than_none(text: str) -> str:
     """A length of time that is not zero."""
-    if not arguments.seconds(duration(text)):
+    if not parse_seconds(text):
         raise ValueError("write more than 0 seconds, such as 30")
     return text
 

@@ -330,7 +330,7 @@ def test_a_url_where_only_a_local_file_will_do_is_refused(root, command, capsys)
     places = {"export": [str(root), "s3://b/x", "--to", "torch"]}
     with pytest.raises(SystemExit):
         main([command, *places.get(command, ["s3://b/x", str(root), "--from", "torch"])])
-    assert "s3://b/x: only checkpoints can be in a store" in capsys.readouterr().err
+    assert "s3://b/x is in a store, where only checkpoints can be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["loss", "loss:low", "loss:min:0", ":min", "loss:min:2:3"])
