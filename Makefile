@@ -4,6 +4,8 @@
 #                   test-numerics, test-processes, test-deploy
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
+# make docs   builds the documentation as a site, in build/docs
+# make reference    writes the pages of docs/ that are generated from the code
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
-.PHONY: demo test test-all $(PARTS) test-image check install dev locks clean
+.PHONY: demo test test-all $(PARTS) test-image check docs reference install dev locks clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -34,6 +36,13 @@ check: dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
+	@echo build/docs/index.html
+
+reference: dev
+	$(BIN)/python docs/generate.py
+
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
 
@@ -47,6 +56,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,docs]'
 	@touch $@
 
 # What the image installs, with hashes. torch is left out: see deploy/Dockerfile. Needs uv.

@@ -1,0 +1,70 @@
+"""The documentation as a site: `make docs` builds it, warnings are errors, no network is used.
+
+A page says where a file is by its path in the repository, so that its links work there, too. On
+the site a link to another page of the repository (`STANDS_FOR`) leads to its page here, and a link
+to any other file offers that file.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+STANDS_FOR = {
+    "architecture": "ARCHITECTURE.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+    "deploy": "deploy/README.md",
+    "security": "SECURITY.md",
+}
+"""Pages of the site that show a file outside docs/."""
+
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+
+project = "Zero Elastic"
+author = METADATA["authors"][0]["name"]
+copyright = author
+version = release = METADATA["version"]
+
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown"}
+myst_heading_anchors = 4
+nitpicky = True
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_show_sphinx = False
+html_copy_source = False
+
+
+def on_the_site(text: str, directory: Path) -> str:
+    """`text` of a file in `directory`, with its links as they are from docs/."""
+    pages = {ROOT / path: f"{name}.md" for name, path in STANDS_FOR.items()}
+    pages |= {ROOT / "README.md": "index.md", ROOT / "deploy": "deploy.md"}
+
+    def link(found: re.Match[str]) -> str:
+        target = (directory / found["path"]).resolve()
+        page = pages.get(target) or os.path.relpath(target, DOCS)
+        return page + (found["anchor"] or "")
+
+    return LINK.sub(link, text)
+
+
+def _read(app: Any, name: str, content: list[str]) -> None:
+    path = ROOT / STANDS_FOR[name] if name in STANDS_FOR else DOCS / f"{name}.md"
+    app.env.note_dependency(str(path))
+    about = "---\norphan: true\n---\n" if name in STANDS_FOR else ""  # may be in no toctree
+    content[0] = about + on_the_site(path.read_text(), path.parent)
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this with itself."""
+    app.connect("source-read", _read)
