@@ -5,7 +5,7 @@ buffer of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie o
 so what a value becomes does not depend on the world size or on who sends it; a block with a value
 that is not finite comes out as NaN, so that overflows are seen as without quantization.
 
-Called by `flat_unit` for weights (qwZ) and by `grad_reducer` for gradients (qgZ). Source of the
+Called by `flat_unit` for weights (qwZ) and by `reduction` for gradients (qgZ). Source of the
 idea: ZeRO++ (arXiv 2306.10209), which quantizes gradients to int4 and reduces them in two hops;
 here each travels once and is added in fp32, in leaf order.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 QUANT_BLOCK = 256
-"""Elements; a divisor of `flat_unit.BLOCK`, in multiples of which shards are cut."""
+"""Elements; a divisor of `reduction.NORM_BLOCK`, in multiples of which shards are cut."""
 _LARGEST = 127
 _SCALE_BYTES = 4
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
+from zero_comm.reduction import BufferPool
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
 from zero_engine.observe.memory import estimate
-from zero_engine.sharding.grad_reducer import BufferPool
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -124,7 +124,8 @@ def buffers_of_one_step(stage: int) -> list[int]:
     }
     engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     assert engine._core.reducer is not None
-    engine._core.reducer._pool = Asked(torch.device("cpu"))
+    reducer = engine._core.reducer
+    reducer._pool = reducer._reduction._pool = Asked(torch.device("cpu"))
     engine.backward(engine(torch.ones(1, WIDTH)))
     engine.step()
     return asked

@@ -15,12 +15,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zero_comm.reduction import NORM_BLOCK
 from zero_engine.optim.low_precision import Moments
-from zero_engine.sharding.flat_unit import BLOCK, FlatUnit, round_up
+from zero_engine.sharding.flat_unit import FlatUnit, round_up
 from zero_engine.sharding.segments import Segment
 from zero_engine.tiers.places import Tier
 
-GRAIN = 4 * BLOCK
+GRAIN = 4 * NORM_BLOCK
 """Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
 WEIGHTS = ".weights"
 """The row of master weights; optimizers have no key with a dot."""

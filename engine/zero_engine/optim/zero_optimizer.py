@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 
 from zero_comm.collectives import Collectives, wait
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.sharded_whole import ShardedWhole
@@ -33,7 +33,7 @@ from zero_engine.optim.steps import StepAtOnce, Steps
 from zero_engine.optim.sub_groups import Pace, StepBySubGroups
 from zero_engine.optim.torch_muon import stepped
 from zero_engine.optim.whole import LooksAtWhole
-from zero_engine.sharding.flat_unit import BLOCK, FlatUnit, overlap
+from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.sharding.segments import Segment
 from zero_engine.stages import Stage
@@ -103,7 +103,8 @@ class ZeroOptimizer:
         self.totals = self._gradients
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
-        self._block_order = _block_order(units, sizes, collectives.world).to(device)
+        lengths = [unit.layout.numel for unit in units]
+        self._norm = BlockNorm(lengths, sizes, collectives.world, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
         self.steps: Steps | StepByOwners
         if whole:
@@ -227,12 +228,12 @@ class ZeroOptimizer:
             correction: From everybody's notes [world, n], on the CPU, what the totals are to be
                 multiplied with.
         """
-        blocks = torch.cat([vector_norm(total.view(-1, BLOCK), dim=1) for total in self.totals])
+        blocks = self._norm.of_own(self.totals)
         everybodys = self._exchange(torch.cat([blocks, notes]))
-        ordered = everybodys[:, : blocks.numel()].flatten()[self._block_order]
+        ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
         everybodys_notes = everybodys[:, blocks.numel() :].cpu()
         factor = correction(everybodys_notes) / self.scale
-        norm = math.sqrt(float(ordered.double().square().sum())) * factor
+        norm = total_norm(ordered) * factor
         applied = math.isfinite(norm)
         culprit = "" if applied else self._culprit(ordered)
         if applied:
@@ -252,21 +253,15 @@ class ZeroOptimizer:
         Args:
             norms: The norm of every block, in unit order; at least one is not finite.
         """
-        block = int(torch.argmin(torch.isfinite(norms).int()))
-        for unit, total in zip(self.units, self.totals, strict=True):
-            blocks = -(-unit.layout.numel // BLOCK)
-            if block < blocks:
-                values = self._whole_block(total, block)
-                return _first_not_finite(unit, block * BLOCK, values)
-            block -= blocks
-        raise AssertionError("a block beyond the last unit")
-
-    def _whole_block(self, total: Tensor, block: int) -> Tensor:
-        """Block number `block` of a unit, [BLOCK], on every rank."""
-        owner, local = divmod(block * BLOCK, total.numel())
+        number, start = self._norm.first_not_finite(norms)
+        total = self.totals[number]
+        owner, local = divmod(start, total.numel())
         mine = owner == self._collectives.rank
-        values = total[local : local + BLOCK] if mine else total.new_zeros(BLOCK)
-        return self._exchange(values)[owner]
+        own = total[local : local + NORM_BLOCK] if mine else total.new_zeros(NORM_BLOCK)
+        values = self._exchange(own)[owner]
+        # A norm can overflow though its elements are finite: then the block's first parameter.
+        where = start + int(torch.argmin(torch.isfinite(values).int()))
+        return next(slot.fqn for slot in self.units[number].layout.slots if where < slot.stop)
 
     def _apply(self, norm: float, factor: float) -> None:
         """Step on the totals times `factor`, of which `norm` is the norm, clipped."""
@@ -288,29 +283,6 @@ class ZeroOptimizer:
             started.append(self._collectives.all_gather(full, f"gradient sums of {unit.name}"))
         for pending in started:
             wait(pending)
-
-
-def _block_order(units: Sequence[FlatUnit], sizes: Sequence[int], world: int) -> Tensor:
-    """Where the norm of each block lies in the gathered [world * blocks], in unit order.
-
-    Every rank contributes one row: its blocks of the first unit, of the second, and so on.
-    Blocks of the tail's padding are left out, so the list is the same at every world size.
-    """
-    per_rank = sum(sizes) // BLOCK
-    order, column = [], 0
-    for unit, size in zip(units, sizes, strict=True):
-        width = size // BLOCK
-        places = torch.arange(world)[:, None] * per_rank + torch.arange(column, column + width)
-        order.append(places.flatten()[: -(-unit.layout.numel // BLOCK)])
-        column += width
-    return torch.cat(order)
-
-
-def _first_not_finite(unit: FlatUnit, start: int, values: Tensor) -> str:
-    """The parameter of the first such element of a block, which begins at `start` of the unit."""
-    # A norm can overflow though its elements are finite: then the block's first parameter.
-    where = start + int(torch.argmin(torch.isfinite(values).int()))
-    return next(slot.fqn for slot in unit.layout.slots if where < slot.stop)
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:

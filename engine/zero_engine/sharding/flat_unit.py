@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.reduction import NORM_BLOCK
 from zero_engine.sharding.parameter_views import ParameterViews
 from zero_engine.sharding.partition import UnitSpec
 from zero_engine.sharding.vacancy import Vacancy
@@ -37,8 +38,6 @@ from zero_engine.tiers.places import Memory, Tier
 
 ALIGN = 64
 """Elements; one parameter's start. 256 bytes in fp32, 128 in bf16: whole cache lines."""
-BLOCK = 1024
-"""Elements; shards begin on multiples of it, and gradient norms are taken per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Layout:
 
     def padded(self, world: int) -> int:
         """The length of the buffer when `world` ranks share it."""
-        return round_up(self.numel, world * BLOCK)
+        return round_up(self.numel, world * NORM_BLOCK)
 
     def runs(self) -> dict[int, tuple[int, int]]:
         """Param group -> the one run [start, stop) of the unit that it covers, aligned."""

@@ -1,11 +1,11 @@
-"""From autograd's gradients to sums on the shards: hooks, exchange, ordered fold.
+"""From autograd's gradients to sums on the shards: hooks, and the order of the units.
 
 Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
 
 - Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
   unit that is ready early waits for its turn; one that lacks gradients when backward ends is
   completed with zeros. So a rank that skipped a branch stays in step with the others.
-- The owner of a shard adds the leaves in leaf order, in fp32. Ghosts are received and not added.
+- Each unit has one reduction in each micro-step, whose sum is `zero_comm.reduction`'s.
 
 `micro_steps` calls `begin`, lets autograd run, and calls `finish`. Gradients that nobody has
 announced are told to `plain_backward`, which does the same.
@@ -14,49 +14,23 @@ announced are told to `plain_backward`, which does the same.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from zero_comm.collectives import Collectives, Pending, has_ended, wait
-from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.collectives import Collectives, has_ended
+from zero_comm.reduction import BufferPool, OrderedReduction, Reduction
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.stages import Stage
 
 _MAX_IN_FLIGHT = 1
 """More would take memory and no time off: the network is never idle while a unit is under way."""
-
-
-_PIECE = 1 << 18
-"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
-
-
-class BufferPool:
-    """Flat buffers that are used again within a backward: fresh ones cost page faults."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer with undefined contents."""
-        idle = self._idle[numel, dtype]
-        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer that nobody reads any more."""
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
-
-    def free(self) -> None:
-        """Give back the memory of the idle buffers."""
-        self._idle.clear()
 
 
 class UnitGradient:
@@ -115,14 +89,6 @@ def _gaps(unit: FlatUnit) -> tuple[tuple[int, int], ...]:
     starts = [slot.start for slot in slots[1:]] + [unit.padded]
     gaps = zip((slot.stop for slot in slots), starts, strict=True)
     return tuple((stop, start) for stop, start in gaps if stop < start)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    pending: Pending | None
-    gradient: UnitGradient
-    received: Tensor
-    sent: Tensor
 
 
 _REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()
@@ -185,9 +151,9 @@ class GradReducer:
         """Autograd's number of the backward pass of this engine's newest loss; unique."""
         self.on_plain_backward: Callable[[], None] = _refuse
         """Called at a gradient of a backward that nobody has announced; it calls `begin`."""
-        self._in_flight: deque[_Exchange] = deque()
-        device = totals[0].device
-        self._pool = BufferPool(device)
+        self._in_flight: deque[tuple[UnitGradient, Reduction]] = deque()
+        self._pool = BufferPool(totals[0].device)
+        self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
@@ -231,7 +197,7 @@ class GradReducer:
     def abandon(self) -> None:
         """Forget a backward pass that has failed half way."""
         while self._in_flight:
-            self._complete(self._in_flight.popleft())
+            self._complete(*self._in_flight.popleft())
         for gradient in self._order:
             gradient.buffer = None
             gradient.reset()
@@ -250,7 +216,7 @@ class GradReducer:
                 self._on_ready(gradient.unit)
         self._issue_ready()
         while self._in_flight:
-            self._complete(self._in_flight.popleft())
+            self._complete(*self._in_flight.popleft())
         self._pool.free()  # the next forward needs the memory
         self.running = False
 
@@ -300,28 +266,16 @@ class GradReducer:
 
     def _issue(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_wait():
-            self._complete(self._in_flight.popleft())
+            self._complete(*self._in_flight.popleft())
         leaves = gradient.buffer
         assert leaves is not None
         if self._weight != 1:
             leaves.mul_(self._weight)
-        if self._quantized:
-            leaves = self._pack(leaves)
-        world = self._collectives.world
-        received = self._pool.take(leaves.numel() // world * (world - 1), leaves.dtype)
-        if world == 1:
-            self._complete(_Exchange(None, gradient, received, leaves))
-            return
-        what = f"gradients of {gradient.unit.label}"
-        pending = self._collectives.exchange_leaves(leaves, received, what)
-        self._in_flight.append(_Exchange(pending, gradient, received, leaves))
-
-    def _pack(self, leaves: Tensor) -> Tensor:
-        """A leaf as int8, one row for each rank that it goes to. At world 1 as well: one result."""
-        rows = leaves.view(self._collectives.world, -1)
-        packed = self._pool.take(len(rows) * packed_size(rows.shape[1]), torch.uint8)
-        pack(rows, packed.view(len(rows), -1))
-        return packed
+        reduction = self._reduction.start(leaves, f"gradients of {gradient.unit.label}")
+        if self._collectives.world == 1:
+            self._complete(gradient, reduction)
+        else:
+            self._in_flight.append((gradient, reduction))
 
     def _may_wait(self) -> bool:
         """Whether to wait for the oldest exchange.
@@ -329,59 +283,17 @@ class GradReducer:
         Where parameters are gathered in backward, a rank that waits here for another could keep
         it waiting there: one whose branch left this unit out sends its zeros at the end.
         """
-        pending = self._in_flight[0].pending
-        return not self._stage.shards_parameters or pending is None or has_ended(pending)
+        _, oldest = self._in_flight[0]
+        return not self._stage.shards_parameters or has_ended(oldest.pending)
 
-    def _complete(self, exchange: _Exchange) -> None:
-        """Wait for the leaves of a unit, add them to its total, give the buffers back."""
-        gradient = exchange.gradient
-        if exchange.pending is not None:
-            wait(exchange.pending)
-        leaves = self._collectives.in_leaf_order(exchange.sent, exchange.received)
-        self._fold(leaves[: self._live], gradient.total)
+    def _complete(self, gradient: UnitGradient, reduction: Reduction) -> None:
+        """Wait for everybody's gradients of a unit, add them to its total."""
+        self._reduction.finish(reduction, gradient.total, live=self._live, first=self._first)
         assert gradient.buffer is not None
-        used = (exchange.received, exchange.sent, gradient.buffer)  # the last two may be one
-        for buffer in {id(buffer): buffer for buffer in used}.values():
-            if buffer is not gradient.whole:
-                self._pool.give(buffer)
+        if gradient.buffer is not gradient.whole:
+            self._pool.give(gradient.buffer)
         gradient.buffer = None
         gradient.reset()
-
-    def _fold(self, leaves: list[Tensor], total: Tensor) -> None:
-        if self._quantized:  # a packed leaf can only be unpacked as a whole
-            self._fold_widened(leaves, total)
-        elif leaves[0].dtype != total.dtype:
-            size = total.numel() if total.is_cuda else _PIECE
-            for pieces in zip(*(leaf.split(size) for leaf in (total, *leaves)), strict=True):
-                self._fold_widened(list(pieces[1:]), pieces[0])
-        elif self._first:
-            _sum(leaves, total)
-        else:
-            for leaf in leaves:
-                total.add_(leaf)
-
-    def _fold_widened(self, leaves: list[Tensor], total: Tensor) -> None:
-        if self._first:
-            self._widen(leaves.pop(0), total)
-        # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
-        wide = self._pool.take(total.numel(), total.dtype)
-        for leaf in leaves:
-            total.add_(self._widen(leaf, wide))
-        self._pool.give(wide)
-
-    def _widen(self, leaf: Tensor, into: Tensor) -> Tensor:
-        if self._quantized:
-            return unpack(leaf.view(1, -1), into.view(1, -1)).view(-1)
-        return into.copy_(leaf)
-
-
-def _sum(leaves: list[Tensor], total: Tensor) -> None:
-    """Add leaves up in their order. `total` may be one of them; all others are used up."""
-    first, *others = leaves
-    if not others and first.data_ptr() != total.data_ptr():
-        total.copy_(first)
-    for number, leaf in enumerate(others, start=1):
-        torch.add(first, leaf, out=total if number == len(others) else first)
 
 
 def _refuse() -> None:

@@ -1,0 +1,240 @@
+"""The ordered reduction: sums and norms that depend on micro-batches, never on who computed them.
+
+Owns the order of every addition that crosses ranks or micro-steps. Must always hold:
+
+- The owner of an interval adds the gradients of micro-batches one after the other, in the order of
+  their numbers, in fp32. What padding micro-batches give is received and not added.
+- A norm is taken over blocks of NORM_BLOCK elements, and the blocks are summed in the order of the
+  tensors, in fp64, so it does not depend on the world size either.
+
+It knows flat tensors and ranks alone. `grad_reducer` reduces units with it, `zero_optimizer` takes
+the norm of what they come to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.quantization import pack, packed_size, unpack
+
+NORM_BLOCK = 1024
+"""Elements; the interval of each rank begins on a multiple of it."""
+_PIECE = 1 << 18
+"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
+
+
+class BufferPool:
+    """Flat buffers that are used again within a backward: fresh ones cost page faults."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer with undefined contents."""
+        idle = self._idle[numel, dtype]
+        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that nobody reads any more."""
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+    def free(self) -> None:
+        """Give back the memory of the idle buffers."""
+        self._idle.clear()
+
+
+# ---- sums ----
+
+
+def fold(
+    microbatches: Sequence[Tensor],
+    total: Tensor,
+    pool: BufferPool,
+    *,
+    first: bool,
+    packed: bool = False,
+) -> None:
+    """Add the gradients of micro-batches to a total, one after the other as they are given.
+
+    Args:
+        microbatches: At least one of [n], or of the bytes that `pack` makes of it; used up.
+        total: [n], fp32; with `first` it may be the memory of one of them.
+        pool: Of memory for their copies in fp32.
+        first: The total holds nothing yet.
+        packed: They are the bytes that `pack` makes.
+    """
+    if not packed and microbatches[0].dtype == total.dtype:
+        if first:
+            _sum(microbatches, total)
+        else:
+            for gradient in microbatches:
+                total.add_(gradient)
+        return
+    if packed:  # they can only be unpacked as a whole
+        pieces = [(total, *microbatches)]
+    else:
+        size = total.numel() if total.is_cuda else _PIECE
+        pieces = list(zip(*(each.split(size) for each in (total, *microbatches)), strict=True))
+    for piece, *gradients in pieces:
+        if first:
+            _widen(gradients.pop(0), piece, packed=packed)
+        # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
+        wide = pool.take(piece.numel(), piece.dtype)
+        for gradient in gradients:
+            piece.add_(_widen(gradient, wide, packed=packed))
+        pool.give(wide)
+
+
+def _sum(microbatches: Sequence[Tensor], total: Tensor) -> None:
+    """Add up what may share memory with `total`: all of it is read before that is written."""
+    first, *others = microbatches
+    if not others and first.data_ptr() != total.data_ptr():
+        total.copy_(first)
+    for number, gradient in enumerate(others, start=1):
+        torch.add(first, gradient, out=total if number == len(others) else first)
+
+
+def _widen(gradient: Tensor, into: Tensor, *, packed: bool) -> Tensor:
+    if packed:
+        return unpack(gradient.view(1, -1), into.view(1, -1)).view(-1)
+    return into.copy_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The gradients of one micro-step, on their way to the owners of their sums."""
+
+    pending: Pending
+    sent: Tensor
+    received: Tensor
+
+
+class OrderedReduction:
+    """A reduce-scatter whose sums do not depend on the world size.
+
+    At micro-step s, rank r of W runs micro-batch s * W + r. `start` sends the intervals of its
+    gradient to their owners; `finish` adds what has come to the total of this rank's own interval.
+    """
+
+    def __init__(
+        self, collectives: Collectives, pool: BufferPool, *, quantized: bool = False
+    ) -> None:
+        """Reduce over a group.
+
+        Args:
+            collectives: The group.
+            pool: Of what is received.
+            quantized: Gradients travel as int8.
+        """
+        self._collectives = collectives
+        self._pool = pool
+        self._quantized = quantized
+
+    def start(self, gradient: Tensor, what: str) -> Reduction:
+        """Send the gradient of one micro-batch, [world * n]; all ranks in the same order.
+
+        It must stay as it is until `finish`, which uses it up. Raises PeerLost.
+        """
+        world = self._collectives.world
+        if self._quantized:  # at world 1 as well: one result
+            rows = gradient.view(world, -1)
+            gradient = self._pool.take(world * packed_size(rows.shape[1]), torch.uint8)
+            pack(rows, gradient.view(world, -1))
+        received = self._pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
+        if world == 1:
+            return Reduction(Pending(what), gradient, received)
+        pending = self._collectives.exchange_leaves(gradient, received, what)
+        return Reduction(pending, gradient, received)
+
+    def finish(self, reduction: Reduction, total: Tensor, *, live: int, first: bool) -> None:
+        """Wait for everybody's gradients of this rank's interval and add them up.
+
+        Args:
+            reduction: What `start` has begun.
+            total: [n], fp32, the sum over the micro-steps.
+            live: Ranks [0, live) have run micro-batches, the others padding ones.
+            first: The total holds nothing yet.
+
+        Raises:
+            PeerLost: A peer is gone, or has not answered within the group's timeout.
+            LeavingNow: This rank was asked to leave.
+            Diverged: The ranks wait for each other.
+        """
+        wait(reduction.pending)
+        gradients = self._collectives.in_leaf_order(reduction.sent, reduction.received)
+        fold(gradients[:live], total, self._pool, first=first, packed=self._quantized)
+        self._pool.give(reduction.received)
+        if self._quantized:
+            self._pool.give(reduction.sent)
+
+
+# ---- norms ----
+
+
+class BlockNorm:
+    """The norm of flat tensors of which each rank holds an interval.
+
+    Each rank takes the norms of its blocks (`of_own`); one all-gather makes a table of them, of
+    which every rank computes the same norm.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], shares: Sequence[int], world: int, device: torch.device
+    ) -> None:
+        """Describe the tensors.
+
+        Args:
+            lengths: Of each tensor, without the padding at its end.
+            shares: Elements of it that each rank holds; a multiple of NORM_BLOCK.
+            world: Ranks.
+            device: Of the table.
+        """
+        self._blocks = [-(-length // NORM_BLOCK) for length in lengths]
+        self._order = _block_order(self._blocks, shares, world).to(device)
+
+    def of_own(self, shares: Sequence[Tensor]) -> Tensor:
+        """The norms of this rank's blocks, tensor after tensor: one row of the table."""
+        return torch.cat([vector_norm(share.view(-1, NORM_BLOCK), dim=1) for share in shares])
+
+    def in_order(self, table: Tensor) -> Tensor:
+        """The norms of all blocks in the order of the tensors, from everybody's [world, blocks]."""
+        return table.flatten()[self._order]
+
+    def first_not_finite(self, ordered: Tensor) -> tuple[int, int]:
+        """Which tensor, and which element of it, the first block begins at that is not finite."""
+        block = int(torch.argmin(torch.isfinite(ordered).int()))
+        for number, blocks in enumerate(self._blocks):
+            if block < blocks:
+                return number, block * NORM_BLOCK
+            block -= blocks
+        raise AssertionError("a block beyond the last tensor")
+
+
+def total_norm(ordered: Tensor) -> float:
+    """The norm of everything, from the norms of its blocks in their order."""
+    return math.sqrt(float(ordered.double().square().sum()))
+
+
+def _block_order(blocks: Sequence[int], shares: Sequence[int], world: int) -> Tensor:
+    """Where the norm of each block lies in the gathered [world * blocks], tensor after tensor.
+
+    Every rank contributes one row: its blocks of the first tensor, of the second, and so on.
+    Blocks of the tail's padding are left out, so the list is the same at every world size.
+    """
+    per_rank = sum(shares) // NORM_BLOCK
+    order, column = [], 0
+    for count, share in zip(blocks, shares, strict=True):
+        width = share // NORM_BLOCK
+        places = torch.arange(world)[:, None] * per_rank + torch.arange(column, column + width)
+        order.append(places.flatten()[:count])
+        column += width
+    return torch.cat(order)
