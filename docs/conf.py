@@ -35,6 +35,7 @@ version = release = METADATA["version"]
 
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 nitpicky = True
 exclude_patterns = ["_build"]
