@@ -160,7 +160,7 @@ def open_when_leaving(engine: Engine, disk: Gated) -> None:
 
 
 ENDING = """
-import concurrent.futures.thread as pools, sys, threading, torch, zero_engine
+import concurrent.futures.thread as pools, sys, threading, torch, zero_deepspeed
 from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 

@@ -121,7 +121,7 @@ def leave_a_full_disk(root: str) -> int | None:
 
 
 ENDS = """
-import sys, torch, zero_engine
+import sys, torch, zero_deepspeed
 from tests.support.saving import use
 from tests.numerics.test_full_disk import Full
 

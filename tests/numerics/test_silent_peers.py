@@ -138,7 +138,7 @@ def test_a_rank_leaves_a_silent_peer_at_once_when_it_is_asked_to(
 
 SCRIPT = """
 import os, signal, sys
-import torch, zero_engine
+import torch, zero_deepspeed
 torch.set_num_threads(1)
 model = torch.nn.Linear(64, 64)
 engine, *_ = zero_deepspeed.initialize(model=model, config={

@@ -131,7 +131,7 @@ def test_zero_ckpt_works_on_urls(root, capsys, tmp_path):
 
 
 SCRIPT = """
-import sys, torch, zero_engine
+import sys, torch, zero_deepspeed
 config = {"train_micro_batch_size_per_gpu": 2,
           "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 for number in range(2):
