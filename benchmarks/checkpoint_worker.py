@@ -94,7 +94,7 @@ class Bench:
         # It fsyncs as we do. Staging memory that is used again needs an accelerator in DCP.
         self._writer = dcp.FileSystemWriter(root, single_file_per_rank=True, thread_count=1)
         self.peer_state = self._peer_state(per_tensor=workload != "gpt2")
-        state = self.engine._persistence.state.capture({"weight_hash": None}, {})
+        state = self.engine._state.capture({"weight_hash": None}, {})
         self.own_bytes = sum(piece.data.nbytes for piece in state.pieces)
         self._arena = random_bytes(self.own_bytes)
         self._source = random_bytes(self.own_bytes)
@@ -174,7 +174,7 @@ class Bench:
         self._kept += 1
 
         def begin() -> Callable[[], object]:
-            state = self.engine._persistence.state.capture({"weight_hash": None}, {})
+            state = self.engine._state.capture({"weight_hash": None}, {})
             layout = self.engine._persistence.saver.lay_out(state)
             save = RamSave(
                 root=self.root / "ours",

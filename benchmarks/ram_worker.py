@@ -61,7 +61,7 @@ with (directory / "steps" / f"{time.time_ns()}-{os.getpid()}").open("a", bufferi
             engine.save_checkpoint(directory / "checkpoints")
         step_s = time.perf_counter() - begin
         if source is None:
-            pieces = engine._persistence.state.capture({"weight_hash": None}, {}).pieces
+            pieces = engine._state.capture({"weight_hash": None}, {}).pieces
             own_bytes = sum(piece.data.nbytes for piece in pieces)
             source = torch.ones(own_bytes, dtype=torch.uint8)
             target = torch.zeros(own_bytes, dtype=torch.uint8)

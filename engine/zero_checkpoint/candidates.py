@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +21,7 @@ from pathlib import Path
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.storage import REMOVED, Disk
-from zero_checkpoint.format.manifest import MANIFEST, QUARANTINE, Manifest
+from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
 from zero_checkpoint.format.parse import (
     ManifestError,
     NewerFormatError,
@@ -34,7 +33,6 @@ from zero_checkpoint.place import Place
 _log = logging.getLogger(__name__)
 
 LATEST = "latest"
-_NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
 
 
 class Why(StrEnum):
@@ -119,7 +117,7 @@ def _check_root(root: Place) -> None:
         CheckpointError: It is no directory of checkpoints, and cannot become one.
     """
     real = root.resolve()
-    if _NAME.fullmatch(real.name):
+    if NAME.fullmatch(real.name):
         raise CheckpointError(
             f"{root} is one checkpoint; give the directory above, {real.parent}, and its name as "
             "the tag"
@@ -130,7 +128,7 @@ def _check_root(root: Place) -> None:
 
 def examine(path: Place) -> Candidate | Rejected:
     """One directory as a candidate, or why it is none; raises OSError as `find`."""
-    if not _NAME.fullmatch(path.name):
+    if not NAME.fullmatch(path.name):
         return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
     if (path / QUARANTINE).exists():
         return Rejected(path, Why.QUARANTINED, _quarantine_reason(path))
@@ -157,15 +155,18 @@ def _rejected(path: Place, error: ManifestError | OSError) -> Rejected:
 
 def is_ours(name: str) -> bool:
     """Whether a directory has the name of a checkpoint, or of one that is being deleted."""
-    return _NAME.fullmatch(name.removeprefix(REMOVED)) is not None
+    return NAME.fullmatch(name.removeprefix(REMOVED)) is not None
 
 
 def newest_committed(root: Place) -> tuple[int, int] | None:
     """(round, step) of the newest directory with a manifest and no quarantine, by name alone."""
     for path in _newest_first(root):
-        name = _NAME.fullmatch(path.name)
-        if name and (path / MANIFEST).exists() and not (path / QUARANTINE).exists():
-            return _rank_of(name)
+        if (
+            NAME.fullmatch(path.name)
+            and (path / MANIFEST).exists()
+            and not (path / QUARANTINE).exists()
+        ):
+            return age(path.name)
     return None
 
 
@@ -198,17 +199,12 @@ def _is_link(path: Place) -> bool:
     return isinstance(path, Path) and path.is_symlink()
 
 
-def _rank_of(name: re.Match[str]) -> tuple[int, int]:
-    return int(name["round"]), int(name["step"])
-
-
 def _age(path: Place) -> tuple[int, int, int]:
     """(round, step, time of the commit): two tags of one step share the first two."""
-    name = _NAME.fullmatch(path.name)
-    if name is None:
+    if not NAME.fullmatch(path.name):
         return (-1, -1, 0)
     try:
         committed_ns = (path / MANIFEST).stat().st_mtime_ns
     except OSError:
         committed_ns = 0
-    return (*_rank_of(name), committed_ns)
+    return (*age(path.name), committed_ns)

@@ -33,7 +33,7 @@ from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import Image, LiveImage, write_file
 from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
-from zero_checkpoint.format.manifest import MANIFEST, directory_name, file_name
+from zero_checkpoint.format.manifest import MANIFEST, age, directory_name, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence, Header, Unsure, assemble, publish, vote_for, withdraw
@@ -128,6 +128,23 @@ def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
         return round
     newest_round, newest_step = newest
     return newest_round if step >= newest_step else newest_round + 1
+
+
+class Lineage:
+    """The checkpoints of one run, on disk and in memory: what is saved later counts as newer.
+
+    Who goes back, to a tag or because the newest is damaged, saves steps again that are there
+    already, under a higher round; from then on nothing is named with a lower one, wherever it is
+    kept.
+    """
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        """What the next checkpoint is named with, at least."""
+
+    def goes_on_from(self, name: str) -> None:
+        """A checkpoint of this name was saved or loaded."""
+        self.round = max(self.round, age(name)[0])
 
 
 @dataclass(frozen=True, slots=True)

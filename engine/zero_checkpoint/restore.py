@@ -28,10 +28,9 @@ from functools import partial
 from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, quarantine, scan
 from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
-from zero_checkpoint.format.manifest import MANIFEST, Manifest
+from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import ManifestError, parse, read_manifest
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.node import age
 from zero_checkpoint.memory.search import RamCheckpoint, RamSearch
 from zero_checkpoint.place import Place
 from zero_checkpoint.reader import Copies, fill

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import zero_checkpoint as checkpoint
 from zero_checkpoint.background import Background, Outcome
 from zero_checkpoint.candidates import newest_committed
+from zero_checkpoint.commit import Lineage, own_layout, save
+from zero_checkpoint.consensus import Ballot
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.direct import DirectDisk
 from zero_checkpoint.files.object_disk import disk_of
@@ -27,16 +28,13 @@ from zero_checkpoint.files.writer import Image, LiveImage
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import Piece, State
 from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.lineage import Line
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
 from zero_checkpoint.room import NoArena, PrivateRoom
 from zero_checkpoint.staging import Arena
-from zero_comm.agent_link import AgentLink
-from zero_comm.distributed import group_store
-from zero_contract.errors import CommitRefused, PeerLost
+from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
 
@@ -55,20 +53,25 @@ class Request:
 class Saver:
     """Runs the saves of this rank, one after the other."""
 
-    def __init__(
-        self, config: Checkpoint, rank: int, world: int, link: AgentLink, line: Line
-    ) -> None:
+    def __init__(self, config: Checkpoint, ballot: Ballot, lineage: Lineage) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            config: What to keep of the checkpoints before.
+            ballot: The votes of these saves alone; its `on_wait` says when the group is lost.
+            lineage: Shared with all that keeps checkpoints of this run.
+        """
         self.disk: Disk = DirectDisk()
         self.arena = Arena(PrivateRoom())
         self.last_step = 0
         """Of the newest checkpoint that this worker knows to be committed."""
-        self._keep = _policy(config)
-        self._rank = rank
-        self._link = link
-        self._line = line
-        store = group_store("saves")
-        key = link.votes_key(store.path)
-        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
+        best, wanted = None, config.keep_best
+        if wanted is not None:
+            best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
+        self._keep = Keep(last=config.keep_last, every=config.keep_every, best=best)
+        self._rank = ballot.rank
+        self._lineage = lineage
+        self._ballot = ballot
         self._background = Background()
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
@@ -195,7 +198,7 @@ class Saver:
     def lay_out(self, state: State) -> FileLayout:
         """The layout; where tensors are many it takes as long as the copy, so it is kept."""
         if self._layout is None or not self.has_laid_out(state):
-            self._layout = (state.pieces, checkpoint.own_layout(state, self._rank))
+            self._layout = (state.pieces, own_layout(state, self._rank))
         return self._layout[1]
 
     def has_laid_out(self, state: State) -> bool:
@@ -204,34 +207,23 @@ class Saver:
 
     def _save(self, request: Request, image: Image | None) -> Place:
         """On the thread of the saves."""
-        path = checkpoint.save(
+        path = save(
             request.root,
             request.state,
             self._ballot,
             step=request.step,
             tag=request.tag,
-            round=self._line.round,
+            round=self._lineage.round,
             fence=request.fence,
             disk=disk_of(request.root, self.disk),
             image=image,
         )
-        self._line.goes_on_from(path.name)
+        self._lineage.goes_on_from(path.name)
         if self._rank == 0:
             digest = request.state.meta["engine"]["weight_hash"]
             _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")
             tidy(request.root, path, self._keep)
         return path
-
-    def _check_group(self) -> None:
-        if self._link.group_lost.is_set():
-            raise PeerLost("the group broke while its checkpoint was being written")
-
-
-def _policy(config: Checkpoint) -> Keep:
-    wanted, best = config.keep_best, None
-    if wanted is not None:
-        best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
-    return Keep(last=config.keep_last, every=config.keep_every, best=best)
 
 
 def _is_own(error: Exception) -> bool:

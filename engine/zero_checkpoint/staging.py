@@ -6,7 +6,7 @@ that goes to disk, or that is a checkpoint in memory. `room` says where the memo
 Must always hold: a slab of an image is read only when all of it is copied; who waits for one hears
 of it when the copy is broken off.
 
-Called by `saver` and `ram_tier`, on every rank.
+Called by `saver` and `memory.tier`, on every rank.
 """
 
 from __future__ import annotations

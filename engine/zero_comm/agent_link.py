@@ -1,7 +1,7 @@
 """The worker's side of the contract with its agent. The only module that knows the contract.
 
-Owns the socket, the reader thread, and the choice of what to do when asked to leave. A process
-has one link, however many engines it has (a GAN, actor and critic): to the agent a worker is one.
+Owns the socket and the reader thread. A process has one link, however many engines it has (a GAN,
+actor and critic): to the agent a worker is one.
 
 - Requests have numbers, so each engine gets the answers to its own.
 - Progress: each engine's step is a heartbeat; the step that is shown is that of the engine that
@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import StrEnum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -93,7 +92,7 @@ class AgentLink:
         """Ends every wait for peers: the agent wants this worker out of its group at once."""
         self.leaving = False
         """Some rank was asked to leave; known to all ranks since the same step of one engine."""
-        self.departure: Departure | None = None
+        self.departure: str | None = None
         """How, as far as it is said."""
         self.may_leave = False
         """All is saved that needs to be: the next step is the last."""
@@ -314,54 +313,7 @@ def _connect(path: str) -> socket.socket | None:
     return connection
 
 
-# ---- what to do when any rank is asked to leave ----
-
-
-class Departure(StrEnum):
-    """What `engine.step()` does at the boundary where leaving has become known."""
-
-    SAVE_AND_LEAVE = "save and leave"
-    AWAIT_SAVE = "leave after the script's next save"
-    LEAVE = "leave without saving"
-
-
-def choose_departure(
-    *,
-    directory_known: bool,
-    script_has_state: bool,
-    script_has_saved: bool,
-    script_asks: bool,
-    engines: int = 1,
-) -> tuple[Departure, str]:
-    """How to leave, and why.
-
-    Args:
-        directory_known: The script has saved to or loaded from a checkpoint directory.
-        script_has_state: It has saved or loaded a client_state that is not empty, or runs a
-            library's loop: only the script can make a complete checkpoint.
-        script_has_saved: It has saved or loaded a checkpoint: before that nobody can know whether
-            it has state of its own.
-        script_asks: It calls `checkpoint_due()` and will save when told to.
-        engines: How many train in this process; the rest is what is so of any of them.
-    """
-    if script_has_state:
-        return Departure.AWAIT_SAVE, (
-            "its client_state is known to the script alone; engine.keep_client_state() lets the "
-            "engine save at once"
-        )
-    if script_asks and not script_has_saved:
-        return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
-    if directory_known and engines > 1:
-        return Departure.AWAIT_SAVE, (
-            f"{engines} engines train in this process, and only the script can save them at the "
-            "same point of its loop"
-        )
-    if directory_known:
-        return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
-    return Departure.LEAVE, (
-        "save_checkpoint() and load_checkpoint() were never called, so no directory is known: the "
-        "steps so far are lost"
-    )
+# ---- leaving ----
 
 
 def leave(link: AgentLink, step: int) -> None:

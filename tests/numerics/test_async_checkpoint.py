@@ -144,7 +144,7 @@ def layout_after_a_load(root: str, moments: bool) -> bool:
     engine.save_checkpoint(f"{root}.fresh")
     train(engine, SAVED_AT)
     engine.save_checkpoint(root)
-    saver, state = engine._persistence.saver, engine._persistence.state
+    saver, state = engine._persistence.saver, engine._state
     before = saver.lay_out(state.capture({}, {}))
     engine.load_checkpoint(root if moments else f"{root}.fresh")
     assert saver.has_laid_out(state.capture({}, {})) == moments

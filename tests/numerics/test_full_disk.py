@@ -16,12 +16,11 @@ from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
 from tests.support.saving import ENDS_AT, heard, undisturbed, use
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_checkpoint import find
+from zero_checkpoint import find, persistence
 from zero_checkpoint.errors import DiskFull
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.place import Place
 from zero_contract.worker import ExitCode
-from zero_engine.state import persistence
 
 
 class FullFor(Disk):

@@ -58,7 +58,7 @@ def resume_all(
 
 def state_of(engine: Engine) -> tuple[Any, ...]:
     """This rank's pieces by digest, and what all ranks share."""
-    state = engine._persistence.state.capture({}, {})
+    state = engine._state.capture({}, {})
     pieces = {
         (piece.id.kind, piece.id.fqn, piece.start): piece.data.view(torch.uint8).numpy().tobytes()
         for piece in state.pieces

@@ -91,7 +91,7 @@ def spoil(engine: Engine) -> None:
             byte_view(data.reshape(-1)).fill_(0x5A)
         for _, _, data in held(engine):
             byte_view(data).fill_(0x5A)
-        for piece in engine._persistence.state.capture({}, {}).pieces:
+        for piece in engine._state.capture({}, {}).pieces:
             byte_view(piece.data).fill_(0x5A)
 
 
@@ -111,7 +111,7 @@ def held(engine: Engine) -> Iterator[tuple[tuple[str, str], int, Tensor]]:
 
 def check(engine: Engine, truth: Whole, hash_file: str) -> None:
     """Every bit that this rank holds, and all weights as they are gathered from all ranks."""
-    pieces = engine._persistence.state.capture({}, {}).pieces
+    pieces = engine._state.capture({}, {}).pieces
     own = [((p.id.kind, p.id.fqn), p.start, p.data) for p in pieces]
     for tensor, start, data in [*own, *held(engine)]:
         assert torch.equal(data, truth[tensor][start : start + data.numel()]), tensor
@@ -128,7 +128,7 @@ def needed_bytes(engine: Engine, manifest: Manifest) -> int:
     """What the blocks weigh in which any element lies that this rank owns, element by element."""
     index = {tensor: position for position, tensor in enumerate(manifest.tensors)}
     unit, blocks = manifest.block_bytes, set()
-    for piece in engine._persistence.state.capture({}, {}).pieces:
+    for piece in engine._state.capture({}, {}).pieces:
         places = element_places(manifest, index[piece.id])
         wanted = places[piece.start : piece.start + piece.data.numel()]
         blocks |= set((np.unique(wanted // unit) * unit).tolist())
@@ -157,7 +157,7 @@ def keep_truth(base: str) -> None:
     """The state of one rank that has seen no checkpoint."""
     engine = make_engine(config(0))
     train(engine, SAVED_AT)
-    pieces = engine._persistence.state.capture({}, {}).pieces
+    pieces = engine._state.capture({}, {}).pieces
     torch.save({(p.id.kind, p.id.fqn): p.data.clone() for p in pieces}, f"{base}/truth.pt")
     Path(base, "hash").write_text(engine.weight_hash())
 

@@ -2,7 +2,7 @@
 
 Must always hold: a read is tried more than once before it fails.
 
-Called by `place` and `ram.ram_search`.
+Called by `place` and `memory.search`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +40,8 @@ BLOCK_BYTES = 512 << 10
 MANIFEST = "MANIFEST.json"
 TOMBSTONE = b"removed\n"
 """In place of a manifest, where a directory cannot be renamed: what is here is being deleted."""
+NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
+"""Of a checkpoint's directory, see `directory_name`."""
 QUARANTINE = "QUARANTINE"
 """A marker beside the manifest: damaged, never to be chosen again; the text says why."""
 
@@ -93,6 +96,12 @@ class Manifest:
 def directory_name(step: int, round: int, nonce: str) -> str:
     """`step-000001200.g7.3fa9`; never reused, thanks to the nonce."""
     return f"step-{step:09d}.g{round}.{nonce}"
+
+
+def age(name: str) -> tuple[int, int]:
+    """(round, step) of a checkpoint's name: which one is newer. (-1, -1): it is no such name."""
+    found = NAME.fullmatch(name)
+    return (int(found["round"]), int(found["step"])) if found else (-1, -1)
 
 
 def file_name(rank: int) -> str:

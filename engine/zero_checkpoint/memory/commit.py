@@ -14,7 +14,7 @@ agreed; until then nothing older is given back. A copy that a neighbour did not 
 checkpoint poorer, not invalid: it still survives every worker. Who dies at any line leaves the
 checkpoint before, or this one, whole.
 
-Called by `ram_tier` on every rank, on the thread of its saves. Source of the idea: Gemini (SOSP
+Called by `tier` on every rank, on the thread of its saves. Source of the idea: Gemini (SOSP
 2023) and NVRx keep checkpoints in the memory of peers; theirs load at the same world size only.
 """
 

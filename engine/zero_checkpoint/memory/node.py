@@ -12,24 +12,22 @@ that these steps belong to: what a script loads from another directory is anothe
 Must always hold: an image is linked before its rank votes, a manifest is written after all have;
 a checkpoint loses its manifest before any of its files.
 
-Called by `ram_commit` and `ram_search`.
+Called by `commit` and `search`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.format.manifest import MANIFEST, NAME, age
 from zero_checkpoint.staging import FrozenImage
 
-_NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
 _TEMPORARY = f"{MANIFEST}.tmp."
 
 Holdings = Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -55,7 +53,7 @@ class RamNode:
         """All that is here."""
         found: dict[str, dict[str, dict[str, int]]] = {}
         for path in self.directory.glob("*/*/*"):
-            if _NAME.fullmatch(path.parent.name) and not path.name.startswith("."):
+            if NAME.fullmatch(path.parent.name) and not path.name.startswith("."):
                 with suppress(OSError):  # gone meanwhile
                     home = found.setdefault(path.parent.parent.name, {})
                     home.setdefault(path.parent.name, {})[path.name] = path.stat().st_size
@@ -80,12 +78,6 @@ def home_of(root: object) -> str:
     """What stands for a root on disk; the same for every process that names it so."""
     where = os.path.abspath(root) if isinstance(root, Path) else str(root)
     return hashlib.sha256(where.encode()).hexdigest()[:16]
-
-
-def age(name: str) -> tuple[int, int]:
-    """(round, step) of a checkpoint's name: which one is newer. (-1, -1): it is no such name."""
-    found = _NAME.fullmatch(name)
-    return (int(found["round"]), int(found["step"])) if found else (-1, -1)
 
 
 def seal(image: FrozenImage, path: Path) -> None:

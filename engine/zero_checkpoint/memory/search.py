@@ -22,9 +22,9 @@ from pathlib import Path
 from zero_checkpoint.consensus import Ballot, Record
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.local_file import open_file
-from zero_checkpoint.format.manifest import MANIFEST, Manifest
+from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import MAX_MANIFEST_BYTES, ManifestError, parse
-from zero_checkpoint.memory.node import Holdings, RamNode, age, home_of
+from zero_checkpoint.memory.node import Holdings, RamNode, home_of
 from zero_checkpoint.memory.peers import open_remote, read_whole
 from zero_checkpoint.reader import Opener
 

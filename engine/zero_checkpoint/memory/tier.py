@@ -1,7 +1,7 @@
 """Checkpoints in the memory of the nodes: when one is made, and in which of two arenas.
 
 At the end of a step the state is copied into an arena, and training goes on; a thread commits it
-with the other ranks (`ram_commit`). A worker that dies afterwards has lost nothing: the arena
+with the other ranks (`memory.commit`). A worker that dies afterwards has lost nothing: the arena
 lies in the agent's directory, and the next round loads it from there.
 
 Must always hold: the arena of the newest committed checkpoint is not written to; all ranks begin
@@ -17,29 +17,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import cache, partial
 from pathlib import Path
 
-import zero_checkpoint as checkpoint
 from zero_checkpoint.background import Background
 from zero_checkpoint.candidates import newest_committed
+from zero_checkpoint.commit import Lineage
+from zero_checkpoint.consensus import Ballot
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.lineage import Line
 from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
 from zero_checkpoint.memory.node import RamNode, home_of
 from zero_checkpoint.memory.peers import Neighbours
 from zero_checkpoint.memory.search import RamSearch
 from zero_checkpoint.options import Ram
 from zero_checkpoint.place import Place
+from zero_checkpoint.publish import Fence
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.room import NoArena, SharedRoom, sweep
 from zero_checkpoint.staging import Arena, FrozenImage
-from zero_comm.agent_link import AgentLink
-from zero_comm.distributed import group_store
-from zero_contract.errors import CommitRefused, PeerLost
+from zero_contract.errors import CommitRefused
+from zero_contract.worker import RamReply
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +53,24 @@ _KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 class RamTier:
     """One rank's checkpoints in memory."""
 
-    def __init__(self, config: Ram, rank: int, world: int, link: AgentLink, line: Line) -> None:
-        """Ask the agent for the node's memory; without it there will be no such checkpoints."""
-        reply = link.request_ram(config.budget_bytes)
+    def __init__(
+        self,
+        config: Ram,
+        ballot: Ballot,
+        lineage: Lineage,
+        reply: RamReply,
+        needs: MutableMapping[object, int],
+    ) -> None:
+        """Nothing is kept yet.
+
+        Args:
+            config: How often, and how many copies.
+            ballot: The votes of these checkpoints alone; its `on_wait` says when the group is lost.
+            lineage: Shared with all that keeps checkpoints of this run.
+            reply: The node's memory, as its agent gives it; or why there is none, and then there
+                will be no such checkpoints.
+            needs: How many bytes of it each tier of this process needs; shared by all of them.
+        """
         self._problem = reply.reason
         self._node: RamNode | None = None
         self._arenas: list[Arena] = []
@@ -69,15 +84,12 @@ class RamTier:
             sweep(self._node.directory)
             job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
             where = self._node.directory
-            self._arenas = [Arena(SharedRoom(job, rank, where)) for _ in range(ARENAS)]
+            self._arenas = [Arena(SharedRoom(job, ballot.rank, where)) for _ in range(ARENAS)]
         self._config = config
-        self._rank = rank
-        self._world = world
-        self._link = link
-        self._line = line
-        store = group_store("ram")
-        key = link.votes_key(store.path)
-        self._ballot = checkpoint.Ballot(store, rank, world, on_wait=self._check_group, key=key)
+        self._rank = ballot.rank
+        self._lineage = lineage
+        self._needs = needs
+        self._ballot = ballot
         self._background = Background()
         self._peers = Neighbours(reply.key)
         self._search: RamSearch | None = None
@@ -141,7 +153,11 @@ class RamTier:
         return not self._off and step - self._last_step >= self._config.every_steps
 
     def begin(
-        self, root: Place, state: State, lay_out: Callable[[State], FileLayout], samples: int
+        self,
+        root: Place,
+        state: State,
+        lay_out: Callable[[State], FileLayout],
+        fence: Callable[[int, str], Fence | None],
     ) -> None:
         """Copy the state, and begin to commit it; when this returns, the tensors may change.
 
@@ -149,7 +165,7 @@ class RamTier:
             root: Where the run's checkpoints on disk are.
             state: This rank's share. Its `meta` must not change any more.
             lay_out: Gives the layout of this rank's file; may raise CheckpointError.
-            samples: Consumed so far.
+            fence: From step and tag to what is asked before the commit, see `commit.save`.
         """
         if root != self._root:
             self._settle(root)
@@ -162,8 +178,8 @@ class RamTier:
             problem=self._problem,
             step=step,
             tag=tag,
-            round=self._line.round,
-            fence=self._link.fence(step, tag, samples, in_ram=True),
+            round=self._lineage.round,
+            fence=fence(step, tag),
             newest=self._newest,
             replicas=self._config.replicas,
         )
@@ -197,11 +213,10 @@ class RamTier:
         try:
             layout = lay_out(state)
             workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            replicas = self._config.replicas if self._world > workers else 0
-            needed = self._link.ram_bytes
-            needed[self] = needed_bytes(layout.size_bytes, workers, replicas)
+            replicas = self._config.replicas if self._ballot.world > workers else 0
+            self._needs[self] = needed_bytes(layout.size_bytes, workers, replicas)
             # The engines of a process share the node's memory.
-            self._needed_bytes = sum(needed.values())
+            self._needed_bytes = sum(self._needs.values())
             self._problem = over_budget(self._needed_bytes, self._node.budget_bytes)
             return None if self._problem else self._arenas[0].freeze(layout)
         except (NoArena, CheckpointError) as error:
@@ -212,7 +227,7 @@ class RamTier:
         """On the thread of the saves."""
         kept = commit_in_ram(save, self._ballot, self._node, self._peers)
         assert self._node is not None
-        self._line.goes_on_from(kept.name)
+        self._lineage.goes_on_from(kept.name)
         if self._rank == 0:
             _log.debug("step %d is in memory", save.step)
             text = (
@@ -259,10 +274,6 @@ class RamTier:
         if self._kept_step is None:
             return "and nothing else is"
         return f"step {self._kept_step} still is"
-
-    def _check_group(self) -> None:
-        if self._link.group_lost.is_set():
-            raise PeerLost("the group broke while its checkpoint was being kept in memory")
 
 
 def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_checkpoint.persistence import NOTES, Persistence
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
@@ -41,7 +42,7 @@ from zero_engine.offload_states import (
 from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
 from zero_engine.parts import Core, Run
 from zero_engine.state.engine_state import EngineState
-from zero_engine.state.persistence import NOTES, Persistence
+from zero_engine.state.training import EngineTraining
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         self._reporter = Reporter(config, run.rank, self._stopwatch)
         self.monitor = self._reporter.monitors
         """The curves that the config asks for; `write_events` adds the script's own."""
-        state = EngineState(
+        self._state = EngineState(
             module=core.module,
             units=core.units,
             zero=core.zero,
@@ -95,7 +96,8 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
             scheduler=scheduler,
             aliases=core.aliases,
         )
-        self._persistence = Persistence(config, core, run, state, link)
+        self._training = EngineTraining(config, core, run, self._state)
+        self._persistence = Persistence(config.checkpoint, self._training, link)
 
     # ---- a step ----
 
@@ -199,7 +201,7 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
             _log.info("step %d: %s", cursor.step, outcome.scaling)
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
-        self._persistence.hear(outcome.notes[:, :NOTES])
+        self._persistence.hear(outcome.notes[:, :NOTES].tolist())
         self._link.progress(self._persistence.number, cursor.step, cursor.samples, self.mean_loss)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
 
@@ -208,8 +210,9 @@ class Engine(Batching, Checkpointing, Accessors, Wrapper):
         plan, cursor = self._run.ending(), self._run.cursor
         # Everybody's notes: about leaving and saving, then those of the micro-steps.
         with self._stopwatch.measure("step"):
+            notes = torch.tensor(self._persistence.notes(), device=self.device)
             outcome = zero.step(
-                torch.cat([self._persistence.notes(), self._micro_steps.notes()]),
+                torch.cat([notes, self._micro_steps.notes()]),
                 lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
             )
         self._micro_steps.clear()

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.persistence import ClientSource, Persistence
 from zero_checkpoint.place import place
 from zero_checkpoint.tags import agree_on_tag
 from zero_checkpoint.tools.export import read_state_dict, select
 from zero_checkpoint.tools.locate import one
-from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import AgentLink, peers_may_vanish
 from zero_contract.errors import ZeroError
 from zero_engine.config import Config
@@ -28,9 +28,9 @@ from zero_engine.core.wrapper import Wrapper
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core
-from zero_engine.sharding.weights import module_state_dict, whole_weights
-from zero_engine.state.persistence import ClientSource, Persistence
+from zero_engine.sharding.weights import module_state_dict
 from zero_engine.state.selection import LoadOptions
+from zero_engine.state.training import EngineTraining
 
 
 class Checkpointing(Wrapper):
@@ -43,6 +43,7 @@ class Checkpointing(Wrapper):
     _link: AgentLink
     _micro_steps: MicroSteps
     _persistence: Persistence
+    _training: EngineTraining
 
     # ---- checkpoints ----
 
@@ -170,7 +171,9 @@ class Checkpointing(Wrapper):
                 scheduler=load_lr_scheduler_states,
                 module_only=load_module_only,
             )
-            path, client = self._persistence.load(place(load_dir), tag, options)
+            path, client = self._persistence.load(
+                place(load_dir), tag, self._training.loading(options)
+            )
         if path is not None and custom_load_fn is not None:
             checkpoint = one(str(path))
             source = read_state_dict(checkpoint, select(checkpoint, dtype=torch.float32))
@@ -218,7 +221,7 @@ class Checkpointing(Wrapper):
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
         self._core.moved.need("weight_hash()", WEIGHTS)
         with peers_may_vanish(self._link):
-            return weight_hash(whole_weights(self._core.units))
+            return self._training.weight_hash()
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""

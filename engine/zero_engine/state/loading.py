@@ -16,16 +16,18 @@ Used by `persistence`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import zero_checkpoint as checkpoint
-from zero_checkpoint import Ballot, Loaded, Manifest
+from zero_checkpoint import restore
+from zero_checkpoint.consensus import Ballot
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import RamSearch
 from zero_checkpoint.place import Place
+from zero_checkpoint.restore import Loaded
 from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending
 from zero_engine.offload_states import MovedStates, Torn
@@ -37,14 +39,32 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """What a load makes of the state, step by step.
+    """What a load makes of the state, step by step: `zero_checkpoint.persistence.Loading`.
 
     Attributes:
-        selection: What is filled from the checkpoint that was tried last.
+        resumes: Whether all of the state is asked for.
+        takes_position: Whether steps and samples are asked for.
     """
 
-    def __init__(self, state: EngineState, moved: MovedStates, options: LoadOptions) -> None:
-        self.selection = Selection(State({}, ()))
+    def __init__(
+        self,
+        state: EngineState,
+        moved: MovedStates,
+        options: LoadOptions,
+        adopt_position: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            state: Is filled.
+            moved: Is told while what it knows of is neither the old state nor the new.
+            options: What is asked for.
+            adopt_position: Takes steps, samples and batch from what a checkpoint says of the run.
+        """
+        self.resumes = options.whole
+        self.takes_position = not options.module_only
+        self._selection = Selection(State({}, ()))
+        self._adopt_position = adopt_position
         self._state = state
         self._moved = moved
         self._before = moved.torn
@@ -52,13 +72,18 @@ class Loading:
         self._tried = 0
         self._under_way: list[tuple[FlatUnit, Pending]] = []
 
+    @property
+    def filled(self) -> State:
+        """What was filled from the checkpoint that was tried last."""
+        return self._selection.state
+
     def read(
-        self, directory: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
+        self, root: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
     ) -> Loaded | None:
-        """Fill this rank's share of the state. Collective; see `checkpoint.load`."""
+        """Fill this rank's share of the state. Collective; see `restore.load`."""
         try:
-            loaded = checkpoint.load(
-                directory,
+            loaded = restore.load(
+                root,
                 ballot,
                 self._wanted,
                 exchange=self._exchange,
@@ -68,31 +93,32 @@ class Loading:
             )
         except CheckpointError as error:
             self._end_exchange()  # the script may go on with these weights
-            if self._has_read(error):
+            # Whether any rank may have read into the state; the same on all ranks.
+            if self._tried > isinstance(error, ModelMismatch):
                 self._tear(f"a load has failed: {error}")
             else:
                 self._moved.torn = self._before
             raise
         if loaded is None and self._state.collectives.rank == 0:
-            _report_nothing(directory)
+            with suppress(OSError):  # training begins anew beside checkpoints that others have made
+                if root.is_dir() and (found := hint(root)):
+                    _log.warning("%s: there are no checkpoints here%s", root, found)
         return loaded
 
-    def _has_read(self, error: CheckpointError) -> bool:
-        """Whether any rank may have read into the state; the same on all ranks."""
-        return self._tried > isinstance(error, ModelMismatch)
-
-    def adopt(self, engine: Mapping[str, Any]) -> None:
+    def adopt(self, run: Mapping[str, Any]) -> None:
         """Finish what has been read: all that is derived from it. Collective.
 
         Args:
-            engine: What the manifest says of the engine.
+            run: What the manifest says of the engine.
         """
         self._end_exchange()
-        self.selection.settle(weights=False)
+        self._selection.settle(weights=False)
         for unit in self._state.units:
             if unit.tiers.state.far:
                 unit.restore()
-        self._state.adopt(engine, self._options)
+        self._state.adopt(run, self._options)
+        if self.takes_position:
+            self._adopt_position(run)
 
     def end(self) -> None:
         """The state is that of the checkpoint, as far as it was asked for."""
@@ -102,7 +128,7 @@ class Loading:
 
     def report(self, loaded: Loaded) -> None:
         """Say what was loaded, and what was not."""
-        for remark in self.selection.remarks:
+        for remark in self._selection.remarks:
             _log.info("%s", remark)
         engine = loaded.manifest.meta["engine"]
         digest = engine.get("weight_hash")
@@ -116,8 +142,8 @@ class Loading:
     def _wanted(self, manifest: Manifest) -> State:
         self._end_exchange()
         self._tear("a load was interrupted")
-        self.selection = self._state.wanted(manifest, self._options)
-        return self.selection.state
+        self._selection = self._state.wanted(manifest, self._options)
+        return self._selection.state
 
     def _exchange(self, filled: bool) -> None:
         """Begin to give others the weights that rest near, and to get theirs.
@@ -127,7 +153,7 @@ class Loading:
         self._end_exchange()
         self._tried += 1
         if filled:
-            self.selection.settle(weights=True)
+            self._selection.settle(weights=True)
         for unit in self._state.units:
             if not unit.tiers.state.far:
                 self._under_way.append((unit, unit.begin_restore()))
@@ -136,10 +162,3 @@ class Loading:
         under_way, self._under_way = self._under_way, []
         for unit, pending in under_way:
             unit.end_restore(pending)
-
-
-def _report_nothing(directory: Place) -> None:
-    """Say so if training begins anew beside checkpoints that others have made."""
-    with suppress(OSError):
-        if directory.is_dir() and (found := hint(directory)):
-            _log.warning("%s: there are no checkpoints here%s", directory, found)

@@ -3,7 +3,7 @@
 Must always hold: a run that goes on from a checkpoint goes on at its position, with its batch if
 the config leaves that open; what would change the result is said.
 
-Called by `persistence`.
+Called by `training`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.checkpoint.ram.nodes import FULL, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, same_bits, saved
-from zero_checkpoint.memory.node import age, home_of
+from zero_checkpoint.format.manifest import age
+from zero_checkpoint.memory.node import home_of
 from zero_checkpoint.memory.peers import neighbours
 from zero_checkpoint.memory.search import RamSearch
 from zero_contract.errors import CommitRefused

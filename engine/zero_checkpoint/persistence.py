@@ -1,12 +1,13 @@
-"""Saving, loading, and leaving with a save.
+"""When and where a training is saved, loaded, fallen back from, and left with a save.
 
-Owns what the engine knows about checkpoints: where they go, whether the script has state of its
-own in them, when they are due, whether this group is being left. Must always hold: a checkpoint
-is taken between steps; after a load, position, counters and batch are those of the checkpoint;
-what all ranks must do alike (leave, save, skip a save) is decided from the consensus of a step,
-so that they do it at the same boundary.
+Owns what is not the format's and not the state's: where the checkpoints of this run go, whether the
+script has state of its own in them, when they are due, whether this group is being left. What is
+kept is a `Training`, which gives and takes its state; the engine is one. Must always hold: a
+checkpoint is taken between steps; after a load, position, counters and batch are those of the
+checkpoint; what all ranks must do alike (leave, save, skip a save) is decided from the consensus of
+a step, so that they do it at the same boundary.
 
-Called by `engine`; `saver` does the work.
+`saver` and `memory.tier` do the work.
 """
 
 from __future__ import annotations
@@ -17,38 +18,30 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-import zero_checkpoint as checkpoint
 from zero_checkpoint.background import Outcome
 from zero_checkpoint.client_state import pack, unpack
+from zero_checkpoint.commit import Lineage
+from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.lineage import Line
+from zero_checkpoint.memory.search import RamSearch
 from zero_checkpoint.memory.tier import RamTier
-from zero_checkpoint.options import SKIP
+from zero_checkpoint.options import SKIP, Checkpoint
 from zero_checkpoint.place import Place
+from zero_checkpoint.restore import Loaded
 from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.siblings import BESIDE, Moment, torn
-from zero_checkpoint.weight_hash import weight_hash
-from zero_comm.agent_link import AgentLink, Departure, choose_departure, leave, peers_may_vanish
+from zero_comm.agent_link import AgentLink, leave, peers_may_vanish
 from zero_comm.distributed import group_store
-from zero_contract.errors import CommitRefused, ZeroError
-from zero_engine.config import Config
-from zero_engine.parts import Core, Run
-from zero_engine.sharding.weights import whole_weights
-from zero_engine.state import run_meta
-from zero_engine.state.engine_state import EngineState
-from zero_engine.state.loading import Loading
-from zero_engine.state.selection import LoadOptions
+from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 
 _log = logging.getLogger(__name__)
 
@@ -64,31 +57,102 @@ LEAVING_WAIT_S = 10.0
 _PAUSE_S = 5.0
 
 
-class Persistence:
-    """The checkpoints of one engine."""
+class Training(Protocol):
+    """What is kept: a state, and a position in steps. Every rank of a group has one, in step."""
 
-    def __init__(
-        self, config: Config, core: Core, run: Run, state: EngineState, link: AgentLink
-    ) -> None:
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+    @property
+    def samples(self) -> int:
+        """Consumed by them."""
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-steps done of the step under way; 0: between steps, where it can be saved."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it does more steps: one for inference does not."""
+
+    @property
+    def in_library_loop(self) -> bool:
+        """Whether a library's loop runs it, which writes state of its own after each checkpoint."""
+
+    def capture(
+        self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool
+    ) -> State:
+        """The state to save, as of now; its pieces are views.
+
+        Args:
+            run: Goes into `meta["engine"]`, with "step" and what the training adds.
+            client: Goes into `meta["client"]`.
+            exclude_frozen: Leave out the parameters that are not trained.
+        """
+
+    def weight_hash(self) -> str:
+        """See `zero_checkpoint.weight_hash`. Collective."""
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come here. Collective."""
+
+    def lend(self, until: Callable[[], object]) -> None:
+        """A thread reads the state where it is; whoever changes it next calls `until` first."""
+
+
+class Loading(Protocol):
+    """One load into a training, step by step."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether all of the state is asked for: the run goes on."""
+
+    @property
+    def takes_position(self) -> bool:
+        """Whether steps and samples are asked for."""
+
+    @property
+    def filled(self) -> State:
+        """What was filled from the checkpoint that was tried last."""
+
+    def read(
+        self, root: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
+    ) -> Loaded | None:
+        """Fill this rank's share of the state, see `restore.load`. Collective."""
+
+    def adopt(self, run: Mapping[str, Any]) -> None:
+        """Take what `capture` said of the run, as far as it was asked for. Collective."""
+
+    def end(self) -> None:
+        """The state is that of the checkpoint."""
+
+    def report(self, loaded: Loaded) -> None:
+        """On rank 0: say what was loaded, and what was not."""
+
+
+class Persistence:
+    """The checkpoints of one training."""
+
+    def __init__(self, config: Checkpoint, training: Training, link: AgentLink) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self.state = state
-        self._line = Line(link.round)
-        self.saver = Saver(config.checkpoint, run.rank, run.world, link, self._line)
-        self.schedule = Schedule(config.checkpoint, restarts, run.rank)
-        ram = config.checkpoint.ram
-        self.ram = RamTier(ram, run.rank, run.world, link, self._line) if ram is not None else None
+        self.training = training
         self._config = config
-        self._core = core
-        self._run = run
         self._link = link
-        store = group_store("ballot")
-        self._ballot = checkpoint.Ballot(
-            store,
-            run.rank,
-            run.world,
-            on_wait=partial(link.heed, "loading"),
-            key=link.votes_key(store.path),
-        )
+        self._lineage = Lineage(link.round)
+        votes = self._ballot_of("saves", partial(_check_group, link, "written"))
+        self.saver = Saver(config, votes, self._lineage)
+        self.schedule = Schedule(config, restarts, training.rank)
+        self.ram = self._ram_tier()
+        self._ballot = self._ballot_of("ballot", partial(link.heed, "loading"))
         self._directory: Place | None = None
         self._ram_root: Place | None = None
         """The directory that this run goes on from: the first that it was loaded from or saved to.
@@ -110,17 +174,20 @@ class Persistence:
         self._owed: Request | None = None
         """The last save, if it has found no room: a script must not end without it."""
 
-    # ---- among the engines of the process ----
+    def _ballot_of(self, part: str, on_wait: Callable[[], None]) -> Ballot:
+        """Votes of their own: what is asked in one of them is not heard in another."""
+        store, training = group_store(part), self.training
+        key = self._link.votes_key(store.path)
+        return Ballot(store, training.rank, training.world, on_wait=on_wait, key=key)
 
-    @property
-    def step(self) -> int:
-        """How many steps this engine has done."""
-        return self._run.cursor.step
+    def _ram_tier(self) -> RamTier | None:
+        if (config := self._config.ram) is None:
+            return None
+        reply = self._link.request_ram(config.budget_bytes)
+        votes = self._ballot_of("ram", partial(_check_group, self._link, "kept in memory"))
+        return RamTier(config, votes, self._lineage, reply, self._link.ram_bytes)
 
-    @property
-    def trains(self) -> bool:
-        """Whether it does more: it has an optimizer, and no other engine has taken its module."""
-        return self._core.zero is not None and not self._core.moved.given_away
+    # ---- among the trainings of the process ----
 
     @property
     def leaving(self) -> bool:
@@ -129,15 +196,17 @@ class Persistence:
 
     def _engines(self) -> list[Persistence]:
         """Those that train in this process, in the order in which the script has made them."""
-        return [each for each in self._link.clients.values() if each.trains]
+        return [each for each in self._link.clients.values() if each.training.trains]
 
     def _beside(self) -> dict[str, int]:
-        return {str(each.number): each.step for each in self._engines() if each is not self}
+        return {
+            str(each.number): each.training.step for each in self._engines() if each is not self
+        }
 
     def _to_save(self) -> int:
         """Of how many engines the newest step is not saved yet, though they have a directory."""
         known = [each for each in self._engines() if each._directory is not None]
-        return sum(each._saved_step != each.step for each in known)
+        return sum(each._saved_step != each.training.step for each in known)
 
     # ---- saving ----
 
@@ -151,8 +220,12 @@ class Persistence:
         exclude_frozen: bool = False,
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
-        begin_s, step = time.monotonic(), self._run.cursor.step
-        self._check_boundary()
+        begin_s, step = time.monotonic(), self.training.step
+        if micro := self.training.micro_step:
+            raise CheckpointError(
+                f"micro-step {micro} of a step: its gradients cannot be saved; call "
+                "save_checkpoint() after the step() that ends it"
+            )
         client = client or self._client_state()
         packed = pack(client)
         self._check_metric(client)
@@ -161,19 +234,22 @@ class Persistence:
         self._script_has_saved = True
         if self.ram is not None and self._known_to_script_alone:
             self.ram.disown(_SCRIPT_ALONE)
-        waits = self._must_wait(blocking)
-        if self._skips(waits):
+        waits = self.leaving or (not self._config.asynchronous if blocking is None else blocking)
+        if self._some_rank_busy and not waits and self._config.when_busy == SKIP:
+            if self.training.rank == 0:
+                _log.info("no checkpoint of step %d: the one before is still being written", step)
             return False
         self._tell(self.saver.wait_for_room())
         if not self.leaving:
             self._check_refusals()
         tag = tag or f"global_step{step}"
+        hashed = waits if self._config.weight_hash is None else self._config.weight_hash
         request = Request(
             root=directory,
-            state=self._capture(packed, exclude_frozen, hashed=self._hashes(waits)),
+            state=self._capture(packed, exclude_frozen, hashed=hashed),
             step=step,
             tag=tag,
-            fence=self._link.fence(step, tag, self._run.cursor.samples, last=self.leaving),
+            fence=self._link.fence(step, tag, self.training.samples, last=self.leaving),
         )
         saved = self._save(request, waits=waits)
         self._saved_step = step
@@ -182,9 +258,11 @@ class Persistence:
         if not self.leaving:
             self._check_refusals()
         elif left := self._to_save():
-            if self._run.rank == 0:
+            if self.training.rank == 0:
                 _log.info("leaving when %d more engines of this process are saved", left)
-        elif self._run.declared or any(each._directory is None for each in self._engines()):
+        elif self.training.in_library_loop or any(
+            each._directory is None for each in self._engines()
+        ):
             # At the next step: now comes what its loop has to write, or the first save of others.
             self._link.may_leave = True
         else:
@@ -201,7 +279,7 @@ class Persistence:
             return saved
         except BaseException:  # Ctrl-C, or whatever a signal handler raises
             if self.saver.busy:
-                self._core.moved.lend(lambda: self._tell(self.saver.wait_for_room()))
+                self.training.lend(lambda: self._tell(self.saver.wait_for_room()))
             raise
 
     def _await_saved(self, request: Request) -> bool:
@@ -214,7 +292,7 @@ class Persistence:
             return self.wait()
         except DiskFull as error:
             self._owe(request)
-            goes_on = not self._run.declared and (self.leaving or self._script_asks)
+            goes_on = not self.training.in_library_loop and (self.leaving or self._script_asks)
             then = f"training goes on, and checkpoint_due() is true again in {RETRY_S:g} s"
             self._warn(
                 f"the checkpoint of step {request.step} was not saved; "
@@ -253,7 +331,7 @@ class Persistence:
         """Try again the save of this very step, until there is room: after it the script ends."""
         request = self._owed
         # Where an exception ends the script, the other ranks do not come here.
-        if request is None or request.step != self._run.cursor.step or sys.exc_info()[0]:
+        if request is None or request.step != self.training.step or sys.exc_info()[0]:
             return
         self._wait_for_room(request, self._room_wait_s)
 
@@ -284,7 +362,7 @@ class Persistence:
         return {"wait": time.monotonic() < until_s and not asked}
 
     def _warn(self, text: str) -> None:
-        if self._run.rank == 0:
+        if self.training.rank == 0:
             _log.warning("%s", text)
 
     def _try_again(self, request: Request) -> bool:
@@ -303,7 +381,7 @@ class Persistence:
         """The script has ended: what exits with 0 has saved what it wanted to save."""
         request = self._owed
         leaves = self.leaving or self._link.group_lost.is_set()
-        if request is None or request.step != self._run.cursor.step or leaves:
+        if request is None or request.step != self.training.step or leaves:
             return
         _log.error(
             "the script has ended, and its last checkpoint, of step %d, found no room in %s: "
@@ -315,16 +393,9 @@ class Persistence:
             stream.flush()
         os._exit(1)
 
-    def _check_boundary(self) -> None:
-        if micro := self._run.cursor.micro:
-            raise CheckpointError(
-                f"micro-step {micro} of a step: its gradients cannot be saved; call "
-                "save_checkpoint() after the step() that ends it"
-            )
-
     def _check_metric(self, client: Mapping[str, Any]) -> None:
         """The metric of `keep_best` is a number, or left out: then this save is not compared."""
-        best = self._config.checkpoint.keep_best
+        best = self._config.keep_best
         if best is None:
             return
         if best.metric in client and not is_number(client[best.metric]):
@@ -332,34 +403,16 @@ class Persistence:
                 f"client_state[{best.metric!r}] is {client[best.metric]!r}; checkpoint.keep_best "
                 "compares numbers: give it a float"
             )
-        if best.metric not in client and not self._told_of_metric and self._run.rank == 0:
+        if best.metric not in client and not self._told_of_metric and self.training.rank == 0:
             self._told_of_metric = True
             _log.info("no client_state[%r]: this save is not among the best", best.metric)
 
-    def _must_wait(self, blocking: bool | None) -> bool:
-        if blocking is None:
-            blocking = not self._config.checkpoint.asynchronous
-        return blocking or self.leaving
-
-    def _skips(self, waits: bool) -> bool:
-        """Whether this save is left out because the one before is still being written."""
-        skips = self._some_rank_busy and not waits and self._config.checkpoint.when_busy == SKIP
-        if skips and self._run.rank == 0:
-            step = self._run.cursor.step
-            _log.info("no checkpoint of step %d: the one before is still being written", step)
-        return skips
-
-    def _hashes(self, waits: bool) -> bool:
-        wanted = self._config.checkpoint.weight_hash
-        return waits if wanted is None else wanted
-
     def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
-        run = run_meta.describe(self._config, self._core, self._run)
-        run["elapsed_s"] = self.schedule.elapsed_s
+        run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s}
         if beside := self._beside():
             run[BESIDE] = beside
-        run["weight_hash"] = weight_hash(whole_weights(self._core.units)) if hashed else None
-        return self.state.capture(run, client, exclude_frozen=exclude_frozen)
+        run["weight_hash"] = self.training.weight_hash() if hashed else None
+        return self.training.capture(run, client, exclude_frozen=exclude_frozen)
 
     def wait(self) -> bool:
         """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
@@ -406,20 +459,23 @@ class Persistence:
 
     def keep_in_ram(self) -> None:
         """At the end of a step: keep it in memory, if that is due."""
-        root, cursor, self._has_stepped = self._ram_root, self._run.cursor, True
+        root, self._has_stepped = self._ram_root, True
         if self.ram is None or root is None or self.leaving:
             return
         if self._known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
-        if self.ram.due(cursor.step, some_rank_busy=self._some_ram_busy):
+        if self.ram.due(self.training.step, some_rank_busy=self._some_ram_busy):
             client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
-            self.ram.begin(root, state, self.saver.lay_out, cursor.samples)
+            fence = partial(self._link.fence, samples=self.training.samples, in_ram=True)
+            self.ram.begin(root, state, self.saver.lay_out, fence)
 
     @property
     def _known_to_script_alone(self) -> bool:
         """Whether the script has state that a checkpoint of the engine's own would lack."""
-        return (self._script_has_state or self._run.declared) and self.client_source is None
+        return (
+            self._script_has_state or self.training.in_library_loop
+        ) and self.client_source is None
 
     def _client_state(self) -> Mapping[str, Any]:
         """What the script wants in a checkpoint that it does not make itself."""
@@ -428,42 +484,48 @@ class Persistence:
     # ---- loading ----
 
     def load(
-        self, directory: Place, tag: str | None, options: LoadOptions
+        self, directory: Place, tag: str | None, loading: Loading
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
-        if self._run.cursor.micro:
+        if self.training.micro_step:
             raise ZeroError("load_checkpoint() in the middle of a step; call it before training")
         self._tell(self.saver.wait_for_room())
         if self.ram is not None:
             self.ram.prepare()
-        loading = Loading(self.state, self._core.moved, options)
         # Memory is for going on after a failure; who has trained and loads wants what is on disk.
-        recovers = tag is None and options.whole and not self._has_stepped
+        recovers = tag is None and loading.resumes and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
         loaded = loading.read(directory, self._ballot, tag, search)
         self._directory = directory
-        self._keep_layout(loading.selection.state)
-        if self.ram is not None and options.whole:
+        if not self.saver.has_laid_out(loading.filled):
+            # The next save is laid out like the last one, or lets go of its tensors.
+            self.saver.forget()
+            if self.ram is not None:
+                self.ram.forget()
+        if self.ram is not None and loading.resumes:
             self._ram_root = directory if recovers else self._ram_root or directory
             step = loaded.manifest.step if loaded is not None else 0
             self.ram.loaded(self._ram_root, loaded, step)
         if loaded is None:
             return None, {}
-        self._line.goes_on_from(loaded.path.name)
-        meta = loaded.manifest.meta
-        loading.adopt(meta["engine"])
-        if not options.module_only:
-            run_meta.adopt(meta["engine"], self._config, self._core, self._run)
-            self.schedule.go_on_from(meta["engine"].get("elapsed_s") or 0.0)
-        client = unpack(meta["client"])
+        return str(loaded.path), self._go_on_from(loaded, loading)
+
+    def _go_on_from(self, loaded: Loaded, loading: Loading) -> dict[str, Any]:
+        """Finish a load on this rank; the client state."""
+        self._lineage.goes_on_from(loaded.path.name)
+        run = loaded.manifest.meta["engine"]
+        loading.adopt(run)
+        if loading.takes_position:
+            self.schedule.go_on_from(run.get("elapsed_s") or 0.0)
+        client: dict[str, Any] = unpack(loaded.manifest.meta["client"])
         loading.end()
-        if self.trains and not options.module_only:
-            self._check_moment(meta["engine"])
+        if self.training.trains and loading.takes_position:
+            self._check_moment(run)
         self._script_has_state |= bool(client)
         self._script_has_saved = True
-        if self._run.rank == 0:
+        if self.training.rank == 0:
             loading.report(loaded)
-        return str(loaded.path), client
+        return client
 
     def _check_moment(self, saved: Mapping[str, Any]) -> None:
         """Say so if what was loaded never was beside what other engines of the process have."""
@@ -471,40 +533,34 @@ class Persistence:
         self._moment = Moment(number=self.number, step=saved["step"], beside=beside)
         others = [each for each in self._engines() if each is not self]
         moments = [each._moment for each in others if each._moment is not None]
-        if (problem := torn(self._moment, moments)) and self._run.rank == 0:
+        if (problem := torn(self._moment, moments)) and self.training.rank == 0:
             _log.warning("%s", problem)
-
-    def _keep_layout(self, filled: State) -> None:
-        """After a load: the next save is laid out like the last one, or lets go of its tensors."""
-        if not self.saver.has_laid_out(filled):
-            self.saver.forget()
-            if self.ram is not None:
-                self.ram.forget()
 
     # ---- at the end of a step ----
 
-    def notes(self) -> Tensor:
+    def notes(self) -> list[float]:
         """[NOTES] for all ranks: whether to leave, which saves are in flight, the schedule's."""
         in_ram = self.ram is not None and self.ram.busy
         own = [self._link.leave_asked, self.saver.busy, in_ram, *self.schedule.notes()]
-        return torch.tensor([float(note) for note in own], device=self._core.device)
+        return [float(note) for note in own]
 
-    def hear(self, notes: Tensor) -> None:
-        """Take everybody's notes [world, NOTES], and tell of a save that has ended."""
-        if notes[:, 0].any() and not self._link.leaving:
+    def hear(self, notes: Sequence[Sequence[float]]) -> None:
+        """Take everybody's notes [world][NOTES], and tell of a save that has ended."""
+        leave_asked, saves, in_ram = (any(column) for column in list(zip(*notes, strict=True))[:3])
+        if leave_asked and not self._link.leaving:
             gc.collect()  # engines that the script has let go of are waited for on no rank
             self._link.leaving = True
-        self._some_rank_busy = bool(notes[:, 1].any())
-        self._some_ram_busy = bool(notes[:, 2].any())
-        self.schedule.hear(notes[0, 3:].tolist())
+        self._some_rank_busy = saves
+        self._some_ram_busy = in_ram
+        self.schedule.hear(notes[0][3:])
         self._tell(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
         """Whether the script should save now. See `Engine.checkpoint_due`."""
         self._script_asks = True
-        due = self.schedule.due(self._run.cursor.step, every_steps, every_s)
+        due = self.schedule.due(self.training.step, every_steps, every_s)
         # Scripts ask after every micro-step, and only after the last one is there a step to save.
-        return not self._run.cursor.micro and (due or self.leaving)
+        return not self.training.micro_step and (due or self.leaving)
 
     # ---- leaving ----
 
@@ -549,5 +605,10 @@ class Persistence:
                 each.close()
             each.saver.tell_lost(in_ram=each.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
-        self._core.collectives.barrier("leaving")
+        self.training.meet("leaving")
         leave(self._link, self.saver.last_step)
+
+
+def _check_group(link: AgentLink, doing: str) -> None:
+    if link.group_lost.is_set():
+        raise PeerLost(f"the group broke while its checkpoint was being {doing}")

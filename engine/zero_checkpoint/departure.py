@@ -1,0 +1,55 @@
+"""How a worker that was asked to leave leaves: with a save now, with the script's next, or without.
+
+A pure function of what the script has done so far. `persistence` acts on it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Departure(StrEnum):
+    """What `engine.step()` does at the boundary where leaving has become known."""
+
+    SAVE_AND_LEAVE = "save and leave"
+    AWAIT_SAVE = "leave after the script's next save"
+    LEAVE = "leave without saving"
+
+
+def choose_departure(
+    *,
+    directory_known: bool,
+    script_has_state: bool,
+    script_has_saved: bool,
+    script_asks: bool,
+    engines: int = 1,
+) -> tuple[Departure, str]:
+    """How to leave, and why.
+
+    Args:
+        directory_known: The script has saved to or loaded from a checkpoint directory.
+        script_has_state: It has saved or loaded a client_state that is not empty, or runs a
+            library's loop: only the script can make a complete checkpoint.
+        script_has_saved: It has saved or loaded a checkpoint: before that nobody can know whether
+            it has state of its own.
+        script_asks: It calls `checkpoint_due()` and will save when told to.
+        engines: How many train in this process; the rest is what is so of any of them.
+    """
+    if script_has_state:
+        return Departure.AWAIT_SAVE, (
+            "its client_state is known to the script alone; engine.keep_client_state() lets the "
+            "engine save at once"
+        )
+    if script_asks and not script_has_saved:
+        return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
+    if directory_known and engines > 1:
+        return Departure.AWAIT_SAVE, (
+            f"{engines} engines train in this process, and only the script can save them at the "
+            "same point of its loop"
+        )
+    if directory_known:
+        return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"
+    return Departure.LEAVE, (
+        "save_checkpoint() and load_checkpoint() were never called, so no directory is known: the "
+        "steps so far are lost"
+    )
