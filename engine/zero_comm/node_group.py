@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-import torch
 import torch.distributed as dist
 
 from zero_comm.collectives import Collectives
+from zero_comm.distributed import local_device
 from zero_comm.waiting import Interrupt
 
 _log = logging.getLogger(__name__)
@@ -37,6 +37,5 @@ def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives
         return None
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     node = Collectives(groups[rank // size], interrupt, name=f"standstill/{rank // size}")
-    if not torch.cuda.is_available():
-        node.meet_neighbours()
+    node.meet(local_device())
     return node

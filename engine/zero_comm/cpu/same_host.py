@@ -17,7 +17,7 @@ over a Unix socket for each pair, with the thread that reads. Must always hold:
 Each byte is copied once, where loopback sockets copy it twice and wake the ranks in between. The
 kernel allows it where a debugger would be allowed: the same user, and no Yama that forbids it.
 
-Called by `collectives`, on CPUs. Source of the idea: cross-memory attach, as MPI libraries use it.
+Called by `cpu.transport`. Source of the idea: cross-memory attach, as MPI libraries use it.
 """
 
 from __future__ import annotations

@@ -211,8 +211,7 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
         guard=partial(peers_may_vanish, link),
         interrupt=link.interrupt,
     )
-    if shared.device.type == "cpu":
-        shared.collectives.meet_neighbours()
+    shared.collectives.meet(shared.device)
     return shared
 
 

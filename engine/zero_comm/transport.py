@@ -1,0 +1,91 @@
+"""How tensors travel between ranks: the calls of torch.distributed, and nothing of what they mean.
+
+Owns those calls. Must always hold: what is begun here is returned to be waited for, by whoever
+counts and names it (`collectives`), and no call waits by itself. Ranks of `near` are left out: this
+one, and those that a subclass reaches in another way.
+
+Devices use this as it is, over NCCL; `cpu.transport` is the way for CPUs, over gloo.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_comm.waiting import Work
+
+# torch 2.13 renamed this call; the old name warns there, the new one is missing before.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Transport:
+    """The exchanges of one rank of a process group.
+
+    Each has a name, and `turn`, how many of that name this rank has begun before.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
+        """Exchange within a group; None is the default one."""
+        self._group = group
+        self._rank = rank
+        self._world = world
+        self.near = range(rank, rank + 1)
+        """Consecutive ranks, this one among them, that nothing here is sent to."""
+
+    def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
+        """Send row j of `out` [world, n] to every other rank j.
+
+        Their rows come into `into` [world - 1, n], by rank. In two exchanges, with the ranks below
+        and with those above, so that a rank's own row is neither sent nor copied.
+        """
+        del what, turn
+        low, high = self.near.start, self.near.stop
+        below, above = range(low), range(high, self._world)
+        return [
+            self._all_to_all(into[high - 1 :], out[:low], from_ranks=above, to_ranks=below),
+            self._all_to_all(into[:low], out[high:], from_ranks=below, to_ranks=above),
+        ]
+
+    def _all_to_all(
+        self, into: Tensor, out: Tensor, *, from_ranks: range, to_ranks: range
+    ) -> dist.Work:
+        def counts(tensor: Tensor, ranks: range) -> list[int]:
+            each = tensor.numel() // len(ranks) if ranks else 0
+            return [each * (rank in ranks) for rank in range(self._world)]
+
+        return dist.all_to_all_single(
+            into.flatten(),
+            out.flatten(),
+            output_split_sizes=counts(into, from_ranks),
+            input_split_sizes=counts(out, to_ranks),
+            group=self._group,
+            async_op=True,
+        )
+
+    def gather(self, rows: Tensor, what: str, turn: int) -> list[Work]:
+        """Fill `rows` [world, n], of which this rank's own is there."""
+        del what, turn
+        full = rows.flatten()
+        return [_gather_into(full, rows[self._rank], group=self._group, async_op=True)]
+
+    def exchange(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
+    ) -> list[Work]:
+        """Send to some ranks, and get from some, tensors of any sizes; by rank, contiguous."""
+        del turn
+        ways = ((dist.isend, held), (dist.irecv, wanted))
+        calls = [
+            dist.P2POp(way, tensor, group=self._group, tag=tag_of(what), group_peer=rank)
+            for way, tensors in ways
+            for rank, tensor in tensors.items()
+            if rank not in self.near
+        ]
+        return list(dist.batch_isend_irecv(calls)) if calls else []
+
+
+def tag_of(what: str) -> int:
+    """Of the messages of an exchange: those of another, begun at the same time, do not meet it."""
+    return zlib.crc32(what.encode()) & 0x7FFFFFFF
