@@ -53,7 +53,16 @@ class Report:
 class Ledger:
     """Appends one rank's entries of one round."""
 
-    def __init__(self, directory: Path, *, round: int, rank: int, world: int) -> None:
+    def __init__(self, directory: str | Path, *, round: int, rank: int, world: int) -> None:
+        """Open the file of one rank.
+
+        Args:
+            directory: One for all rounds and ranks.
+            round: Which start of the job this is; what a later one executes again counts.
+            rank: This one.
+            world: Ranks.
+        """
+        directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"round": round, "rank": rank, "world": world}
         self._leaves: dict[int, list[int]] = {}

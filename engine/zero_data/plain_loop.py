@@ -1,0 +1,163 @@
+"""The order of samples for a training loop of the script's own: no engine, no process group.
+
+Owns the way from a dataset to steps, and the one rule of such a loop: a step counts when it is
+committed, and not before. Must always hold: what is consumed is a function of the position alone,
+so a run that goes on from a `state_dict` at another world size consumes every sample exactly once.
+
+`zero_engine` does the same with parts of its own, because its `step()` commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from zero_contract.errors import ConfigError, ZeroError
+from zero_data.elastic_loader import ElasticLoader, LeafSampler, make_source
+from zero_data.global_batch import Cursor, StepPlan, plan_step, resolve_batch
+from zero_data.ledger import Ledger
+
+
+class Samples:
+    """The steps of one rank.
+
+    The global batch is cut into micro-batches of a fixed size, which the ranks share: the world
+    size decides who runs one, never what is in it. A rank without one runs a padding micro-batch,
+    of weight 0, so that all ranks do the same.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch: int,
+        micro_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Begin at the first sample; `load_state_dict` goes on elsewhere.
+
+        Args:
+            dataset: With a length and random access.
+            global_batch: Samples of a step, of all ranks together.
+            micro_batch: Samples of a micro-batch; divides `global_batch`.
+            rank: This one.
+            world: Ranks.
+            seed: Of the order and of random augmentation; the same on all ranks.
+            shuffle: Walk each epoch in an order of its own.
+            collate_fn: As for torch's DataLoader.
+            num_workers: As for torch's DataLoader.
+            ledger: What proves which samples were consumed.
+
+        Raises:
+            ConfigError: The dataset has no length or is too small, or the numbers do not fit.
+        """
+        if not 0 <= rank < world:
+            raise ConfigError(
+                f"rank {rank} is not one of a world of {world}: give 0 to {world - 1}"
+            )
+        self._batch, _ = resolve_batch(global_batch, micro_batch, None, world, first_round=False)
+        source = make_source(dataset, self._batch, shuffle=shuffle, seed=seed, drop_last=False)
+        self.cursor = Cursor()
+        """The position: steps and samples that have been committed."""
+        self._rank = rank
+        self._world = world
+        sampler = LeafSampler(
+            source=source, batch=self._batch, cursor=self.cursor, rank=rank, world=world, seed=seed
+        )
+        self._loader = ElasticLoader(sampler, collate_fn=collate_fn, num_workers=num_workers)
+        self._order = {"dataset_size": source.size, "shuffle_key": source.shuffle_key}
+        self._ledger = ledger
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+        return self._loader.epoch
+
+    def steps(self) -> Iterator[Step]:
+        """The steps from the position to the end of its epoch.
+
+        Raises:
+            ZeroError: The next step is asked for, and this one has not been committed.
+        """
+        epoch, batches = self.epoch, iter(self._loader)
+        while self.epoch == epoch:
+            plan = plan_step(self.cursor.samples, self._batch, self._loader.epoch_size)
+            yield Step(self, plan, batches)
+            if self.cursor.samples == plan.position:
+                raise ZeroError(
+                    "the next step is asked for before this one counts: call step.commit() when "
+                    "the optimizer has stepped"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint; the same on all ranks, and for any world size."""
+        return {"step": self.cursor.step, "samples": self.cursor.samples, **self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; call it before `steps`.
+
+        Raises:
+            ZeroError: It is a position in another order of samples.
+        """
+        for key, value in self._order.items():
+            if state.get(key) != value:
+                raise ZeroError(
+                    f"the checkpoint's position is in another order of samples: {key} was "
+                    f"{state.get(key)}, now it is {value}; give the dataset, seed and shuffle of "
+                    "then"
+                )
+        self.cursor.step, self.cursor.samples = state["step"], state["samples"]
+
+    def _run(self, plan: StepPlan, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        for micro in range(plan.micro_steps(self._world)):
+            batch, leaf = next(batches), plan.leaf(micro, self._rank, self._world)
+            ticket = self._loader.last
+            assert ticket is not None
+            if self._ledger is not None and not leaf.ghost:
+                self._ledger.consume(leaf.index, ticket.ids)
+            yield batch, 0.0 if leaf.ghost else plan.weight(leaf)
+
+    def _commit(self, plan: StepPlan) -> None:
+        self.cursor.step += 1
+        self.cursor.samples += plan.samples
+        if self._ledger is not None:
+            self._ledger.end_step(self.cursor.step)
+
+
+class Step:
+    """One step of one rank: iterate it once, step the optimizer, commit it."""
+
+    def __init__(self, samples: Samples, plan: StepPlan, batches: Iterator[Any]) -> None:
+        self._samples = samples
+        self._plan = plan
+        self._batches: Iterator[tuple[Any, float]] = samples._run(plan, batches)
+        self._run = False
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        """This rank's micro-batches, each with the share of its mean loss in that of the step.
+
+        Gradients of the losses times these shares, summed over micro-batches and ranks, are those
+        of the mean loss of the global batch.
+        """
+        yield from self._batches
+        self._run = True
+
+    def commit(self) -> None:
+        """Count the samples as consumed, on every rank, when the optimizer has stepped.
+
+        Raises:
+            ZeroError: Not all micro-batches have been run, or it was committed before.
+        """
+        if not self._run or self._samples.cursor.samples != self._plan.position:
+            raise ZeroError(
+                "step.commit(): run all micro-batches of the step first, and commit it once"
+            )
+        self._samples._commit(self._plan)
