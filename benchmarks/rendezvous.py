@@ -47,7 +47,7 @@ from rich.table import Table
 
 from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
 from zero_orchestrator.membership.sight import FIRST
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 
 PER_PROCESS = 100
 LIMIT_S = 300.0

@@ -34,7 +34,7 @@ from pathlib import Path
 from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 
 PER_PROCESS = 100
 LIMIT_S = 300.0

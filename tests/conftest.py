@@ -16,7 +16,7 @@ from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.memory_store import MemoryStore
 from tests.support.s3_server import S3Server, s3_server
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 
 _LOGGERS = (

@@ -39,8 +39,8 @@ from zero_agent.suspects import Suspects
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
-from zero_orchestrator.events import Publisher
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rendezvous import Rendezvous

@@ -30,7 +30,7 @@ from zero_contract.owned_dir import OwnedDir
 from zero_contract.peer_memory import key_of
 from zero_contract.worker import RamReply, RamRequest
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.events import RamUse
+from zero_orchestrator.ctl.events import RamUse
 
 log = logging.getLogger("zero")
 

@@ -32,7 +32,7 @@ def ckpt() -> NoReturn:
 
 def ctl() -> NoReturn:
     """`zero-ctl`."""
-    run("zero_orchestrator.cli")
+    run("zero_orchestrator.ctl.cli")
 
 
 def run(module: str) -> NoReturn:

@@ -46,7 +46,7 @@ from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, Stat
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_job_name
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")

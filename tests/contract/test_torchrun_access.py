@@ -15,7 +15,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import SpecError, StoreError
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 from zero_torchrun.handler import create
 
 pytestmark = pytest.mark.etcd

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_orchestrator.jobfile import checks, schema
-from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.reading import checks, schema
+from zero_orchestrator.jobfile.reading.schema import Job
 
 
 def job(directory: Path, more: str = "", *, nodes: str = "2:8") -> Job:

@@ -27,9 +27,10 @@ from tests.deploy.manifests import (
     render,
 )
 from tests.deploy.policies import POLICIES
-from zero_orchestrator.jobfile import checks, schema
-from zero_orchestrator.jobfile.render import RENDERERS, shown
-from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.reading import checks, schema
+from zero_orchestrator.jobfile.reading.schema import Job
+from zero_orchestrator.jobfile.render import RENDERERS
+from zero_orchestrator.jobfile.render.files import shown
 
 EXAMPLE = DEPLOY / "job.yaml"
 INSTANCE = "app.kubernetes.io/instance"
@@ -255,7 +256,7 @@ def test_the_files_of_a_secret_are_named_as_on_machines(tmp_path):
 def test_without_kubectl_and_kustomize_rendering_for_kubernetes_says_what_is_needed(
     tmp_path, monkeypatch
 ):
-    from zero_orchestrator.jobfile.kubernetes import ToolMissing
+    from zero_orchestrator.jobfile.render.kubernetes import ToolMissing
 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="needs kubectl or kustomize on the PATH"):

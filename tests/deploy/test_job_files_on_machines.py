@@ -11,8 +11,9 @@ import yaml
 
 from tests.deploy.job import job
 from tests.deploy.manifests import DEPLOY
-from zero_orchestrator.jobfile.reading import JobFileError
-from zero_orchestrator.jobfile.render import RENDERERS, shown, write
+from zero_orchestrator.jobfile.reading.reader import JobFileError
+from zero_orchestrator.jobfile.render import RENDERERS
+from zero_orchestrator.jobfile.render.files import shown, write
 
 
 def test_the_batch_script_asks_for_what_the_job_needs_and_is_clean(tmp_path):

@@ -26,7 +26,8 @@ from tests.support.kubelet import Cluster, expand
 from tests.support.sandbox import Image
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_data.ledger import read_ledger, verify
-from zero_orchestrator.jobfile import kubernetes, schema
+from zero_orchestrator.jobfile.reading import schema
+from zero_orchestrator.jobfile.render import kubernetes
 
 LEASE = "keep_alive_interval=3,keep_alive_max_attempt=4"
 """12 s: etcd and all nodes share the machine of a test; one that has to wait is not a lost one."""

@@ -11,9 +11,9 @@ from tests.deploy.test_run import ctl, job_file
 from tests.support.kube_api import CERT_MANAGER, KUEUE, KubeApi, Object, served
 from tests.support.ports import free_port
 from tests.unit.jobfile.support import job
-from zero_orchestrator.jobfile import facts
-from zero_orchestrator.jobfile.facts import Cluster
-from zero_orchestrator.jobfile.preflight import DEFAULT_CLASS, check
+from zero_orchestrator.jobfile.start import facts
+from zero_orchestrator.jobfile.start.facts import Cluster
+from zero_orchestrator.jobfile.start.preflight import DEFAULT_CLASS, check
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 

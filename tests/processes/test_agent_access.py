@@ -18,7 +18,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import StoreError
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

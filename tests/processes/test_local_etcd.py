@@ -25,7 +25,7 @@ from zero_agent.etcd.etcd_keeper import Idleness, Sight
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put
 
 pytestmark = [pytest.mark.etcd, pytest.mark.processes]

@@ -12,8 +12,8 @@ import pytest
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator import status
-from zero_orchestrator.status import Condition
+from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cluster import LONG_S, STEPS, final_hash, run_alone
 from tests.support.waiting import wait_for
-from zero_orchestrator import status
+from zero_orchestrator.ctl import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
 

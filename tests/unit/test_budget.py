@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_rounds import STEADY, TIMING, active, failed, forming, node, verdict
-from zero_orchestrator.membership.budget import Charge, fruitless, in_force
-from zero_orchestrator.membership.exclusion import LONGEST_S, Exclusion, cooldown_s, due
+from zero_orchestrator.membership.failures import (
+    LONGEST_S,
+    Charge,
+    Exclusion,
+    cooldown_s,
+    due,
+    fruitless,
+    in_force,
+)
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import Move, decide, transaction

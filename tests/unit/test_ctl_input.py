@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.cli import main
+from zero_orchestrator.ctl.cli import main
 
 
 @pytest.fixture(autouse=True)

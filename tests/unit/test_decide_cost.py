@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from zero_orchestrator import status
-from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.ctl import status
+from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.rounds import Move, Observed, Timing, decide
 from zero_orchestrator.membership.spec import JobSpec

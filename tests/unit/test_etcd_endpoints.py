@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.store.etcd_connection import Credentials, parse_endpoints
+from zero_orchestrator.store.etcd.connection import Credentials, parse_endpoints
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ import sys
 from zero_orchestrator.store import kv, lease, retry
 import zero_agent.etcd.local_etcd, zero_agent.etcd.etcd_keeper
 assert not {"grpc", "etcd3", "torch"} & set(sys.modules)
-import zero_orchestrator.store.etcd
+import zero_orchestrator.store.etcd.client
 assert {"grpc", "etcd3"} <= set(sys.modules) and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

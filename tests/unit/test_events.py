@@ -11,9 +11,15 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_contract.journal import Journal, Retention
 from zero_contract.worker import Progress
-from zero_orchestrator import events
+from zero_orchestrator.ctl import events
+from zero_orchestrator.ctl.events import (
+    KEEP,
+    Publisher,
+    events_prefix,
+    progress_prefix,
+    seen_key,
+)
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.events import KEEP, Publisher, events_prefix, progress_prefix, seen_key
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_orchestrator.membership.ranks import arrange
+from zero_orchestrator.membership.rounds import arrange
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.support.memory_store import MemoryStore
 from tests.unit.test_rendezvous import Cluster
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, State
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValue, Put
 
 pytestmark = pytest.mark.etcd

@@ -14,7 +14,7 @@ import pytest
 from tests.model import world as model
 from tests.model.search import explore, running
 from tests.model.world import KEYS, World, begin, stop, write
-from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.failures import Charge
 from zero_orchestrator.membership.job_state import Snapshot
 from zero_orchestrator.membership.moves import LEGAL, Move, Transition, transaction
 from zero_orchestrator.membership.spec import JobSpec

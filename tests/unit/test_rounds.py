@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_orchestrator.membership.budget import Charge
+from zero_orchestrator.membership.failures import Charge
 from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import (

@@ -9,14 +9,16 @@ from rich.console import Console
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_orchestrator import cli, status, views
-from zero_orchestrator.events import events_prefix, progress_prefix, seen_key
-from zero_orchestrator.membership.budget import Charge
-from zero_orchestrator.membership.exclusion import Exclusion
-from zero_orchestrator.membership.job_state import Failure, Members, Node
-from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.status import (
+from zero_orchestrator.ctl import cli, status, views
+from zero_orchestrator.ctl.events import events_prefix, progress_prefix, seen_key
+from zero_orchestrator.ctl.requests import (
+    TooFewNodes,
+    ask_to_drain,
+    ask_to_stop,
+    exclude,
+    include,
+)
+from zero_orchestrator.ctl.status import (
     Condition,
     NoSuchJob,
     NoSuchNode,
@@ -25,7 +27,10 @@ from zero_orchestrator.status import (
     choose_node,
     newest_job,
 )
-from zero_orchestrator.wishes import TooFewNodes, ask_to_drain, ask_to_stop, exclude, include
+from zero_orchestrator.membership.failures import Charge, Exclusion
+from zero_orchestrator.membership.job_state import Failure, Members, Node
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
 
 SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))
 

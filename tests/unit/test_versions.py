@@ -15,8 +15,7 @@ from tests.unit.test_rendezvous import Cluster
 from zero_agent.installed import Installed
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecMismatch
-from zero_orchestrator.membership.budget import Charge
-from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import DrainOrder, Failure, Members, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse

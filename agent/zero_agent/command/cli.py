@@ -48,7 +48,7 @@ from zero_orchestrator.membership.runs import command_name, current_run, standin
 from zero_orchestrator.store.kv import KeyValueStore
 
 if TYPE_CHECKING:
-    from zero_orchestrator.store.etcd import EtcdStore
+    from zero_orchestrator.store.etcd.client import EtcdStore
 
 log = logging.getLogger("zero")
 

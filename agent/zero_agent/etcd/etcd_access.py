@@ -25,7 +25,7 @@ from zero_orchestrator.store import retry
 if TYPE_CHECKING:
     import tenacity
 
-    from zero_orchestrator.store.etcd import EtcdStore
+    from zero_orchestrator.store.etcd.client import EtcdStore
 
 log = logging.getLogger("zero")
 
@@ -76,7 +76,7 @@ class Access:
             SpecError: Written wrongly.
         """
         _etcd()  # as silent as it is to stay
-        from zero_orchestrator.store.etcd_connection import parse_endpoints
+        from zero_orchestrator.store.etcd.connection import parse_endpoints
 
         try:
             return parse_endpoints(self.endpoints)[0]
@@ -139,7 +139,7 @@ def _etcd() -> Any:
     silent = {} if "GRPC_VERBOSITY" in os.environ else {"GRPC_VERBOSITY": "NONE"}
     os.environ.update(silent)
     try:
-        return importlib.import_module("zero_orchestrator.store.etcd")
+        return importlib.import_module("zero_orchestrator.store.etcd.client")
     finally:
         for name in silent:
             del os.environ[name]

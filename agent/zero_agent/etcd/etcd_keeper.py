@@ -24,7 +24,7 @@ from pathlib import Path
 from zero_agent.etcd.etcd_process import EtcdProcess, Member
 from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
 from zero_contract.errors import ZeroError
-from zero_orchestrator.collect import collect
+from zero_orchestrator.ctl.gc import collect
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -88,9 +88,7 @@ class Keeper:
         self._crashes = 0
         self._process = self._start()
         self._idleness = Idleness(time.monotonic())
-        from zero_orchestrator.store.etcd import (
-            EtcdStore,  # grpc must not be loaded before the fork
-        )
+        from zero_orchestrator.store.etcd.client import EtcdStore
 
         self._store = EtcdStore(member.endpoint)
         self._forget_old_jobs()

@@ -31,8 +31,8 @@ from zero_agent.network import is_local, route_towards
 from zero_agent.scratch import Scratch
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator import cli as zero_ctl
 from zero_orchestrator.addresses import host_port, split_host_port
+from zero_orchestrator.ctl import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.runs import command_name
 from zero_orchestrator.membership.spec import check_job_name

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_orchestrator.jobfile import checks, schema
-from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.reading import checks, schema
+from zero_orchestrator.jobfile.reading.schema import Job
 
 TARGETS = ("kubernetes", "slurm", "compose", "systemd")
 PLACES = ("local", "kubernetes", "slurm")
@@ -57,7 +57,7 @@ def _read(path: Path) -> Job:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from zero_orchestrator.jobfile import run
+    from zero_orchestrator.jobfile.start import run
 
     job = _read(args.file)
     on, why = (args.on, "") if args.on else run.choose()
@@ -68,13 +68,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _render(args: argparse.Namespace) -> int:
-    from zero_orchestrator.jobfile import render
+    from zero_orchestrator.jobfile.render import RENDERERS, files
 
     job = _read(args.file)
-    files = render.RENDERERS[args.to](job)
+    rendered = RENDERERS[args.to](job)
     if args.output is None:
-        print(render.shown(files), end="", flush=True)
+        print(files.shown(rendered), end="", flush=True)
     else:
-        for path in render.write(files, args.output):
+        for path in files.write(rendered, args.output):
             print(path)
     return 0

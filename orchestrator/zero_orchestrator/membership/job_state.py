@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from zero_orchestrator.membership.budget import Charge, in_force
-from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
 from zero_orchestrator.membership.records import FIRST_PROTOCOL
 from zero_orchestrator.membership.spec import JobSpec
 

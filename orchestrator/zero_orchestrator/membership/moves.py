@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from zero_orchestrator.membership.budget import Charge
-from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import NOBODY, Members, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.kv import NO_LEASE, Compare, Delete, Put, Write, absent, unchanged

@@ -2,7 +2,7 @@
 
 Must always hold: what `to_json` of a record writes is read back as an equal record. Agents look
 often and jobs are large, so what has not changed since the last look is not parsed again.
-Who calls it: `sight`, `status`, `wishes`, the model checker.
+Who calls it: `sight`, `status`, `requests`, the model checker.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 
-from zero_orchestrator.membership.budget import Charge
-from zero_orchestrator.membership.exclusion import Exclusion
+from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import (
     NOBODY,
     DrainOrder,

@@ -25,12 +25,12 @@ revision; the leader-free form is ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
-from zero_orchestrator.membership.failures import culprit, interrupt
-from zero_orchestrator.membership.job_state import Members, Snapshot, State
+from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
+from zero_orchestrator.membership.job_state import Failure, Members, Snapshot, State
 from zero_orchestrator.membership.moves import LEGAL, Decision, Move, Transition, go, transaction
-from zero_orchestrator.membership.ranks import arrange
 
 __all__ = ["LEGAL", "Decision", "Move", "Observed", "Timing", "Transition", "decide", "transaction"]
 
@@ -162,7 +162,7 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
     if job.yielding is not None and causes[0].revision > job.yield_revision:
         # Workers of other nodes have begun to leave: what breaks now is collateral, and free.
         return go(Move.FORM, job.yielding)
-    return interrupt(job, causes[0].summary, workers=True, host=culprit(job, causes))
+    return _interrupt(job, causes[0].summary, workers=True, host=_culprit(job, causes))
 
 
 def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -175,7 +175,7 @@ def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision |
         return Decision(None, f"etcd was silent; waiting for node {names} to register again")
     machines = {node.machine for node in lost}
     host = machines.pop() if len(machines) == 1 else ""
-    return interrupt(job, f"lost node {names}", host=host)
+    return _interrupt(job, f"lost node {names}", host=host)
 
 
 def _left_early(job: Snapshot) -> str:
@@ -191,7 +191,7 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> De
     if seen.symptom_s < timing.symptom_patience_s:
         return Decision(None, f"{symptoms[0]}; waiting for the cause")
     # Nobody is known to be at fault, so this is no sign of a crash loop either.
-    return interrupt(job, f"{symptoms[0]}, and no cause appeared")
+    return _interrupt(job, f"{symptoms[0]}, and no cause appeared")
 
 
 def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
@@ -263,6 +263,111 @@ def _growth_wait(job: Snapshot, seen: Observed, timing: Timing) -> tuple[float, 
 
 def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     return Decision(None, f"the job is {job.state}: {job.cause}")
+
+
+# ---- what a failure costs ----
+
+
+def _culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
+    """The one host whose workers failed; empty if those of several did."""
+    failed = {cause.node for cause in causes}
+    machines = {member.machine for member in job.members.nodes if member.id in failed}
+    return machines.pop() if len(machines) == 1 else ""
+
+
+def _interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = "") -> Decision:
+    """A failure: one restart of the budget, or the end of the job when none is left."""
+    if job.stop is not None:
+        return go(Move.FORM, f"{cause}; nothing restarts, {job.stop}")
+    charge = Charge(
+        n=job.n,
+        cause=cause,
+        committed=job.committed,
+        reached=job.reached,
+        workers=workers,
+        host=host,
+    )
+    if ending := _no_more(job, charge):
+        move, why = ending
+        return go(move, f"{cause}; {why}", charge=charge)
+    exclusion, remark = _excluded_by(job, host, lost=not workers)
+    if exclusion is not None:
+        charge = replace(charge, excluded_s=exclusion.for_s)
+    restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
+    said = f"{cause}; {restart}{remark}"
+    return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion)
+
+
+def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
+    """How this failure ends the job, and why; None if it does not."""
+    budget, patience = job.spec.max_restarts, job.spec.max_restarts_without_progress
+    if job.spent >= budget:
+        return Move.FAIL, f"{_spent(job)} (--max-restarts)"
+    if charge.workers and 0 < patience <= fruitless(job.charged, charge.reached):
+        return Move.GIVE_UP, (
+            f"no step after {charge.reached} was finished in {patience} restarts in a row "
+            "(--max-restarts-without-progress)"
+        )
+    return None
+
+
+def _spent(job: Snapshot) -> str:
+    budget, refill = job.spec.max_restarts, job.spec.refill_after_steps
+    if budget == 0:
+        return "no restarts are allowed"
+    if refill == 0:
+        return f"all {budget} restarts are spent"
+    step = next_refill(job.charged, job.committed, refill)
+    return f"all {budget} restarts are spent; the next would come back at step {step}"
+
+
+def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | None, str]:
+    """The exclusion that a failure of this host brings about, and what to say of it."""
+    spec = job.spec
+    after, first_s = spec.exclude_after, spec.exclude_for_s
+    found = due(job.charged, host, after=after, first_s=first_s, lost=lost)
+    others = sum(1 for node in job.eligible if node.machine != host)
+    if found is None or not others:  # a job on one host has nowhere else to go
+        return None, ""
+    if spec.usable(others) < spec.min_nodes:
+        left = f"{others} of {spec.min_nodes}:{spec.max_nodes} nodes would be left without it"
+        return None, f"; {host} stays although {found.why}: {left}"
+    return found, f"; {found}"
+
+
+# ---- who takes part, and in which order ----
+
+
+def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> list[str]:
+    """The order of nodes in the next round: who is rank 0, and who comes next.
+
+    A node that stays keeps its place, so that its shard of the state moves as little as possible
+    and rank 0, which coordinates checkpoints, stays where it is. Survivors keep their relative
+    order; newcomers fill the places of those that left, in order of arrival, and then the end. A
+    survivor, if there is one, is first: a newcomer never is rank 0 of a job that has state.
+    Survivors go before newcomers when `limit` is short.
+
+    Args:
+        former: Nodes of the last round, in order; empty in the first.
+        candidates: Live nodes that may take part, in order of arrival.
+        limit: At most so many nodes.
+
+    Returns:
+        Node ids, first one first; `min(limit, len(candidates))` of them.
+    """
+    here = set(candidates)
+    survivors = [node for node in former if node in here][:limit]
+    known = set(former)
+    room = limit - len(survivors)
+    newcomers = iter([node for node in candidates if node not in known][:room])
+    staying = set(survivors)
+    order: list[str] = []
+    for node in former:
+        if node in staying:
+            order.append(node)
+        elif order:
+            order.extend(islice(newcomers, 1))
+    return [*order, *newcomers]
 
 
 _Rule = Callable[[Snapshot, Observed, Timing], Decision | None]

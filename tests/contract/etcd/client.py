@@ -7,7 +7,7 @@ import contextlib
 from tests.support.etcd_server import EtcdServer
 from tests.support.watching import SOON_S
 from zero_orchestrator.store import retry
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 
 TIMEOUT_S = 5.0

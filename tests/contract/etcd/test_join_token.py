@@ -14,7 +14,7 @@ from tests.support.cluster import environment
 from zero_agent.etcd.etcd_process import Found, is_healthy, probe
 from zero_agent.etcd.local_etcd import private_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token, write_certificates
 
 pytestmark = pytest.mark.etcd

@@ -13,7 +13,7 @@ from tests.contract.etcd.client import ROOT, connect
 from tests.support.etcd_server import EtcdServer, cluster
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
 
 pytestmark = pytest.mark.etcd

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
 from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import StoreRefused, StoreUnavailable
-from zero_orchestrator.store.etcd import Credentials
+from zero_orchestrator.store.etcd.client import Credentials
 
 pytestmark = pytest.mark.etcd
 

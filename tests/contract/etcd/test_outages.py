@@ -17,8 +17,9 @@ from tests.support.proxy import proxy
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S, Seen
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.store import etcd_stream, retry
-from zero_orchestrator.store.etcd import EtcdStore
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.etcd import watch
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put, absent
 
 pytestmark = pytest.mark.etcd
@@ -103,7 +104,7 @@ def test_a_watch_on_a_stopped_server_goes_on_when_the_server_does(own: EtcdServe
 def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_stream, "QUIET_S", 600.0)  # it would not find out by itself
+    monkeypatch.setattr(watch, "QUIET_S", 600.0)  # it would not find out by itself
     seen = Seen()
     with cluster(tmp_path) as members:
         everybody = ",".join(member.endpoint for member in members)

@@ -20,15 +20,15 @@ from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
 from zero_contract.worker import Progress
-from zero_orchestrator.cli import main
+from zero_orchestrator.ctl.cli import main
+from zero_orchestrator.ctl.events import Publisher, seen_key
 from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.events import Publisher, seen_key
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
-from zero_orchestrator.store.etcd_watch import key_range
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.watch import key_range
 
 pytestmark = pytest.mark.etcd
 

@@ -16,8 +16,8 @@ from tests.support.etcd_server import EtcdServer, cluster
 from tests.support.waiting import wait_for
 from tests.support.watching import Seen
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.store.etcd import Credentials, EtcdStore
-from zero_orchestrator.store.etcd_connection import NoAnswer
+from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.connection import NoAnswer
 from zero_orchestrator.store.lease import LeaseKeeper
 
 pytestmark = pytest.mark.etcd

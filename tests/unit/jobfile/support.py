@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_orchestrator.jobfile import schema
-from zero_orchestrator.jobfile.schema import Job
+from zero_orchestrator.jobfile.reading import schema
+from zero_orchestrator.jobfile.reading.schema import Job
 
 LEAST = "name: gpt\nscript: train.py\nnodes: 2:8\n"
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.jobfile.support import job
-from zero_orchestrator.jobfile.checks import check
-from zero_orchestrator.jobfile.reading import Source
-from zero_orchestrator.jobfile.schema import Checkpoint, Job, JobFile, Nodes
+from zero_orchestrator.jobfile.reading.checks import check
+from zero_orchestrator.jobfile.reading.reader import Source
+from zero_orchestrator.jobfile.reading.schema import Checkpoint, Job, JobFile, Nodes
 
 
 def complaints(directory, more, **engine):

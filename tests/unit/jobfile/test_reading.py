@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.jobfile.support import LEAST, job
 from zero_contract.values import Size
-from zero_orchestrator.jobfile import schema
-from zero_orchestrator.jobfile.reading import JobFileError
-from zero_orchestrator.jobfile.values import at_least
+from zero_orchestrator.jobfile.reading import schema
+from zero_orchestrator.jobfile.reading.reader import JobFileError
+from zero_orchestrator.jobfile.reading.values import at_least
 
 
 def test_the_least_job_file_has_the_defaults_of_deploy(tmp_path):

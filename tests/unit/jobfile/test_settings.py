@@ -9,8 +9,8 @@ from zero_agent.command.command_line import parse
 from zero_agent.command.resolve import resolve
 from zero_agent.config import AgentConfig
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
-from zero_orchestrator.jobfile.schema import JobFile
-from zero_orchestrator.jobfile.settings import FLAGS, settings
+from zero_orchestrator.jobfile.reading.schema import JobFile
+from zero_orchestrator.jobfile.reading.settings import FLAGS, settings
 
 
 def agent_of(directory, more: str) -> AgentConfig:

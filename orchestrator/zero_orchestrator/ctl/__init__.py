@@ -1,0 +1,1 @@
+"""What a user does with a job: `zero-ctl`, what it shows, what it asks for."""

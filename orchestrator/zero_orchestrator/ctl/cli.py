@@ -1,0 +1,394 @@
+"""`zero-ctl`: look into the jobs of an etcd, and tell a node to leave or a job to stop.
+
+It talks to etcd alone, so it works from any machine that reaches it, whether or not the job's
+nodes do. It decides nothing: a wish becomes a key, and the job's agents carry it out.
+
+Must always hold: what is asked for is written only to the very job and agent that were looked
+at; every mistake is one message and an exit code. Who calls it: the console script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import getpass
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_contract.errors import ZeroError
+from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
+from zero_orchestrator.ctl import events, requests, status
+from zero_orchestrator.ctl import gc as collect
+from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
+from zero_orchestrator.ctl.views import JsonView, TableView, View, age
+from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
+from zero_orchestrator.jobfile import command as job_files
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, write_certificates
+from zero_orchestrator.store.kv import KeyValueStore
+
+if TYPE_CHECKING:
+    from zero_orchestrator.store.etcd.client import EtcdStore
+
+DEFAULT_ENDPOINT = "127.0.0.1:2379"
+"""Where agents without an endpoint meet on one machine."""
+WATCH_S = 1.0
+OUTAGE_S = 30.0
+"""A watch goes on through a silence of etcd of so long."""
+
+_HANDED_OVER: Mapping[str, tuple[str, str]] = {
+    "launch": ("zero_agent.launch", "start agents on the hosts of a hostfile"),
+    "certs": (
+        "zero_orchestrator.store.join_token",
+        "make the files with which an etcd lets in who has ZERO_JOIN_TOKEN",
+    ),
+}
+"""Commands that ask no etcd anything: another program takes over."""
+_FOR = "for so long, such as 30, 10m or 2h (until it is included)"
+_ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _HANDED_OVER:
+        os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
+    args = _parser().parse_args([with_dashes(word) for word in words])
+    logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
+    try:
+        code = _run(args)
+    except ZeroError as error:
+        remedy = "--rdzv-endpoint names it" if isinstance(error, StoreUnavailable) else ""
+        joined = " " if str(error).endswith("?") else "; "
+        print(f"zero-ctl: {joined.join(filter(None, (str(error), remedy)))}", file=sys.stderr)
+        code = CtlExit.NO_STORE if isinstance(error, StoreError) else CtlExit.USAGE
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:  # `zero-ctl events | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except OSError as error:  # `zero-ctl render > file`, and the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"zero-ctl: {error}", file=sys.stderr)
+        code = CtlExit.USAGE
+    sys.exit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if (act := getattr(args, "act", None)) is not None:  # a command that needs no etcd
+        return int(act(args))
+    view = JsonView() if args.json else TableView()
+    with named_as_set(_set_by_environment(args)):
+        opened = _open(args)
+    with contextlib.closing(opened) as store:
+        code = _COMMANDS[args.command](args, store, view)
+        if args.command == "status":
+            _say_if_full(store)
+        return code
+
+
+def _say_if_full(store: EtcdStore) -> None:
+    """A job that waits for room in etcd looks like one that runs: nobody can write that."""
+    with contextlib.suppress(StoreError):  # it has answered the command: this is by the way
+        if note := store.full_note():
+            print(f"zero-ctl: {note}; jobs go on without publishing until then", file=sys.stderr)
+
+
+# ---- the command line ----
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-ctl",
+        description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
+        epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
+        "node, 3 etcd out of reach. The flags of etcd can be set as PET_<FLAG> in the environment.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        _add_common(sub)
+        return sub
+
+    look = command("status", "show a job: its state, nodes, restarts and newest checkpoint")
+    look.add_argument("job", nargs="?", help="which (the one that runs; all if several do)")
+    look.add_argument("--watch", action="store_true", help="go on until the job ends")
+    look.add_argument("--all", action="store_true", help="list all jobs")
+    tell = command("events", "tell what has happened in a job, and why")
+    tell.add_argument("job", nargs="?", help="which (the newest, of those that run if any does)")
+    tell.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
+    drain = command("drain", "let a node leave at the next step boundary; the job goes on")
+    drain.add_argument("node", help="its name, as in `zero-ctl status`")
+    drain.add_argument("job", nargs="?", help="of which job (the one it is in)")
+    stop = command("stop", "end a job for all its nodes, with a checkpoint")
+    stop.add_argument("job", nargs="?", help="which (the one that runs)")
+    stop.add_argument("--reason", default="", help="why; every agent will say so")
+    bar = command("exclude", "go on without a host for a while; a spare takes its place")
+    bar.add_argument("node", help="its name, or that of a node on it")
+    bar.add_argument("--for", dest="for_s", type=seconds, default=0.0, metavar="SECONDS", help=_FOR)
+    bar.add_argument("--reason", default="", help="why; it is shown")
+    admit = command("include", "let the nodes of an excluded host take part again")
+    admit.add_argument("node", help="the host, or a node on it")
+    for sub in (bar, admit):
+        sub.add_argument("job", nargs="?", help="of which job (the one that runs)")
+    gc = command("gc", "delete what is kept of jobs that are over")
+    text = "jobs that have been over for so long (7d)"
+    gc.add_argument(
+        "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
+    )
+    text = f"and the oldest of those that are over, but for so many ({collect.KEEP})"
+    gc.add_argument("--keep", type=_count, default=collect.KEEP, metavar="N", help=text)
+    text = "jobs that all agents have left without an end for that long, too: they cannot go on"
+    gc.add_argument("--lost", action="store_true", help=text)
+    gc.add_argument("--dry-run", action="store_true", help="say what would go; delete nothing")
+    for sub in (drain, stop):
+        text = "wait so many seconds for it to have happened (0)"
+        sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
+    job_files.add_to(commands)
+    for name, (_, text) in _HANDED_OVER.items():  # listed here, and read there
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: write a number of jobs, such as 50")
+    return int(text)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for tools: one object a line")
+    group = parser.add_argument_group("etcd")
+    _add_flag(group, "rdzv-endpoint", f"where ({DEFAULT_ENDPOINT})", "HOST:PORT[,...]")
+    _add_flag(group, "etcd-user", "log in as this user", "NAME")
+    for name in _ETCD_FILES:
+        _add_flag(group, name, "as for zero-agent", "FILE")
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str) -> None:
+    dest = name.replace("-", "_")
+    default = os.environ.get(variable_of(name), "")
+    group.add_argument(f"--{name}", dest=dest, default=default, metavar=metavar, help=text)
+
+
+def _set_by_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Flags of etcd -> the variables that they have their values from."""
+    return {
+        name: variable_of(name)
+        for name in ("rdzv-endpoint", "etcd-user", *_ETCD_FILES)
+        if getattr(args, name.replace("-", "_")) == os.environ.get(variable_of(name))
+    }
+
+
+def _open(args: argparse.Namespace) -> EtcdStore:
+    from zero_orchestrator.store.etcd.client import Credentials, EtcdStore  # gRPC: not for --help
+
+    for name in _ETCD_FILES:
+        _check_readable(name, getattr(args, name.replace("-", "_")))
+    ca, cert, key, password = (getattr(args, name.replace("-", "_")) for name in _ETCD_FILES)
+    if not ca and (token := os.environ.get(ENV_JOIN_TOKEN)):
+        directory = tempfile.mkdtemp(prefix="zero-tls-")  # as long as a connection may be renewed
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        files = write_certificates(Path(directory), token)
+        ca, cert, key = str(files.ca), str(files.cert), str(files.key)
+    credentials = Credentials(
+        user=args.etcd_user or None,
+        password=_first_line(Path(password)) if password else None,
+        ca=Path(ca) if ca else None,
+        cert=Path(cert) if cert else None,
+        key=Path(key) if key else None,
+    )
+    try:
+        return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+    except SpecError as error:
+        raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        if path:
+            Path(path).read_bytes()
+    except OSError as error:
+        raise SpecError(f"--{flag}={path}: cannot be read: {error.strerror}") from error
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").partition("\n")[0]
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--etcd-password-file={path}: cannot be read: {error}") from error
+
+
+# ---- the commands ----
+
+
+def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    name = None if args.all else args.job
+    if name is None:
+        jobs = status.read_all(store)
+        if args.all or status.is_open(jobs):
+            view.jobs(jobs)
+            return CtlExit.OK
+        name = status.choose_job(jobs, None).job
+    if args.watch:
+        view.watch(_looks(store, name))
+    else:
+        view.status(status.find(store, name))
+    return CtlExit.OK
+
+
+def _looks(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
+    """The job's status again and again, until the job has ended."""
+    yield (last := status.find(store, job))
+    while not last.ended:
+        time.sleep(WATCH_S)
+        yield (last := retry.within(OUTAGE_S)(status.read, store, job))
+
+
+def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = args.job or status.newest_job(status.read_all(store)).job
+    if args.job is None:
+        print(f"zero-ctl: events of job {job}", file=sys.stderr)
+    if args.follow:
+        return _follow(store, job, view)
+    told = events.read(store, job)
+    if not told:
+        status.find(store, job)  # or there is no such job
+    for event in told:
+        view.event(event)
+    newest_s = told[-1].record.get("time") if told else None
+    view.say(f"the newest event was {age(newest_s)}" if told else "no event of it is kept")
+    return CtlExit.OK
+
+
+def _follow(store: KeyValueStore, job: str, view: View) -> int:
+    for news in events.follow(store, job):
+        if news is not None:
+            view.event(news)
+        elif _has_ended(store, job):
+            break
+    return CtlExit.OK
+
+
+def _has_ended(store: KeyValueStore, job: str) -> bool:
+    """Whether the job is over and its agents have gone, so that nothing more will be told."""
+    try:
+        now = status.read(store, job)
+    except StoreUnavailable:
+        return False
+    except NoSuchJob:  # it was, and its keys have been collected
+        return True
+    return now.ended and not now.live_nodes
+
+
+def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
+    job = status.choose_node(jobs, args.node, args.job).job
+    requests.ask_to_drain(store, job, args.node, _who())
+    view.say(f"node {args.node} will leave job {job} at its next step boundary")
+    left = _wait(args.wait, lambda: store.get(Keys(job).node(args.node)) is None)
+    return _say_outcome(view, args.wait, left, f"node {args.node} has left job {job}")
+
+
+def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = status.find(store, args.job)
+    if job.ended:
+        view.say(f"job {job.job} has ended already: {job.now}")
+        return CtlExit.OK
+    asked = requests.ask_to_stop(store, job.job, _who(), args.reason)
+    if not job.live_nodes:
+        view.say(f"no agent of job {job.job} is alive; the first that comes will end it")
+    else:
+        how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
+        view.say(f"job {job.job} {how}; its workers leave at the next step boundary")
+    ended = _wait(args.wait, lambda: status.read(store, job.job).ended)
+    return _say_outcome(view, args.wait, ended, f"job {job.job} has ended")
+
+
+def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = _running(store, args.job)
+    why = f"asked for by {_who()}" + (f" ({args.reason})" if args.reason else "")
+    found = requests.exclude(store, job, args.node, why, round(args.for_s))
+    view.say(f"job {job} goes on without it: {found}")
+    return CtlExit.OK
+
+
+def _include(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    job = _running(store, args.job)
+    host = requests.include(store, job, args.node)
+    view.say(f"{host} may take part in job {job} again")
+    return CtlExit.OK
+
+
+def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    """One line for each job that goes; a job that has begun again meanwhile stays."""
+    limits = {"older_than_s": args.older_than, "keep": args.keep, "lost": args.lost}
+    now_s, gone = time.time(), 0
+    if args.dry_run:
+        found: Iterable[collect.Doomed] = collect.due(collect.look(store), now_s=now_s, **limits)
+    else:
+        found = collect.collect(store, now_s=now_s, **limits)
+    verb = "would be" if args.dry_run else "is"
+    for doomed in found:
+        gone += 1
+        view.say(f"job {doomed.remains.job} {verb} deleted: {doomed.reason}")
+    if not gone:
+        view.say("nothing is to be deleted: --older-than, --keep and --lost say what is")
+    return CtlExit.OK
+
+
+def _running(store: KeyValueStore, name: str | None) -> str:
+    """The job that a wish is about; it must go on."""
+    job = status.find(store, name)
+    if job.ended:
+        raise NoSuchJob(f"job {job.job} has ended: {job.now}")
+    return job.job
+
+
+def _say_outcome(view: View, wait_s: float, happened: bool, sentence: str) -> int:
+    if wait_s == 0:
+        return CtlExit.OK
+    view.say(sentence if happened else f"not within {wait_s:g} s; `zero-ctl status` tells more")
+    return CtlExit.OK if happened else CtlExit.TOO_LATE
+
+
+def _wait(wait_s: float, happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if happened():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
+    "status": _status,
+    "events": _events,
+    "drain": _drain,
+    "stop": _stop,
+    "exclude": _exclude,
+    "include": _include,
+    "gc": _gc,
+}
+
+
+def _who() -> str:
+    """For the record: who typed this, and where."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without such a user
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

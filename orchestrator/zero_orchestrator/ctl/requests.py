@@ -1,0 +1,121 @@
+"""What a user asks of a job: each wish is a key, and the job's agents carry it out.
+
+Must always hold: a wish is written only to the very job and agent that were looked at.
+Who calls it: `cli`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from zero_contract.errors import ZeroError
+from zero_orchestrator.ctl.status import NoSuchJob, NoSuchNode
+from zero_orchestrator.errors import LeaseLost
+from zero_orchestrator.membership.failures import Exclusion
+from zero_orchestrator.membership.job_state import DrainOrder, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unchanged
+
+
+class TooFewNodes(ZeroError):
+    """What is asked for would leave the job with fewer nodes than it needs."""
+
+
+def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
+    """Ask the agent that now runs under this name to leave.
+
+    The wish has the agent's own lease: it vanishes with the agent, however that ends, and can
+    not be taken for a wish about the next agent of that name.
+
+    Raises:
+        NoSuchNode: The agent has just gone, or registered anew.
+    """
+    keys = Keys(job)
+    agent = store.get(keys.node(node))
+    if agent is not None:
+        order = DrainOrder(node, json.loads(agent.value)["incarnation"], by)
+        same = unchanged(agent.key, agent.mod_revision)
+        put = Put(keys.drain(node), order.to_json(), agent.lease)
+        with contextlib.suppress(LeaseLost):
+            if store.txn([same], [put]).succeeded:
+                return
+    raise NoSuchNode(f"node {node} of job {job} has just gone or come back; look, and try again")
+
+
+def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
+    """Ask for the end of a job; False if somebody has already."""
+    key = Keys(job).stop
+    wish = f"stop asked by {by}" + (f" ({reason})" if reason else "")
+    return store.txn([absent(key)], [Put(key, json.dumps(wish))]).succeeded
+
+
+def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> Exclusion:
+    """Let a job go on without a host: the rounds to come are without its nodes.
+
+    Args:
+        store: Where the job is.
+        job: Its name.
+        name: Of the host, or of a node on it.
+        why: Who wants it.
+        for_s: For so long, by the store's clock; 0: until it is included again.
+
+    Raises:
+        NoSuchNode: The job knows no such node or host, or it is a node of a host with several.
+        TooFewNodes: Without it the job could not go on.
+    """
+    view = _look(store, job)
+    found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
+    there = [node.id for node in view.nodes if node.machine == found.host]
+    if name != found.host and len(there) > 1:
+        raise NoSuchNode(
+            f"{name} is a node of host {found.host}, which runs {', '.join(there)}, and an "
+            f"exclusion is of a whole host: `zero-ctl exclude {found.host}`; to let this node "
+            f"alone leave, `zero-ctl drain {name}`"
+        )
+    left = [node for node in view.eligible if node.machine != found.host]
+    if view.spec.usable(len(left)) < view.spec.min_nodes:
+        raise TooFewNodes(
+            f"job {job} needs {view.spec.fewest} nodes, and without those of host {found.host} "
+            f"({', '.join(there) or 'none'}) it has {len(left)}: start an agent on another host "
+            "first; or let a node leave with `zero-ctl drain NODE`, and the job waits for another; "
+            f"or end the job with `zero-ctl stop {job}`"
+        )
+    lease = store.grant(for_s) if for_s else NO_LEASE
+    store.put(Keys(job).excluded(found.host), found.to_json(), lease=lease)
+    return found
+
+
+def include(store: KeyValueStore, job: str, name: str) -> str:
+    """End an exclusion; the host whose nodes may take part again.
+
+    Raises:
+        NoSuchNode: It is not excluded; names those that are.
+    """
+    view = _look(store, job)
+    hosts = [exclusion.host for exclusion in view.exclusions]
+    host = name if name in hosts else _host(view, name)
+    if not store.delete(Keys(job).excluded(host)):
+        raise NoSuchNode(f"{host} is not excluded in job {job}; {', '.join(hosts) or 'nobody'} is")
+    return host
+
+
+def _look(store: KeyValueStore, job: str) -> Snapshot:
+    keys = Keys(job)
+    found = store.range(keys.prefix)
+    spec = next((item.value for item in found.items if item.key == keys.spec), None)
+    if spec is None:
+        raise NoSuchJob(f"there is no job {job}")
+    return parse(keys, found, JobSpec.from_json(spec))
+
+
+def _host(view: Snapshot, name: str) -> str:
+    """The host of a node that is alive or a member, by the node's name or its own."""
+    known: tuple[Node, ...] = (*view.nodes, *view.members.nodes)
+    for node in known:
+        if name in (node.id, node.machine):
+            return node.machine
+    there = ", ".join(dict.fromkeys(node.id for node in known)) or "none"
+    raise NoSuchNode(f"there is no node or host {name}; there are: {there}")

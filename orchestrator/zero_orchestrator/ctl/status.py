@@ -1,0 +1,436 @@
+"""How a job is getting on: its keys, read once, as rows for people and for tools.
+
+Read-only. What a job waits for is what the round machine itself says about the same snapshot,
+so a status can never tell another story than the agents' decisions.
+
+Must always hold: a status is of one revision of the job's keys; progress, which is not among
+them, may be a few seconds old. Who calls it: `zero-ctl`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate, groupby
+from typing import Any
+
+from zero_contract.errors import ZeroError
+from zero_orchestrator.ctl.events import progress_prefix, seen_key, seen_s
+from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.membership.failures import Exclusion, fruitless
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.rounds import Observed, Timing, decide
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
+
+JOBS_PREFIX = "/zero/v1/"
+LOST = "LOST"
+"""What is shown as the state of a job that is not over and has no agent."""
+UNREADABLE = "UNREADABLE"
+"""...and of one whose keys are not understood."""
+
+_JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
+
+
+class NoSuchJob(ZeroError):
+    """The name is of no job in this store, or it could be more than one."""
+
+
+class NoSuchNode(ZeroError):
+    """No live agent has this name, or agents of several jobs have."""
+
+
+class UnreadableJob(ZeroError):
+    """The keys of a job are not as this version writes them."""
+
+
+class Condition(StrEnum):
+    """How a node is."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    LEFT = "left"
+    DONE = "done"
+    FAILED = "failed"
+    LOST = "lost"
+    GONE = "gone"
+    EXCLUDED = "excluded"
+    UNFIT = "unfit"
+    SPARE = "spare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRow:
+    """One node of a job."""
+
+    node: str
+    condition: Condition
+    alive: bool
+    """Its agent holds its lease."""
+    first_rank: int | None
+    """Of its workers; None for a spare."""
+    slots: int
+    """Workers."""
+    address: str
+    step: int | None = None
+    step_time_s: float | None = None
+    """When that step was told, by the node's wall clock, in seconds since the epoch."""
+    loss: float | None = None
+    ram_used_bytes: int | None = None
+    """What checkpoints in memory take of it..."""
+    ram_budget_bytes: int | None = None
+    """...and what they may take at most; None: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """One job at one revision. Times are in seconds since the epoch, by wall clocks of agents."""
+
+    job: str
+    state: str
+    """Of the current round, or LOST, or UNREADABLE; empty before the first round."""
+    round: int = 0
+    cause: str = ""
+    """Why it is in this state."""
+    now: str
+    """What it does or waits for."""
+    stop: str | None = None
+    """Who wants it to end, and why."""
+    min_nodes: int = 0
+    max_nodes: int = 0
+    world_size: int = 0
+    members: tuple[NodeRow, ...] = ()
+    """Nodes of the round, in rank order."""
+    spares: tuple[NodeRow, ...] = ()
+    """Live nodes outside of it: spares, and those about to join or to go."""
+    restarts: int = 0
+    """Charged so far."""
+    restarts_spent: int = 0
+    """Those of them that still count."""
+    restarts_without_progress: int = 0
+    """The last ones, since workers finished a step that was new."""
+    max_restarts: int = 0
+    exclusions: tuple[Exclusion, ...] = ()
+    """Hosts that no round begins with."""
+    checkpoint: dict[str, Any] | None = None
+    """The newest published one: step, tag, digest, samples, time."""
+    command: tuple[str, ...] = ()
+    in_ram: dict[str, Any] | None = None
+    """The newest in the memory of the nodes, in the same words."""
+    state_time_s: float | None = None
+    """Since when the round is in this state."""
+    seen_time_s: float | None = None
+    """When an agent was last known to be alive."""
+    began: int = 0
+    """Revision of the store at which the job began: a newer job has a higher one."""
+    excluded_left_s: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Host -> seconds until its exclusion ends by itself; not those that somebody must end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over for good."""
+        return self.state in ENDED
+
+    @property
+    def live_nodes(self) -> tuple[str, ...]:
+        """Nodes whose agents are alive, members first."""
+        return tuple(row.node for row in (*self.members, *self.spares) if row.alive)
+
+    def to_json(self) -> str:
+        """One line, for tools."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+# ---- reading ----
+
+
+def read(store: KeyValueStore, job: str) -> JobStatus:
+    """The job as it is now.
+
+    Raises:
+        NoSuchJob: It has no keys.
+        UnreadableJob: They are of another version.
+    """
+    found, progress = store.range(Keys(job).prefix), _progress(store, job)
+    status = _understood(job, found, progress)
+    if status is None:
+        raise NoSuchJob(f"there is no job {job}")
+    return dataclasses.replace(
+        status,
+        in_ram=progress.get(_below_progress(Keys(job).in_ram)),
+        excluded_left_s=_left_s(store, found, Keys(job).excluded("")),
+    )
+
+
+def _left_s(store: KeyValueStore, found: Range, prefix: str) -> dict[str, int]:
+    leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
+    return {i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased}
+
+
+def find(store: KeyValueStore, name: str | None) -> JobStatus:
+    """The job that a command is about, as `choose_job`; of a named one no other key is read.
+
+    Raises:
+        NoSuchJob: There is none, or more than one; names those there are.
+        StoreRefused: None is named, and this user may not list all jobs.
+    """
+    if name is None:
+        return choose_job(read_all(store), None)
+    try:
+        return read(store, name)
+    except NoSuchJob:
+        try:
+            jobs = read_all(store)
+        except StoreRefused:  # a user of one job's keys
+            jobs = ()
+        if not jobs:
+            raise
+        return choose_job(jobs, name)
+
+
+def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
+    """All jobs of the store by name, without the steps of their nodes.
+
+    One that cannot be understood is among them, as UNREADABLE.
+
+    Raises:
+        StoreRefused: This user may not list all jobs.
+    """
+
+    def job_of(item: KeyValue) -> str:
+        return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
+
+    try:
+        found = store.range(JOBS_PREFIX)
+    except StoreRefused as error:
+        raise StoreRefused(f"{error}; name a job whose keys this user may read") from error
+    by_job = groupby(sorted(found.items, key=job_of), job_of)
+    statuses = [_shown(store, job, Range(found.revision, tuple(of))) for job, of in by_job]
+    return tuple(status for status in statuses if status is not None)
+
+
+def _shown(store: KeyValueStore, job: str, found: Range) -> JobStatus | None:
+    """One of all jobs: that it cannot be understood is its own trouble."""
+    try:
+        status = _understood(job, found, {})
+    except UnreadableJob as error:
+        return JobStatus(job=job, state=UNREADABLE, now=str(error))
+    if status is None or status.state != LOST:
+        return status
+    seen = seen_s(store.get(seen_key(job)))
+    return dataclasses.replace(status, seen_time_s=_latest(status.seen_time_s, seen))
+
+
+def _latest(*times_s: float | None) -> float | None:
+    return max((time_s for time_s in times_s if time_s is not None), default=None)
+
+
+def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:
+    prefix = progress_prefix(job)
+    found = store.range(prefix).items
+    return {item.key.removeprefix(prefix): _record(item) for item in found}
+
+
+def _record(item: KeyValue) -> dict[str, Any]:
+    """What an agent has told of itself; nothing, if it cannot be understood."""
+    try:
+        return dict(json.loads(item.value))
+    except (ValueError, TypeError):
+        return {}
+
+
+def _below_progress(key: str) -> str:
+    """`/zero/progress/gpt/job/seen` -> `job/seen`."""
+    return key.split("/", 4)[4]
+
+
+def _understood(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
+    try:
+        return _status(job, found, progress)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableJob(
+            f"the keys of job {job} cannot be understood ({error}); use the zero-ctl of the same "
+            f"version as its agents, or, if the job is over, delete {Keys(job).prefix}"
+        ) from error
+
+
+def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
+    """The status in a job's keys; None if nobody has written what the job is."""
+    keys = Keys(job)
+    items = {item.key: item.value for item in found.items}
+    if keys.spec not in items:
+        return None
+    spec = JobSpec.from_json(items[keys.spec])
+    view, latest = parse(keys, found, spec), items.get(keys.latest)
+    checkpoint = json.loads(latest) if latest else None
+    moved_s = json.loads(items[keys.round]).get("at") if keys.round in items else None
+    seen = progress.get(_below_progress(seen_key(job)), {})
+    saved_s = checkpoint.get("time") if checkpoint else None
+    members, spares = rows(view, progress)
+    return JobStatus(
+        job=job,
+        state=_state(view),
+        state_time_s=moved_s,
+        seen_time_s=_latest(moved_s, saved_s, seen.get("time")),
+        began=next(item.create_revision for item in found.items if item.key == keys.spec),
+        round=view.n,
+        cause=view.cause,
+        now=_now(view),
+        stop=view.stop,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        world_size=view.members.world_size,
+        members=members,
+        spares=spares,
+        restarts=view.charges,
+        restarts_spent=view.spent,
+        restarts_without_progress=fruitless(view.charged, view.reached),
+        exclusions=view.exclusions,
+        max_restarts=spec.max_restarts,
+        checkpoint=checkpoint,
+        command=spec.command,
+    )
+
+
+def _state(view: Snapshot) -> str:
+    if not view.nodes and view.state not in ENDED:
+        return LOST
+    return view.state or ""
+
+
+def _now(view: Snapshot) -> str:
+    if _state(view) == LOST:
+        return "no agent is alive; the job goes on when one is started"
+    return decide(view, _JUST_NOW, Timing()).reason
+
+
+def rows(
+    view: Snapshot, progress: Mapping[str, Any]
+) -> tuple[tuple[NodeRow, ...], tuple[NodeRow, ...]]:
+    """The members of the round in rank order, and the live nodes outside of it."""
+    known, members = _Known(view), view.members.nodes
+    ranks = accumulate((node.slots for node in members), initial=0)
+    return (
+        tuple(
+            _row(known, node, rank, progress) for node, rank in zip(members, ranks, strict=False)
+        ),
+        tuple(_row(known, n, None, progress) for n in view.nodes if not view.has_member(n)),
+    )
+
+
+class _Known:
+    """What is asked for each node of a job, gathered once: there may be thousands of them."""
+
+    def __init__(self, view: Snapshot) -> None:
+        self.view = view
+        self.failed = {failure.node for failure in view.failures}
+        self.lost = {_who(node) for node in view.lost}
+        self.draining = {node.id for node in view.nodes if node.draining}
+        self.ordered = {(order.node, order.incarnation) for order in view.drains}
+        self.unfit = {node.id for node in view.nodes if node.unfit}
+
+
+def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
+    last = progress.get(node.id, {})
+    ram = last.get("ram", {})
+    return NodeRow(
+        node=node.id,
+        condition=next(name for name, fits in _CONDITIONS if fits(known, node)),
+        alive=_who(node) in known.view.alive,
+        first_rank=rank,
+        slots=node.slots,
+        address=node.address,
+        step=last.get("step"),
+        step_time_s=last.get("time"),
+        loss=last.get("loss"),
+        ram_used_bytes=ram.get("used_bytes"),
+        ram_budget_bytes=ram.get("budget_bytes"),
+    )
+
+
+def _who(node: Node) -> tuple[str, str]:
+    return node.id, node.incarnation
+
+
+_CONDITIONS: Sequence[tuple[Condition, Callable[[_Known, Node], bool]]] = (
+    (Condition.DONE, lambda known, node: node.id in known.view.done),
+    (Condition.FAILED, lambda known, node: node.id in known.failed),
+    (Condition.GONE, lambda known, node: known.view.state in ENDED),
+    (Condition.LOST, lambda known, node: _who(node) in known.lost),
+    (Condition.GONE, lambda known, node: _who(node) not in known.view.alive),
+    (
+        Condition.DRAINING,
+        lambda known, node: node.id in known.draining or _who(node) in known.ordered,
+    ),
+    (Condition.EXCLUDED, lambda known, node: known.view.barred(node) is not None),
+    (Condition.UNFIT, lambda known, node: node.id in known.unfit),
+    (Condition.SPARE, lambda known, node: not known.view.has_member(node)),
+    (Condition.LEFT, lambda known, node: node.id in known.view.quiet),
+    (Condition.RUNNING, lambda known, node: True),
+)
+"""How a member or a spare is: the first of these that fits."""
+
+
+# ---- choosing ----
+
+
+def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
+    """The job that a command is about: the named one, the only one that runs, or the only one.
+
+    Raises:
+        NoSuchJob: There is none, or more than one; names those there are.
+    """
+    if name is not None:
+        found = [job for job in jobs if job.job == name]
+    else:
+        found = [job for job in jobs if not job.ended and job.live_nodes] or list(jobs)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(job.job for job in jobs)
+    if not jobs:
+        raise NoSuchJob("no job has been started with this etcd; --rdzv-endpoint names another")
+    if name is not None:
+        raise NoSuchJob(f"there is no job {name}; there are: {names}")
+    which = "several jobs run" if found[0].live_nodes else "no job runs"
+    raise NoSuchJob(f"{which}; name one of: {', '.join(job.job for job in found)}")
+
+
+def is_open(jobs: Sequence[JobStatus]) -> bool:
+    """Whether no job is meant when none is named, because there is more than one to choose."""
+    running = [job for job in jobs if not job.ended and job.live_nodes]
+    return len(running or jobs) > 1
+
+
+def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
+    """Of those that run the one that began last; if none does, of all.
+
+    Raises:
+        NoSuchJob: There is none.
+    """
+    running = [job for job in jobs if not job.ended and job.live_nodes]
+    if not jobs:
+        return choose_job(jobs, None)
+    return max(running or jobs, key=lambda job: job.began)
+
+
+def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobStatus:
+    """The job in which a live node of this name is.
+
+    Raises:
+        NoSuchJob: There is no job of this name.
+        NoSuchNode: There is no such node, or there is one in several jobs; names them.
+    """
+    within = [choose_job(jobs, name)] if name is not None else [j for j in jobs if j.live_nodes]
+    found = [job for job in within if node in job.live_nodes]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(job.job for job in found)
+        raise NoSuchNode(f"node {node} is in several jobs ({names}); name one after the node")
+    there = "; ".join(f"{job.job}: {', '.join(job.live_nodes) or 'none'}" for job in within)
+    raise NoSuchNode(f"there is no live node {node}; there are: {there or 'none'}")

@@ -1,0 +1,273 @@
+"""How `zero-ctl` shows things: tables for people, or one JSON object a line for tools.
+
+Must always hold: what jobs, nodes and reasons say is shown as it is, never read as markup; the
+output of a pipe is complete, however narrow a terminal would be. Who calls it: `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from zero_contract.values import in_words
+from zero_orchestrator.ctl.events import Event
+from zero_orchestrator.ctl.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
+
+_PIPE_COLUMNS = 250
+_STYLES = {
+    "ACTIVE": "green",
+    "FORMING": "yellow",
+    LOST: "bold red",
+    UNREADABLE: "red",
+    "DONE": "bold green",
+    "FAILED": "bold red",
+    "STOPPED": "bold",
+    Condition.RUNNING: "green",
+    Condition.DRAINING: "yellow",
+    Condition.LEFT: "yellow",
+    Condition.FAILED: "red",
+    Condition.LOST: "red",
+    Condition.EXCLUDED: "red",
+    Condition.UNFIT: "red",
+}
+_EVENT_STYLES = {
+    "interrupt": "red",
+    "fail": "red",
+    "give up": "red",
+    "exit": "red",
+    "activate": "green",
+}
+
+
+class View(Protocol):
+    """A way to show things."""
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """All jobs, a line each."""
+
+    def status(self, status: JobStatus) -> None:
+        """One job."""
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """One job, looked at again and again."""
+
+    def event(self, event: Event) -> None:
+        """One event."""
+
+    def say(self, sentence: str) -> None:
+        """What a command has done."""
+
+
+class JsonView:
+    """For tools: one object a line on stdout; sentences go to stderr."""
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """As `View.jobs`."""
+        self.watch(jobs)
+
+    def status(self, status: JobStatus) -> None:
+        """As `View.status`."""
+        print(status.to_json(), flush=True)
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """As `View.watch`."""
+        for status in _changes(statuses):
+            self.status(status)
+
+    def event(self, event: Event) -> None:
+        """As `View.event`."""
+        print(json.dumps({"revision": event.revision, **event.record}), flush=True)
+
+    def say(self, sentence: str) -> None:
+        """As `View.say`."""
+        print(sentence, file=sys.stderr)
+
+
+class TableView:
+    """For people."""
+
+    def __init__(self) -> None:
+        self._console = Console(markup=False, emoji=False, highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = _PIPE_COLUMNS
+
+    def jobs(self, jobs: Sequence[JobStatus]) -> None:
+        """As `View.jobs`."""
+        self._console.print(_jobs_table(jobs))
+
+    def status(self, status: JobStatus) -> None:
+        """As `View.status`."""
+        self._console.print(_status_page(status))
+
+    def watch(self, statuses: Iterable[JobStatus]) -> None:
+        """As `View.watch`; a terminal shows the last state only, with ages that grow."""
+        with self._screen() as live:
+            for status in statuses if live is not None else _changes(statuses):
+                if live is None:
+                    self.status(status)
+                else:
+                    live.update(_status_page(status), refresh=True)
+
+    def event(self, event: Event) -> None:
+        """As `View.event`."""
+        self._console.print(_event_line(event), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """As `View.say`."""
+        self._console.print(sentence, soft_wrap=True)
+
+    @contextmanager
+    def _screen(self) -> Iterator[Live | None]:
+        if not self._console.is_terminal:
+            yield None
+            return
+        with Live(console=self._console, auto_refresh=False) as live:
+            yield live
+
+
+def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
+    """Those that differ from the one before."""
+    last: JobStatus | None = None
+    for status in statuses:
+        if status != last:
+            yield status
+        last = status
+
+
+def age(time_s: float | None) -> str:
+    """How long ago something was, by this machine's clock: `31 minutes ago`."""
+    if time_s is None:
+        return "some time ago"
+    return f"{in_words(time.time() - time_s)} ago"
+
+
+def _styled(word: str) -> Text:
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
+    table = _table("job", "state", "round", "nodes", "now")
+    for job in jobs:
+        nodes = f"{len(job.live_nodes)} of {_bounds(job)}"
+        state = _styled(job.state or "not begun")
+        table.add_row(job.job, state, str(job.round), nodes, _now(job))
+    return table
+
+
+def _now(status: JobStatus) -> str:
+    """What it does, and how long ago the last agent of a job without any was alive."""
+    if status.state != LOST or status.seen_time_s is None:
+        return status.now
+    return f"{status.now}; one was alive {age(status.seen_time_s)}"
+
+
+def _status_page(status: JobStatus) -> RenderableType:
+    title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
+    facts = _table("", "")
+    facts.show_header = False
+    for name, value in _facts(status):
+        facts.add_row(name, value)
+    return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
+
+
+def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
+    yield "round", f"{status.round}, world size {status.world_size}"
+    yield "now", _now(status)
+    if status.cause:
+        yield "changed", f"{age(status.state_time_s)}: {status.cause}"
+    if status.stop is not None and not status.ended:
+        yield "stop", status.stop
+    members, others = len(status.members), len(status.spares)
+    yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
+    yield "restarts", _restarts(status)
+    for exclusion in status.exclusions:
+        left_s = status.excluded_left_s.get(exclusion.host)
+        ends = f"; it ends in {left_s} s" if left_s is not None else ""
+        yield "excluded", f"{exclusion}{ends}"
+    yield "checkpoint", _checkpoint(status.checkpoint)
+    if status.in_ram is not None and not status.ended:
+        yield "in memory", _checkpoint(status.in_ram)
+    yield "command", " ".join(status.command)
+
+
+def _restarts(status: JobStatus) -> str:
+    text = f"{status.restarts_spent} of {status.max_restarts} spent"
+    if status.restarts != status.restarts_spent:
+        text += f", {status.restarts} in all"
+    if status.restarts_without_progress:
+        text += f"; the last {status.restarts_without_progress} without a new step"
+    return text
+
+
+def _bounds(status: JobStatus) -> str:
+    return f"{status.min_nodes}:{status.max_nodes}"
+
+
+def _checkpoint(latest: Mapping[str, Any] | None) -> str:
+    if latest is None:
+        return "none yet"
+    saved = f", {age(latest['time'])}" if "time" in latest else ""
+    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']}){saved}"
+
+
+def _nodes_table(rows: Sequence[NodeRow]) -> Table:
+    in_memory = any(row.ram_used_bytes is not None for row in rows)
+    columns = ("rank", "node", "state", "workers", "address", "step", "told", "loss")
+    table = _table(*columns, *(["memory"] if in_memory else []))
+    for row in rows:
+        table.add_row(
+            _ranks(row),
+            row.node,
+            _styled(row.condition),
+            str(row.slots),
+            row.address,
+            "-" if row.step is None else str(row.step),
+            "-" if row.step_time_s is None else age(row.step_time_s),
+            "-" if row.loss is None else f"{row.loss:.4f}",
+            *([_memory(row)] if in_memory else []),
+        )
+    return table
+
+
+def _memory(row: NodeRow) -> str:
+    """What checkpoints in memory take of a node."""
+    if row.ram_used_bytes is None or row.ram_budget_bytes is None:
+        return "-"
+    return f"{row.ram_used_bytes / (1 << 20):.1f} of {row.ram_budget_bytes >> 20} MiB"
+
+
+def _ranks(row: NodeRow) -> str:
+    if row.first_rank is None:
+        return "-"
+    last = row.first_rank + row.slots - 1
+    return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
+
+
+def _event_line(event: Event) -> Text:
+    record = event.record
+    at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
+    name = str(record.get("event", "?"))
+    return Text.assemble(
+        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+        f"  round {record.get('round', '-')!s:3}",
+        (f" {record.get('node', '-')!s:12}", "cyan"),
+        (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
+        f" {record.get('text', '')}",
+    )

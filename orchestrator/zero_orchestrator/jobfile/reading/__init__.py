@@ -1,0 +1,1 @@
+"""A job file becomes a job, checked in its parts and as a whole."""

@@ -1,0 +1,21 @@
+"""What each kind of cluster makes of a job: a table of renderers.
+
+Must always hold: rendering starts nothing and asks no network. Who calls it: `command`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from zero_orchestrator.jobfile.reading.schema import Job
+from zero_orchestrator.jobfile.render import compose, kubernetes, slurm, systemd
+
+Renderer = Callable[[Job], dict[str, str]]
+"""File name -> text."""
+
+RENDERERS: Mapping[str, Renderer] = {
+    "kubernetes": lambda job: {f"{job.file.name}.yaml": kubernetes.render(job)},
+    "slurm": lambda job: {f"{job.file.name}.sbatch": slurm.render(job)},
+    "compose": lambda job: {f"{job.file.name}.compose.yaml": compose.render(job)},
+    "systemd": systemd.files,
+}

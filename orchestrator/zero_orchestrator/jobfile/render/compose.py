@@ -1,0 +1,83 @@
+"""A job file as a compose file: deploy/compose.yaml with the job's numbers in it.
+
+Who calls it: `render`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job, JobFile
+from zero_orchestrator.jobfile.reading.settings import etcd_settings, settings
+from zero_orchestrator.jobfile.render import files
+
+TEMPLATE = "compose.yaml"
+CHECKPOINTS = "/checkpoints"
+CONFIG = f"/etc/zero/{CONFIG_NAME}"
+TLS = "/tls"
+_MISSING = "is a secret of this job: set it in the environment, or in .env"
+
+
+def render(job: Job) -> str:
+    """The compose file."""
+    file = job.file
+    found: dict[str, Any] = yaml.safe_load(files.read(TEMPLATE))
+    found["name"] = file.name
+    services = found["services"]
+    services["volume-owner"]["image"] = services["certificates"]["image"] = file.image
+    agent = services["agent"]
+    if file.etcd.endpoints:
+        _remove_etcd(found)
+    del agent["build"]
+    agent |= {
+        "image": file.image,
+        "command": [
+            f"--rdzv-id={file.name}",
+            file.script,
+            *file.arguments(
+                config=CONFIG, checkpoints=file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
+            ),
+        ],
+        "stop_grace_period": f"{file.grace:g}s",
+        "shm_size": file.resources.shm.size_bytes,
+    }
+    if (limit_bytes := job.memory_limit_bytes) is not None:
+        agent["mem_limit"] = limit_bytes
+    # `$` in a value is a variable of compose unless doubled.
+    agent["command"] = [word.replace("$", "$$") for word in agent["command"]]
+    agent["environment"] |= {
+        name: value.replace("$", "$$")
+        for name, value in (settings(file) | etcd_settings(file)).items()
+    }
+    agent["environment"] |= {name: f"${{{name}:?{_MISSING}}}" for name in file.secrets}
+    agent["deploy"] = {"replicas": file.start, **_devices(file)}
+    agent["volumes"] += _files(job)
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def _remove_etcd(found: dict[str, Any]) -> None:
+    """Take out the template's etcd, its certificates, and what the others have of them."""
+    services, volumes = found["services"], found["volumes"]
+    agent, owner = services["agent"], services["volume-owner"]
+    del services["etcd"], services["certificates"], volumes["etcd"], volumes["tls"]
+    del agent["depends_on"]["etcd"]
+    for name in ("PET_ETCD_CA", "PET_ETCD_CERT", "PET_ETCD_KEY"):
+        del agent["environment"][name]
+    agent["volumes"].remove(f"tls:{TLS}:ro")
+    owner["volumes"].remove(f"tls:{TLS}")
+    owner["entrypoint"].remove(TLS)
+
+
+def _devices(file: JobFile) -> dict[str, Any]:
+    if not file.resources.gpu:
+        return {}
+    device = {"driver": "nvidia", "count": file.resources.gpu, "capabilities": ["gpu"]}
+    return {"resources": {"reservations": {"devices": [device]}}}
+
+
+def _files(job: Job) -> list[str]:
+    """What the agents read of this machine, at the same paths; the config at its own."""
+    config = [f"{job.config_path}:{CONFIG}:ro"] if job.config is not None else []
+    return config + [f"{path}:{path}:ro" for path in job.file.etcd.files.values()]

@@ -1,0 +1,165 @@
+"""What a cluster and the network say about what a job needs: the questions, not the verdicts.
+
+Must always hold: no question changes anything; each ends within its deadline; an answer that
+could not be had (no rights, no such kind, no network) is None, never a guess. Who calls it:
+`run`, which hands the facts to `preflight`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_orchestrator.addresses import split_host_port
+from zero_orchestrator.jobfile.reading.schema import JobFile
+
+Object = dict[str, Any]
+
+ASK_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
+DOCKER_HUB = "registry-1.docker.io"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A Kubernetes cluster, as far as this user may see it; None: not to be known."""
+
+    namespace: list[Object] | None
+    """The one the job goes to; empty if there is none."""
+    machines: list[Object] | None
+    classes: list[Object] | None
+    """Storage classes."""
+    claim: list[Object] | None
+    secret: list[Object] | None
+    """etcd's."""
+    bucket_secret: list[Object] | None
+    secrets: Mapping[str, list[Object] | None]
+    """By name, those that the agents' pods refer to."""
+    priority_class: list[Object] | None
+    queue: list[Object] | None
+    has_kueue: bool | None
+    has_cert_manager: bool | None
+    job: list[Object] | None
+    """The Job of this name, from before."""
+
+
+class Kubectl:
+    """Questions to the cluster of the current context."""
+
+    def __init__(self, namespace: str | None) -> None:
+        self._flags = [f"--request-timeout={ASK_TIMEOUT_S:g}s"]
+        if namespace is not None:
+            self._flags.append(f"--namespace={namespace}")
+
+    def context(self) -> str | None:
+        """The current context; None without one, or without kubectl."""
+        done = self._run("config", "current-context")
+        return done.stdout.strip() or None if done is not None else None
+
+    def why_unreachable(self) -> str | None:
+        """Why the cluster does not answer; None if it does."""
+        done = self._run("get", "--raw=/version", *self._flags)
+        if done is None:
+            return "kubectl did not end in time"
+        return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+    def get(self, kind: str, name: str | None = None) -> list[Object] | None:
+        """The objects of a kind, or the one of this name; empty if there is none."""
+        done = self._run("get", kind, *([name] if name else []), "--output=json", *self._flags)
+        if done is None:
+            return None
+        if done.returncode == 0:
+            found: Object = json.loads(done.stdout)
+            return [found] if name else list(found["items"])
+        return [] if "(NotFound)" in done.stderr else None
+
+    def has_kind(self, kind: str) -> bool | None:
+        """Whether the cluster knows a kind, `certificates.cert-manager.io`."""
+        group = kind.partition(".")[2]
+        done = self._run("api-resources", f"--api-group={group}", "--output=name", *self._flags)
+        return None if done is None or done.returncode else kind in done.stdout.split()
+
+    @staticmethod
+    def _run(*words: str) -> subprocess.CompletedProcess[str] | None:
+        if shutil.which("kubectl") is None:
+            return None
+        try:
+            return subprocess.run(
+                ["kubectl", *words],
+                capture_output=True, text=True, timeout=2 * ASK_TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
+    """All that `preflight` needs to know of a cluster for this job."""
+    claim, secret, queue = file.checkpoint.claim, file.etcd.secret, file.kubernetes.queue
+    namespace, bucket = file.kubernetes.namespace, file.checkpoint.secret
+    priority = file.kubernetes.priority_class
+    return Cluster(
+        namespace=kubectl.get("namespace", namespace) if namespace else None,
+        machines=kubectl.get("nodes"),
+        classes=kubectl.get("storageclasses"),
+        claim=kubectl.get("persistentvolumeclaim", claim) if claim else None,
+        secret=kubectl.get("secret", secret) if secret else None,
+        bucket_secret=kubectl.get("secret", bucket) if bucket else None,
+        secrets={name: kubectl.get("secret", name) for name in _secrets(file)},
+        priority_class=kubectl.get("priorityclass", priority) if priority else None,
+        queue=kubectl.get("localqueues.kueue.x-k8s.io", queue) if queue else None,
+        has_kueue=kubectl.has_kind("localqueues.kueue.x-k8s.io") if queue else None,
+        has_cert_manager=kubectl.has_kind("certificates.cert-manager.io")
+        if file.etcd.tls
+        else None,
+        job=kubectl.get("job", f"{file.name}-train"),
+    )
+
+
+def _secrets(file: JobFile) -> set[str]:
+    """Those that the pods refer to by the keys `secrets` and `kubernetes.pull_secrets`."""
+    variables = {reference.partition("/")[0] for reference in file.secrets.values()}
+    return variables | set(file.kubernetes.pull_secrets)
+
+
+def why_no_etcd(endpoints: Sequence[str]) -> str | None:
+    """Why none of these can be connected to; None if one can."""
+    reasons = []
+    for endpoint in endpoints:
+        try:
+            socket.create_connection(split_host_port(endpoint), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            reasons.append(f"{endpoint}: {error.strerror or error}")
+        else:
+            return None
+    return "; ".join(reasons)
+
+
+def registry_of(image: str) -> str | None:
+    """The registry that has an image; None for a bare name, which a machine may have built."""
+    first, slash, _ = image.partition("/")
+    if not slash:
+        return None
+    return first if "." in first or ":" in first or first == "localhost" else DOCKER_HUB
+
+
+def why_no_registry(registry: str) -> str | None:
+    """Why a registry does not answer; None if it does, be it with "log in first".
+
+    Source: OCI Distribution Specification, "Determining Support": GET /v2/.
+    """
+    host = registry.partition(":")[0]
+    scheme = "http" if host in ("localhost", "127.0.0.1") else "https"
+    try:
+        with urllib.request.urlopen(f"{scheme}://{registry}/v2/", timeout=CONNECT_TIMEOUT_S):
+            return None
+    except urllib.error.HTTPError as error:
+        return None if error.code in (401, 403) else f"it answers {error.code} to /v2/"
+    except (OSError, urllib.error.URLError) as error:
+        return str(getattr(error, "reason", error))

@@ -1,0 +1,228 @@
+"""The store of real jobs: `KeyValueStore` on an etcd v3 server or cluster, over etcd3.
+
+Each method is one etcd call, made through `Connection` (endpoints, deadline, login, errors);
+watches share one stream (`EtcdWatches`). Values are text in UTF-8.
+
+Must always hold: every call ends within the store's timeout; a write whose answer was lost is
+reported as StoreUnavailable and never made twice. Who calls it: the agent and `zero-ctl`, which
+import this module when they need a store: it brings in grpc and etcd3, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_orchestrator.errors import LeaseLost
+from zero_orchestrator.store.etcd.connection import Connection, Credentials, Login, rpc
+from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
+from zero_orchestrator.store.etcd.lease import KeepAlives
+from zero_orchestrator.store.etcd.watch import EtcdWatch, EtcdWatches, key_range, key_value
+from zero_orchestrator.store.kv import (
+    NO_LEASE,
+    Change,
+    Compare,
+    Field,
+    KeyValue,
+    Put,
+    Range,
+    Read,
+    TxnResult,
+    Write,
+)
+
+__all__ = ["Credentials", "EtcdStore"]
+
+_CLOSE_S = 1.0
+"""`close` waits so long for the watches' thread."""
+
+
+class EtcdStore:
+    """A client of etcd. Thread-safe; must not be used across a fork."""
+
+    def __init__(
+        self,
+        endpoints: str,
+        *,
+        timeout_s: float = 5.0,
+        credentials: Credentials | None = None,
+        login: Login | None = None,
+    ) -> None:
+        """Nothing is sent before the first call.
+
+        Args:
+            endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster; IPv6 in brackets.
+            timeout_s: Every call ends within it.
+            credentials: Login and TLS.
+            login: That of another store of the same etcd.
+
+        Raises:
+            SpecError: The endpoints or the credentials are written wrongly.
+        """
+        shared: dict[str, Any] = {"timeout_s": timeout_s, "credentials": credentials}
+        self._connection = Connection(endpoints, login=login, on_move=self._moved, **shared)
+        # A lease has to be refreshed somewhere, soon, and what that gives up nobody else needs.
+        self._keep_alives_of = Connection(
+            endpoints, login=self._connection.login, silent_s=0.0, **shared
+        )
+        self._keep_alives = KeepAlives(self._keep_alives_of)
+        self._endpoints, self._shared = endpoints, shared
+        self._watches = EtcdWatches(self._connection)
+        self._ttl_s: dict[int, float] = {}
+
+    def sibling(self) -> EtcdStore:
+        """Another store of the same etcd, with connections of its own and the same login.
+
+        For what must not keep the calls of this one waiting; the caller closes it.
+        """
+        return EtcdStore(self._endpoints, login=self._connection.login, **self._shared)
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in use, one of those given."""
+        return self._connection.session.endpoint
+
+    def full_note(self) -> str:
+        """What to say if there is no room for anything to be written; empty: there is.
+
+        Raises:
+            StoreUnavailable, StoreRefused: As any call.
+        """
+
+        def send(etcd: Any) -> Any:  # etcd3's own does not read the alarms
+            stub = rpc.MaintenanceStub(etcd.channel)
+            return stub.Status(rpc.StatusRequest(), etcd.timeout, metadata=etcd.metadata)
+
+        alarms = self._connection.call(send, repeatable=True).errors
+        if not any("NOSPACE" in alarm for alarm in alarms):
+            return ""
+        return f"etcd at {self.endpoint} is full; {REMEDY_WHEN_FULL}"
+
+    # ---- keys ----
+
+    def get(self, key: str) -> KeyValue | None:
+        """As `KeyValueStore.get`."""
+        found = self._connection.call(lambda etcd: etcd.get_response(key), repeatable=True)
+        return key_value(found.kvs[0]) if found.kvs else None
+
+    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+        """As `KeyValueStore.range`."""
+        key, end = key_range(prefix)
+        request = rpc.RangeRequest(key=key, range_end=end, limit=limit)
+        if oldest:
+            request.sort_order = rpc.RangeRequest.ASCEND
+            request.sort_target = rpc.RangeRequest.CREATE
+
+        def send(etcd: Any) -> Any:  # etcd3's own ranges have no limit
+            return etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
+
+        found = self._connection.call(send, repeatable=True)
+        return Range(found.header.revision, tuple(key_value(kv) for kv in found.kvs))
+
+    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
+        """As `KeyValueStore.read`."""
+        request = rpc.TxnRequest(success=[_reading(read) for read in reads])
+        found = self._connection.call(
+            lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
+            repeatable=True,
+        )
+        parts = (part.response_range for part in found.responses)
+        return tuple(Range(found.header.revision, tuple(map(key_value, p.kvs))) for p in parts)
+
+    def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
+        """As `KeyValueStore.put`."""
+        answer = self._connection.call(lambda etcd: etcd.put(key, value, lease=lease))
+        return int(answer.header.revision)
+
+    def delete(self, key: str) -> bool:
+        """As `KeyValueStore.delete`."""
+        return bool(self._connection.call(lambda etcd: etcd.delete(key)))
+
+    def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
+        """As `KeyValueStore.txn`."""
+
+        def send(etcd: Any) -> Any:  # etcd3's own `transaction` does not return the revision
+            request = rpc.TxnRequest(
+                compare=[_comparison(etcd, compare) for compare in compares],
+                success=[_operation(write) for write in writes],
+            )
+            return etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata)
+
+        answer = self._connection.call(send)
+        return TxnResult(answer.succeeded, answer.header.revision)
+
+    # ---- leases ----
+
+    def grant(self, ttl_s: int) -> int:
+        """As `KeyValueStore.grant`; etcd makes very short leases longer (2 s at least)."""
+        lease = self._connection.call(lambda etcd: etcd.lease(ttl_s), repeatable=True)
+        self._ttl_s[lease.id] = lease.ttl
+        return int(lease.id)
+
+    def keep_alive(self, lease: int) -> float:
+        """As `KeyValueStore.keep_alive`; gives up after a third of the time to live.
+
+        Waiting longer would use up the time in which another endpoint could refresh the lease.
+        """
+        patience_s = min(self._connection.timeout_s, self._ttl_s.get(lease, float("inf")) / 3)
+        ttl_s = self._keep_alives.refresh(lease, patience_s)
+        if ttl_s <= 0:  # etcd's way of saying that there is no such lease
+            raise LeaseLost(f"lease {lease:x} has ended")
+        return ttl_s
+
+    def time_left(self, lease: int) -> float:
+        """As `KeyValueStore.time_left`."""
+        found = self._connection.call(lambda etcd: etcd.get_lease_info(lease), repeatable=True)
+        return max(0.0, float(found.TTL))  # -1 for one that has ended
+
+    def revoke(self, lease: int) -> None:
+        """As `KeyValueStore.revoke`."""
+        self._ttl_s.pop(lease, None)
+        with contextlib.suppress(LeaseLost):
+            self._connection.call(lambda etcd: etcd.revoke_lease(lease), repeatable=True)
+
+    # ---- watches ----
+
+    def watch(
+        self,
+        prefix: str,
+        on_changes: Callable[[Sequence[Change]], None],
+        *,
+        after: int,
+        on_compacted: Callable[[int], None] | None = None,
+    ) -> EtcdWatch:
+        """As `KeyValueStore.watch`."""
+        watch = EtcdWatch(self._watches, prefix, on_changes, after=after, on_compacted=on_compacted)
+        self._watches.add(watch)
+        return watch
+
+    def close(self) -> None:
+        """As `KeyValueStore.close`."""
+        self._watches.close(_CLOSE_S)
+        self._keep_alives.close()
+        self._keep_alives_of.close()
+        self._connection.close()
+
+    def _moved(self) -> None:
+        self._watches.resume()
+
+
+def _comparison(etcd: Any, compare: Compare) -> Any:
+    transactions = etcd.transactions
+    side = transactions.create if compare.field is Field.CREATE_REVISION else transactions.mod
+    return (side(compare.key) == compare.revision).build_message()
+
+
+def _reading(read: Read) -> Any:
+    key, end = key_range(read.key) if read.prefix else (read.key.encode(), b"")
+    request = rpc.RangeRequest(key=key, range_end=end, limit=read.limit)
+    return rpc.RequestOp(request_range=request)
+
+
+def _operation(write: Write) -> Any:
+    if isinstance(write, Put):
+        put = rpc.PutRequest(key=write.key.encode(), value=write.value.encode(), lease=write.lease)
+        return rpc.RequestOp(request_put=put)
+    key, end = key_range(write.key) if write.prefix else (write.key.encode(), b"")
+    return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))

@@ -1,0 +1,116 @@
+"""Keep-alives on one long stream, for all leases of a store.
+
+etcd3 opens a stream for each keep-alive; a thousand agents with leases of 3 s would open and close
+a thousand streams a second.
+
+Must always hold: an answer is taken for the request that it answers, not for an older one whose
+time was up; a stream that ends, or whose connection was given up, is replaced by the next request.
+Who calls it: `etcd`, on any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from zero_orchestrator.store.etcd.connection import Connection, NoAnswer, Session, rpc
+
+
+class KeepAlives:
+    """The stream of one connection, opened by the first keep-alive."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Nothing is sent."""
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+
+    def refresh(self, lease: int, timeout_s: float) -> float:
+        """Keep a lease alive; its new time to live, 0 if it has ended.
+
+        Raises:
+            StoreUnavailable, StoreRefused: As `Connection.call`.
+        """
+
+        def send(etcd: Any) -> float:
+            return self._on(self._connection.session).ask(lease, etcd.timeout)
+
+        return self._connection.call(send, repeatable=True, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End the stream."""
+        with self._lock:
+            if self._stream is not None:
+                self._stream.end()
+
+    def _on(self, session: Session) -> _Stream:
+        with self._lock:
+            if self._stream is None or self._stream.over or self._stream.session is not session:
+                if self._stream is not None:
+                    self._stream.end()
+                self._stream = _Stream(session)
+            return self._stream
+
+
+class _Stream:
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.over = False
+        self._changed = threading.Condition()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sent: Counter[int] = Counter()
+        self._answered: Counter[int] = Counter()
+        self._ttl_s: dict[int, float] = {}
+        self._error: grpc.RpcError | None = None
+        stub = rpc.LeaseStub(session.client.channel)
+        self._call = stub.LeaseKeepAlive(self._all_requests(), metadata=session.metadata)
+        threading.Thread(target=self._read, name="keep-alives", daemon=True).start()
+
+    def ask(self, lease: int, timeout_s: float) -> float:
+        """The lease's new time to live.
+
+        Raises:
+            NoAnswer: None came in time; it may come yet, and is no answer to the next request.
+            grpc.RpcError: The stream has ended.
+        """
+        with self._changed:
+            self._sent[lease] += 1
+            number = self._sent[lease]
+            self._requests.put(rpc.LeaseKeepAliveRequest(ID=lease))
+            self._changed.wait_for(
+                lambda: self._answered[lease] >= number or self.over, max(0.0, timeout_s)
+            )
+            if self._answered[lease] >= number:
+                return self._ttl_s[lease]
+            if self._error is not None:
+                raise self._error
+        raise NoAnswer("no answer to a keep-alive")
+
+    def end(self) -> None:
+        """End it, from any thread."""
+        self._requests.put(None)
+        self._call.cancel()
+
+    def _all_requests(self) -> Iterator[Any]:
+        while (request := self._requests.get()) is not None:
+            yield request
+
+    def _read(self) -> None:
+        error: grpc.RpcError | None = None
+        try:
+            for answer in self._call:
+                with self._changed:
+                    self._answered[answer.ID] += 1
+                    self._ttl_s[answer.ID] = float(answer.TTL)
+                    self._changed.notify_all()
+        except grpc.RpcError as failure:
+            error = failure
+        with self._changed:
+            self.over, self._error = True, error
+            self._changed.notify_all()
+        self._requests.put(None)

@@ -1,0 +1,79 @@
+"""etcd's messages and stubs, made at run time for whatever protobuf the user has installed.
+
+etcd3 0.12 brings message modules generated in 2019, which protobuf 4 and later refuse to load.
+We ship the API as a compiled descriptor (`etcd_api.binpb`, from `etcd_api.proto`, which names
+the command), build the message classes from it, and stand in for `etcd3.etcdrpc` before etcd3
+is imported.
+
+Must always hold: the classes live in a private `DescriptorPool`, so they cannot clash with
+another etcd client's messages in the same process, and no process-wide protobuf setting is
+touched. Who calls it: `connection`, before it imports etcd3.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor_pb2 import FileDescriptorProto, MethodDescriptorProto
+
+_STANDS_FOR = "etcd3.etcdrpc"
+_PACKAGE = "etcdserverpb"
+
+
+def install() -> None:
+    """Let `import etcd3` find our messages; keeps those of an etcd3 that is imported already."""
+    if _STANDS_FOR not in sys.modules:
+        sys.modules[_STANDS_FOR] = build()
+
+
+def build() -> ModuleType:
+    """A module with every message class and, for each service, a `<service>Stub` class."""
+    data = resources.files(__package__).joinpath("etcd_api.binpb").read_bytes()
+    (api,) = FileDescriptorSet.FromString(data).file
+    module = ModuleType(_STANDS_FOR, __doc__)
+    vars(module).update(_message_classes(api))
+    for service in api.service:
+        stub = _stub_class(service.name, service.method, vars(module))
+        setattr(module, stub.__name__, stub)
+    return module
+
+
+def _message_classes(api: FileDescriptorProto) -> dict[str, Any]:
+    pool = DescriptorPool()
+    pool.AddSerializedFile(api.SerializeToString())
+    return {
+        message.name: GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}"))
+        for message in api.message_type
+    }
+
+
+def _stub_class(service: str, methods: Any, classes: dict[str, Any]) -> type:
+    """The class that generated code would have: `Stub(channel).Method(request, timeout)`."""
+
+    def bind(self: Any, channel: Any) -> None:
+        for method in methods:
+            multi_callable = getattr(channel, _kind(method))(
+                f"/{_PACKAGE}.{service}/{method.name}",
+                request_serializer=_class_of(method.input_type, classes).SerializeToString,
+                response_deserializer=_class_of(method.output_type, classes).FromString,
+            )
+            setattr(self, method.name, multi_callable)
+
+    return type(f"{service}Stub", (), {"__init__": bind})
+
+
+def _kind(method: MethodDescriptorProto) -> str:
+    sides = (method.client_streaming, method.server_streaming)
+    return "_".join("stream" if streams else "unary" for streams in sides)
+
+
+def _class_of(full_name: str, classes: dict[str, Any]) -> Any:
+    return classes[full_name.rpartition(".")[2]]

@@ -1,0 +1,360 @@
+"""Watches on etcd that survive what happens to servers: one stream for all of a store, resumed.
+
+etcd keeps the history of its keys, so a watch that remembers the last revision it delivered
+can start again right after it, at any member. Three things end a stream: the connection breaks;
+it is silent (a stopped server, a dead link: then not even a request for a sign of life is
+answered); the store has found another connection. Each time the reading thread starts the next
+stream, with all watches, after a random pause that grows while nothing works. A watch whose
+history is compacted goes on from the present.
+
+gRPC consumes the requests of a stream on a thread of its own; that thread asks for a sign of life
+when nothing was heard for a while, and ends the stream when none comes.
+
+Must always hold: changes are delivered in order, each once, all changes of a revision in one
+batch; the thread ends by `close` alone; a stream
+that is silent for `QUIET_S` and a deadline ends. Who calls it: `client`.
+
+Source of the ideas: the Go client's watcher (go.etcd.io/etcd/client/v3/watch.go); etcd's manual
+progress request (3.4 and later).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from zero_orchestrator.errors import StoreError, StoreUnavailable
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.etcd.connection import Connection, Session, rpc
+from zero_orchestrator.store.etcd.errors import store_error
+from zero_orchestrator.store.kv import Change, KeyValue
+
+_log = logging.getLogger(__name__)
+
+QUIET_S = 3.0
+"""A sign of life is asked for when nothing was heard for so long."""
+
+_NO_LEADER = ("hasleader", "true")
+"""Asks a member that is cut off from the others to end the stream rather than to keep quiet."""
+
+_RESUME_PAUSE_S = 0.1
+"""At most so long until a broken stream is resumed: random, so that agents do not come at once."""
+
+_YOUNG_S = 30.0
+"""A token that is fresh has not expired."""
+_SHORT_LIFE_S = 2.0
+"""A stream that breaks sooner counts as a failed try: the next one waits longer."""
+
+
+def key_range(prefix: str) -> tuple[bytes, bytes]:
+    """The (key, range_end) for every key that starts with `prefix`."""
+    if not prefix:
+        return b"\0", b"\0"
+    key = prefix.encode()
+    return key, key[:-1] + bytes([key[-1] + 1])  # no byte of UTF-8 is 0xff
+
+
+def key_value(kv: Any) -> KeyValue:
+    """A KeyValue message of etcd as ours."""
+    key, value = kv.key.decode(), kv.value.decode()
+    return KeyValue(key, value, kv.create_revision, kv.mod_revision, kv.lease)
+
+
+def _change(event: Any) -> Change:
+    deleted = event.type == rpc.Event.DELETE
+    item = None if deleted else key_value(event.kv)
+    return Change(event.kv.key.decode(), event.kv.mod_revision, item)
+
+
+class Stream:
+    """One call: requests from any thread, responses on one."""
+
+    def __init__(self, session: Session, *, answer_s: float) -> None:
+        """Open it.
+
+        Args:
+            session: The connection that it is part of.
+            answer_s: Within this time something is heard after each request, or the stream ends.
+        """
+        self.session = session
+        self.silent = False
+        """It was ended because nothing was heard."""
+        self._answer_s = answer_s
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._heard_s = time.monotonic()
+        self._asked_s: float | None = None
+        self._over = False
+        self.token = session.login.token
+        """With which it was opened."""
+        self._call = rpc.WatchStub(session.client.channel).Watch(
+            self._sent(), metadata=(*session.metadata, _NO_LEADER)
+        )
+
+    def ask(self, request: Any) -> None:
+        """Send a request."""
+        self._requests.put(request)
+
+    def responses(self) -> Iterator[Any]:
+        """What the server sends, until it ends or is ended. Raises grpc.RpcError."""
+        try:
+            for response in self._call:
+                self._heard_s, self._asked_s = time.monotonic(), None
+                self.session.heard()
+                yield response
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End the stream from any thread; `responses` raises CANCELLED."""
+        self._over = True
+        self._requests.put(None)
+        self._call.cancel()
+
+    # ---- gRPC's sending thread ----
+
+    def _sent(self) -> Iterator[Any]:
+        while (request := self._next()) is not None:
+            # That a watch is gone already is no answer: cancelling it may have none.
+            if self._asked_s is None and not request.HasField("cancel_request"):
+                self._asked_s = time.monotonic()
+            yield request
+
+    def _next(self) -> Any:
+        """The next request, if need be one for a sign of life; None when the stream is over."""
+        while not self._over:
+            asked_s = self._asked_s
+            due_s = self._heard_s + QUIET_S if asked_s is None else asked_s + self._answer_s
+            if (left_s := due_s - time.monotonic()) > 0:
+                try:
+                    return self._requests.get(timeout=left_s)
+                except queue.Empty:
+                    continue
+            if asked_s is None:
+                return rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+            self.silent = True
+            self.end()
+        return None
+
+
+class EtcdWatch:
+    """A running watch."""
+
+    def __init__(
+        self,
+        watches: EtcdWatches,
+        prefix: str,
+        on_changes: Callable[[Sequence[Change]], None],
+        *,
+        after: int,
+        on_compacted: Callable[[int], None] | None,
+    ) -> None:
+        """As `KeyValueStore.watch`; it runs once `watches` has it."""
+        self.prefix = prefix
+        self.after = after
+        """The last revision that it has seen."""
+        self.cancelled = False
+        self._watches = watches
+        self._on_changes = on_changes
+        self._on_compacted = on_compacted
+
+    def cancel(self) -> None:
+        """Deliver nothing more."""
+        self.cancelled = True
+        self._watches.remove(self)
+
+    def deliver(self, events: Sequence[Any]) -> None:
+        """Tell of what is new in these."""
+        changes = [_change(event) for event in events]
+        if new := [change for change in changes if change.revision > self.after]:
+            self.after = new[-1].revision
+            self._call_back(self._on_changes, new)
+
+    def go_on(self, after: int) -> None:
+        """Leave out the history until a revision; the caller reads the keys afresh."""
+        self.after = after
+        if self._on_compacted is not None:
+            self._call_back(self._on_compacted, after)
+
+    def _call_back(self, callback: Callable[[Any], None], news: Any) -> None:
+        if self.cancelled:
+            return
+        try:
+            callback(news)
+        except Exception:
+            _log.exception("a callback of the watch of %s failed", self.prefix)
+
+
+class EtcdWatches:
+    """The watches of one store, on one thread: started by the first of them."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Nothing is sent before the first watch."""
+        self._connection = connection
+        self._lock = threading.Condition()
+        self._ids = itertools.count(1)
+        self._watches: dict[int, EtcdWatch] = {}
+        self._stream: Stream | None = None
+        self._reported = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
+
+    def add(self, watch: EtcdWatch) -> None:
+        """Let a watch run."""
+        with self._lock:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._begin(watch)
+            self._lock.notify()
+
+    def remove(self, watch: EtcdWatch) -> None:
+        """Let a watch run no longer; it may not be running."""
+        with self._lock:
+            number = next((n for n, running in self._watches.items() if running is watch), None)
+            if number is not None:
+                self._end(number)
+            if self._stream is not None and not self._watches:
+                self._stream.end()
+
+    def resume(self) -> None:
+        """Leave the stream for one on the store's present connection."""
+        if (stream := self._stream) is not None:
+            stream.end()
+
+    def close(self, timeout_s: float) -> None:
+        """End all watches, and wait for the thread to end."""
+        with self._lock:
+            for watch in self._watches.values():
+                watch.cancelled = True
+            self._watches.clear()
+            self._closed.set()
+            self._lock.notify()
+        self.resume()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _begin(self, watch: EtcdWatch) -> None:
+        """Give a watch a number of its own on the stream, if there is one."""
+        number = next(self._ids)
+        self._watches[number] = watch
+        if self._stream is not None:
+            self._stream.ask(_create_request(number, watch))
+
+    def _end(self, number: int) -> None:
+        del self._watches[number]
+        if self._stream is not None:
+            cancel = rpc.WatchCancelRequest(watch_id=number)
+            self._stream.ask(rpc.WatchRequest(cancel_request=cancel))
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while self._is_wanted():
+            try:
+                retry.until_set(self._closed)(self._follow)
+            except Exception as error:
+                self._report(error)
+                self._closed.wait(retry.LONGEST_WAIT_S)
+            self._closed.wait(random.uniform(0, _RESUME_PAUSE_S))
+
+    def _is_wanted(self) -> bool:
+        """Wait until there is a watch; False when there will be none."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._watches or self._closed.is_set())
+            return not self._closed.is_set()
+
+    def _follow(self) -> None:
+        """Read one stream to its end.
+
+        Raises:
+            StoreUnavailable: The server did not accept the watches, or not for long.
+            StoreRefused: The server said that it never will accept one of them.
+        """
+        stream, started = self._open(), time.monotonic()
+        try:
+            for response in stream.responses():
+                self._take(response, stream)
+            failure: StoreError = StoreUnavailable("the server ended the stream")
+        except grpc.RpcError as error:
+            failure = self._ended(stream, error)
+        finally:
+            stream.end()
+        if self._watches and time.monotonic() - started < _SHORT_LIFE_S:
+            raise failure
+
+    def _open(self) -> Stream:
+        connection = self._connection
+        stream = Stream(connection.logged_in(), answer_s=connection.timeout_s)
+        with self._lock:
+            self._stream = stream
+            for number, watch in self._watches.items():
+                stream.ask(_create_request(number, watch))
+            if not self._watches:
+                stream.end()
+        return stream
+
+    def _ended(self, stream: Stream, error: grpc.RpcError) -> StoreError:
+        """What the end of a stream means; moves on if it was for want of an answer."""
+        session = stream.session
+        if error.code() is not grpc.StatusCode.CANCELLED:
+            return self._connection.failed(session, error)
+        if stream.silent:
+            self._connection.give_up(session)
+        return StoreUnavailable(f"the stream from etcd at {session.endpoint} was given up")
+
+    def _report(self, error: Exception) -> None:
+        if self._closed.is_set() or str(error) == self._reported:
+            return
+        self._reported = str(error)
+        prefixes = ", ".join(sorted({watch.prefix for watch in list(self._watches.values())}))
+        _log.error("the watch of %s does not work: %s", prefixes, error, exc_info=error)
+
+    # ---- what the server says ----
+
+    def _take(self, response: Any, stream: Stream) -> None:
+        number = response.watch_id
+        watch = self._watches.get(number)
+        if response.canceled and not response.compact_revision and (watch or number < 0):
+            # An expired token is refused in the same words as a user without the permission.
+            self._connection.login.forget(stream.token, younger_s=_YOUNG_S)
+            raise store_error(None, response.cancel_reason, stream.session.endpoint)
+        if watch is None:
+            return  # a sign of life, or about a watch that was cancelled
+        if response.compact_revision:
+            self._go_on(number, watch, self._store_revision(watch))
+        elif response.created and response.header.revision < watch.after:
+            # This member has not seen what we have: is it behind, or is the history lost?
+            if (revision := self._store_revision(watch)) < watch.after:
+                self._go_on(number, watch, revision)
+        else:
+            watch.deliver(response.events)
+
+    def _go_on(self, number: int, watch: EtcdWatch, after: int) -> None:
+        """Begin a watch anew, whose history is gone."""
+        watch.go_on(after)
+        with self._lock:
+            if number in self._watches:
+                self._end(number)
+                self._begin(watch)
+
+    def _store_revision(self, watch: EtcdWatch) -> int:
+        """The present revision, as agreed by the members. Raises StoreError."""
+        found = self._connection.call(
+            lambda client: client.get_response(watch.prefix or "\0"), repeatable=True
+        )
+        return int(found.header.revision)
+
+
+def _create_request(number: int, watch: EtcdWatch) -> Any:
+    key, end = key_range(watch.prefix)
+    create = rpc.WatchCreateRequest(
+        key=key, range_end=end, start_revision=watch.after + 1, watch_id=number
+    )
+    return rpc.WatchRequest(create_request=create)
