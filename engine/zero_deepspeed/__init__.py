@@ -9,10 +9,9 @@ from zero_deepspeed import accelerator, checkpointing, comm, moe, ops, runtime, 
 from zero_deepspeed.accelerator import get_accelerator
 from zero_deepspeed.arguments import add_config_arguments
 from zero_deepspeed.comm import init_distributed
+from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.initialize import initialize
 from zero_deepspeed.utils.logging import log_dist, logger
-from zero_engine.core.engine import Engine
-from zero_engine.core.engine import Engine as DeepSpeedEngine
-from zero_engine.core.initialize import initialize
 
 __version__ = "0.19.8+zero.elastic"
 """Whose API this is: scripts and libraries compare it with the DeepSpeed that they need."""
@@ -25,7 +24,6 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "Diverged",
-    "Engine",
     "ModelMismatch",
     "PeerLost",
     "ZeroError",

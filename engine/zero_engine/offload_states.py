@@ -8,7 +8,7 @@ and does not read an empty storage; nothing is made of half a load. What scripts
 is never empty: a module's parameters show NaN meanwhile, and the optimizer's tensors are in host
 memory, as in DeepSpeed.
 
-Called by `engine` and `loading`; `parts.Core` holds one. Source of the names: DeepSpeed.
+Called by `engine` and `persistence`; `parts.Core` holds one. Source of the names: DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine is made of: records that `assembly` fills, `engine` and `persistence` read."""
+"""What an engine is made of: records that `initialize` fills, `engine` and `persistence` read."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ FLAGS = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=6")
 STUCK = """
 import os, pathlib, runpy, sys, time
 import zero_deepspeed
-step, mark = zero_deepspeed.Engine.step, pathlib.Path(sys.argv[1])
+step, mark = zero_deepspeed.DeepSpeedEngine.step, pathlib.Path(sys.argv[1])
 def stuck_once(engine):
     step(engine)
     if engine.global_steps == 25 and engine.global_rank == 1 and not mark.exists():
         mark.touch()
         time.sleep(600)
-zero_deepspeed.Engine.step = stuck_once
+zero_deepspeed.DeepSpeedEngine.step = stuck_once
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

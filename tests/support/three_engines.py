@@ -36,7 +36,7 @@ class Model(nn.Module):
         return self.layers(batch).square().mean()
 
 
-def make(number: int) -> zero_deepspeed.Engine:
+def make(number: int) -> zero_deepspeed.DeepSpeedEngine:
     torch.manual_seed(number)
     config = {
         "train_batch_size": 4,
@@ -50,7 +50,7 @@ def make(number: int) -> zero_deepspeed.Engine:
     return engine
 
 
-def train(engine: zero_deepspeed.Engine, steps: int) -> None:
+def train(engine: zero_deepspeed.DeepSpeedEngine, steps: int) -> None:
     while engine.global_steps < steps:
         for batch in engine.training_dataloader:
             engine.backward(engine(batch))

@@ -1,5 +1,5 @@
 """DeepSpeed's `deepspeed.runtime.dataloader`."""
 
-from zero_engine.core.loaders import RepeatingLoader
+from zero_deepspeed.loaders import RepeatingLoader
 
 __all__ = ["RepeatingLoader"]

@@ -1,5 +1,5 @@
 """DeepSpeed's `deepspeed.runtime.engine`."""
 
-from zero_engine.core.engine import Engine as DeepSpeedEngine
+from zero_deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]

@@ -2,7 +2,7 @@
 
 At every stage, and for every param group. Every rank calls these, in the same order, for the
 same parameters; the *local* ones give this rank's share of the flattened parameter. What they
-do is in `param_access`.
+do is in `zero_engine.parameters.access`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_deepspeed.loaders import RepeatingLoader
 from zero_deepspeed.utils.logging import log_dist, logger
-from zero_engine.core.loaders import RepeatingLoader
 from zero_engine.parameters.access import owned
 from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,

@@ -1,7 +1,7 @@
 """Which tier the state of each unit rests in, from the config.
 
 Owns the rules of `ratio` and `max_in_cpu` as pure functions, and makes the tiers: one scratch
-file per directory. Called by `assembly`.
+file per directory. Called by `initialize`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 Owns the order in which the parts are made, and what is done to the user's model: parameters
 become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
-training. Everything afterwards belongs to `engine`.
-
-Source of the signature: deepspeed.initialize.
+training. Everything afterwards belongs to `engine`. Scripts call it.
 """
 
 from __future__ import annotations
@@ -61,63 +59,42 @@ from zero_engine.stages import STAGES, Stage
 _log = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-Initialized = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
 
 
-def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
-    args: Any = None,
-    model: nn.Module | None = None,
+def initialize(
+    model: nn.Module,
     optimizer: OptimizerLike | None = None,
     model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     *,
+    config: Mapping[str, Any] | str | Path,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
-    config_params: Mapping[str, Any] | str | Path | None = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    mesh_param: Any = None,
     num_workers: int = 0,
-) -> Initialized:
+    engine_class: type[Engine] = Engine,
+) -> Engine:
     """Make an engine. Every rank calls it, with the same arguments.
 
     Args:
-        args: Parsed command line; its `deepspeed_config` is the config if none is given.
         model: The module to train. Rank 0's weights are everybody's. One that another engine has
             trained is taken from it, and goes on from there.
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
             `model_parameters`. None: the config's.
         model_parameters: Parameters or param groups; by default all that require gradients.
-        training_data: For the loader that is returned: a map-style dataset, one that is cut into
+        training_data: For `engine.training_dataloader`: a map-style dataset, one that is cut into
             shards (`shards`), or any other that can be iterated (`streams`).
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
             stepped with every optimizer step that is applied.
-        collate_fn: As for torch's DataLoader.
         config: A dict, a JSON string or the path of a JSON file.
-        config_params: DeepSpeed's older name for it.
-        distributed_port: Without effect, as `dist_init_required`: the environment says where
-            the group meets, and one that is there already is used.
-        mpu: Must be None, as `mesh_param`: there is no model parallelism.
-        dist_init_required: Without effect.
-        mesh_param: Must be None.
+        collate_fn: As for torch's DataLoader.
         num_workers: As for torch's DataLoader.
-
-    Returns:
-        The engine, the optimizer (the one given, if one was), the loader or None, the scheduler
-        or None.
+        engine_class: What to make: `Engine`, or a class that adds to it.
 
     Raises:
         ConfigError: The arguments or the config contradict each other or are incomplete.
         PeerLost: A peer is gone; under an agent the process ends instead.
     """
-    if model is None:
-        raise ConfigError("initialize() needs a model")
-    del distributed_port, dist_init_required
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
-    keys = _config_keys(args, config, config_params)
+    keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
     with peers_may_vanish():
         init_distributed()
@@ -128,25 +105,10 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, training_data, collate_fn, num_workers, link)
-        engine = Engine(settings, core, run, scheduler, link, keys)
+        engine = engine_class(settings, core, run, scheduler, link, keys)
     if core.device.type == "cpu":
         keep_freed_memory()
-    return engine, chosen, run.loader, scheduler
-
-
-def _config_keys(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]:
-    sources = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    given = [name for name, source in sources.items() if source is not None]
-    if len(given) > 1:
-        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
-    if not given:
-        raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
-    source = sources[given[0]]
-    return source if isinstance(source, Mapping) else read_json(source)
+    return engine
 
 
 # ---- the model ----

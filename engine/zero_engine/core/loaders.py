@@ -1,9 +1,6 @@
-"""Loaders by purpose: training walks the engine's order, evaluation a plain one; repeating.
+"""The training loader: this rank's part of a dataset, in the engine's order.
 
-Must always hold: only the training loader knows the run's position; an evaluation loader starts
-from its beginning each time and touches nothing of the run.
-
-Called by `assembly` and `Engine.deepspeed_io`; scripts use `RepeatingLoader`.
+Must always hold: it begins at the run's position, whatever kind of dataset it reads.
 """
 
 from __future__ import annotations
@@ -12,11 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import (
-    DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    Sampler,
     default_collate,
 )
 
@@ -47,7 +41,7 @@ def training_loader(
     else:
         sampler = leaf_sampler(config, run, dataset)
     return ElasticLoader(
-        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=_pins_memory()
+        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pins_memory()
     )
 
 
@@ -96,58 +90,9 @@ def _stream_loader(
         drop_last=config.dataloader_drop_last,
         collate=collate_fn or default_collate,
     )
-    return StreamLoader(steps, run.cursor, workers=num_workers, pin=_pins_memory())
+    return StreamLoader(steps, run.cursor, workers=num_workers, pin=pins_memory())
 
 
-def evaluation_loader(
-    run: Run,
-    dataset: Dataset[Any],
-    batch_size: int | None,
-    sampler: Sampler[Any] | None = None,
-    collate_fn: Collate | None = None,
-    num_workers: int = 0,
-) -> DataLoader[Any]:
-    """Every rank's share of a dataset, in order; the first samples are repeated to fill it.
-
-    Raises:
-        ConfigError: The dataset has no length.
-    """
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"deepspeed_io: {type(dataset).__name__} has no length, so there are no shares of it; "
-            "evaluate with a DataLoader of your own"
-        )
-    shares: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=run.world, rank=run.rank, shuffle=False
-    )
-    return DataLoader(
-        dataset,
-        batch_size=batch_size or run.batch.micro_batch,
-        sampler=sampler or shares,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        pin_memory=_pins_memory(),
-    )
-
-
-def _pins_memory() -> bool:
+def pins_memory() -> bool:
+    """Whether batches are pinned: where there is a GPU to copy them to."""
     return local_device().type == "cuda"
-
-
-class RepeatingLoader:
-    """Begins a loader again whenever it ends: with the engine's own, epoch after epoch."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._iterator = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch; ends only if the loader has none at all."""
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(self.loader)
-            return next(self._iterator)

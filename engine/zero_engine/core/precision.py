@@ -2,7 +2,7 @@
 
 Owns the names of dtypes in the config, what the model is made of, and the call of the module under
 them. Must always hold: gradient sums are fp32 whatever is chosen here, as is the arithmetic of a
-step; master weights and moments are as well, or rest in 16 bits. Called by `assembly` and `engine`.
+step; master weights and moments are as well, or rest in 16 bits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Libraries do that: Lightning makes one engine to train a module and another to t
 hold: the new engine begins with the weights that the old one has come to, in their full precision;
 the old one is not called by the module any more, and says so if it is called itself.
 
-Called by `assembly`.
+Called by `initialize`.
 """
 
 from __future__ import annotations

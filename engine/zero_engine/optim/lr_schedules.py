@@ -4,7 +4,7 @@ Owns the curves: each is a pure function of the number of applied steps. Must al
 schedule's state is one integer, so a checkpoint of any world size continues it; the values,
 also before and at the very first steps, are those of DeepSpeed, odd as some of them are.
 
-`assembly` makes one from the config, `engine` steps it after every optimizer step that was
+`initialize` makes one from the config, `engine` steps it after every optimizer step that was
 applied; scripts may make one by hand, with DeepSpeed's arguments.
 
 Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle are from Smith

@@ -6,7 +6,7 @@ that owns each, if it looks at them one by one. The optimizer is made on the use
 that groups, defaults and schedulers come out as in plain torch; `zero_optimizer` then puts what the
 rank steps in their place.
 
-Called by `assembly`.
+Called by `initialize`.
 """
 
 from __future__ import annotations

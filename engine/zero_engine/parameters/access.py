@@ -6,7 +6,7 @@ with and the next step starts from, at every stage and for every param group. A 
 rank's interval of the flattened parameter, a 1-D tensor, empty on many ranks.
 
 All of it is collective unless it says otherwise: every rank calls it, for the same parameters in
-the same order, between steps. Called through `utils` and `zero`, which have DeepSpeed's names.
+the same order, between steps. Called through `zero_deepspeed`, which has the names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Must always hold: knowing it keeps no engine alive, and a parameter can be pickled; at stage 3 it
 has the attributes by which scripts tell that it must be gathered first.
 
-Called by `assembly`, `takeover`, `zero` and `param_access`.
+Called by `initialize`, `rewrap`, `gather` and `access`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Must always hold: what is written holds every parameter and persistent buffer under its own name,
 frozen and tied ones included, at every stage; a file appears whole under its name or not at all.
 
-Called by `engine`.
+Called by `DeepSpeedEngine`.
 """
 
 from __future__ import annotations

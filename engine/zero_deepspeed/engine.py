@@ -1,0 +1,430 @@
+"""DeepSpeed's engine: what only its users expect of ours, under its names.
+
+Must always hold: whatever trains, saves or loads is `Engine`'s; a number is that of the whole run,
+never of this rank; what is exported is whole at every stage. Made by `initialize`; scripts and
+libraries call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.tools.export import read_state_dict, select
+from zero_checkpoint.tools.locate import one
+from zero_comm.agent_link import peers_may_vanish
+from zero_contract.errors import ConfigError, ZeroError
+from zero_data.global_batch import BatchShape
+from zero_data.own_loader import LeafBatches
+from zero_deepspeed.export import without_frozen, write_weights
+from zero_deepspeed.loaders import evaluation_loader
+from zero_engine.core.engine import Engine
+from zero_engine.core.loaders import Collate, training_loader
+from zero_engine.core.micro_steps import Loss
+from zero_engine.parameters.gather import GatheredParameters
+
+
+class Epochs:
+    """DeepSpeed's timer of throughput, which scripts tell of their epochs."""
+
+    def update_epoch_count(self) -> None:
+        """Nothing to do: an epoch's end is no end of a step, which is what is timed."""
+
+
+class DeepSpeedEngine(Engine):
+    """The engine with DeepSpeed's arguments, getters and setters."""
+
+    tput_timer = Epochs()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: parameters are released after every use. For scripts that call it."""
+
+    # ---- a step ----
+
+    def backward(
+        self,
+        loss: Loss,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        tokens: int | Tensor | None = None,
+        by_share: bool = True,
+    ) -> Tensor:
+        """Compute and reduce the gradients of one micro-step; see `Engine.backward`.
+
+        Args:
+            loss: As there, like the other arguments.
+            retain_graph: As for Tensor.backward.
+            scale_wrt_gas: DeepSpeed's name for `by_share`.
+            tokens: How many tokens the mean is over.
+            by_share: Weight the loss by the micro-batch's share of the global batch.
+        """
+        by_share = by_share and scale_wrt_gas
+        return super().backward(loss, retain_graph, tokens=tokens, by_share=by_share)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All backwards of a step, at any stage, without a `step()` between them; one follows."""
+        self._need_managed("coalesce_grad_reduction()")
+        with self._micro_steps.coalesce():
+            yield
+
+    def _need_managed(self, what: str) -> None:
+        if not self._config.managed_gradient_accumulation:
+            raise ZeroError(
+                f"{what}: with managed_gradient_accumulation: false a step ends where step() is "
+                "called; leave it out"
+            )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming micro-steps end a step.
+
+        With a loader of the script's own that decides, from the first call on: as many
+        micro-steps as were run make a step, and a `step()` that is to end none does nothing.
+        With the engine's, the global batch decides, so that the samples of a step do not depend
+        on the world; what is said is checked at the next backward.
+        """
+        self._need_managed("set_gradient_accumulation_boundary()")
+        if self._run.loader is None:
+            self._micro_steps.let_script_decide()
+        self._micro_steps.declared_boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-step under way is the last of its step."""
+        return self._micro_steps.at_boundary
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the global batch decides where a step ends; otherwise `step()` ends one."""
+        return self._config.managed_gradient_accumulation
+
+    def was_step_applied(self) -> bool:
+        """Whether the last micro-step changed the weights: not one that only accumulates."""
+        return self._micro_steps.applied
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps that this process has run."""
+        return self._micro_steps.ended
+
+    # ---- the batch ----
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step, from the next step on.
+
+        Raises:
+            ConfigError: Not a multiple of the micro-batch size.
+            ZeroError: In the middle of a step.
+        """
+        micro_batch = self._run.batch.micro_batch
+        if train_batch_size < 1 or train_batch_size % micro_batch:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
+                f"size {micro_batch}"
+            )
+        if isinstance(self._run.loader, LeafBatches):
+            raise ZeroError(
+                "set_train_batch_size(): what a loader of your own has prefetched cannot be taken "
+                "back; use the loader of initialize() or deepspeed_io()"
+            )
+        if self._run.cursor.micro or self._micro_steps.awaits_step:
+            raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
+        leaves = train_batch_size // micro_batch
+        self._run.adopt_batch(BatchShape(leaves=leaves, micro_batch=micro_batch))
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader: for "train" the engine's own order, for "eval" this rank's plain share.
+
+        `pin_memory` is for DeepSpeed's scripts: batches are pinned where there is a GPU.
+
+        Raises:
+            ConfigError: A training batch of another size than the config's, or in another order,
+                or another route.
+        """
+        del pin_memory
+        run, workers = self._run, num_local_io_workers or 0
+        if route in ("eval", "predict"):
+            return evaluation_loader(run, dataset, batch_size, data_sampler, collate_fn, workers)
+        if route != "train":
+            raise ConfigError(f'deepspeed_io: route {route!r} is not "train", "eval" or "predict"')
+        if data_sampler is not None:
+            raise ConfigError(
+                "deepspeed_io: the engine orders training data; leave data_sampler out"
+            )
+        if batch_size not in (None, run.batch.micro_batch):
+            raise ConfigError(
+                f"deepspeed_io: batch_size {batch_size} is not the micro-batch size "
+                f"{run.batch.micro_batch}; change train_micro_batch_size_per_gpu"
+            )
+        run.loader = training_loader(self._config, run, dataset, collate_fn, workers)
+        self.training_dataloader = run.loader
+        return run.loader
+
+    @property
+    def loaded_samples(self) -> int | None:
+        """How many samples a step had in the run of the loaded checkpoint.
+
+        0 if nobody knows, None if none was loaded with its position.
+        """
+        return self._run.loaded_samples
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks that share the batch: all of them."""
+        return self.world_size
+
+    def train_batch_size(self) -> int:
+        """Samples per full step; the same at every world size."""
+        return self._run.batch.samples
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per leaf."""
+        return self._run.batch.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps of a full step at this world size."""
+        return -(-self._run.batch.leaves // self.world_size)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step, samples per leaf, micro-steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    # ---- checkpoints and exports ----
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        client_sd: Mapping[str, Any] | None = None,
+        blocking: bool | None = None,
+    ) -> bool:
+        """Save at this step's boundary; every rank calls it. See `Engine.save_checkpoint`.
+
+        Args:
+            save_dir: As there, like the other arguments.
+            tag: A name; by default global_step<N>.
+            client_state: The script's own state, given back by `load_checkpoint`.
+            save_latest: Accepted for DeepSpeed: the file `latest` is a hint that nothing needs.
+            exclude_frozen_parameters: Leave out what is not trained.
+            client_sd: The name that DeepSpeed's tutorials use for the client state.
+            blocking: Return when it is published.
+        """
+        del save_latest
+        return super().save_checkpoint(
+            save_dir,
+            tag,
+            client_state or client_sd,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            blocking=blocking,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., object] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load the newest valid checkpoint; see `Engine.load_checkpoint`.
+
+        Args:
+            load_dir: As there, like the other arguments.
+            tag: Only a checkpoint of this name, or what the file `latest` says.
+            load_module_strict: False: what is only here or only there is no error.
+            load_optimizer_states: False: the optimizer stays as it is.
+            load_lr_scheduler_states: False: the scheduler stays as it is.
+            load_module_only: Neither optimizer, nor scheduler, nor the position in the data.
+            custom_load_fn: Called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
+                module with all its parameters there: what it makes of them on rank 0 is loaded.
+        """
+        path, client = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict and custom_load_fn is None,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
+        if path is not None and custom_load_fn is not None:
+            checkpoint = one(str(path))
+            source = read_state_dict(checkpoint, select(checkpoint, dtype=torch.float32))
+            with GatheredParameters(self.module, modifier_rank=0):
+                custom_load_fn(src=source, dst=self.module)
+        return path, client
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the state_dict, in the dtype of the model; every rank calls it.
+
+        Args:
+            save_dir: Made if it is not there.
+            save_filename: With the suffix .safetensors in that format, else as torch.save.
+            exclude_frozen_parameters: Leave out what is not trained.
+
+        Returns:
+            True: the file is there, at every stage.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        whole = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        path, problem = Path(save_dir) / save_filename, ""
+        if self.global_rank == 0:
+            problem = write_weights(whole, path)
+        failed = torch.tensor([float(bool(problem))], device=self.device)
+        with peers_may_vanish(self._link):
+            self._core.collectives.broadcast(failed, f"whether {path} was written")
+        if failed.item():
+            raise CheckpointError(problem or f"{path} was not written: rank 0 says why")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether `save_16bit_model` writes the whole model at stage 3: always."""
+        return True
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """What `save_16bit_model` writes, for libraries that write it by themselves.
+
+        Every rank calls it, and every rank gets it: DeepSpeed's others get None, and what a
+        library then asks of their module is a state_dict of shards.
+        """
+        whole = self.module_state_dict()
+        return without_frozen(whole, self.module) if exclude_frozen_parameters else whole
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    # ---- the module ----
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module's forward, as `torch.compile` does.
+
+        Args:
+            backend: As for `torch.compile`.
+            compile_kwargs: Its other options.
+            schedule: Must be None, as it is for DeepCompile, which is not there.
+            compiled_autograd_enabled: Must be False, likewise.
+        """
+        self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+
+    # ---- the optimizer ----
+    # With `step()`, its first three make the engine one: Lightning's Fabric steps what has them.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self._need_optimizer("param_groups").param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self._need_optimizer("defaults").defaults
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The optimizer's: that of shards."""
+        return self._need_optimizer("state").state
+
+    def _need_optimizer(self, name: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise AttributeError(f"engine.{name}: there is no optimizer")
+        return self.optimizer
+
+    def set_lr(self, lr: float) -> None:
+        """Give every param group this learning rate; a schedule changes it with its next step."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else []:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[object]:
+        """The momentum, or the betas, of each param group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    # ---- the config ----
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self._core.stage.number
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is divided among the ranks."""
+        return self._core.stage.shards_optimizer
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are divided: stages 2 and 3."""
+        return self._core.stage.shards_gradients
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are divided: stage 3."""
+        return self._core.stage.shards_parameters
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in float16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self._config.bf16.enabled
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the overflows."""
+        return self._config.fp16.enabled and not self._config.fp16.loss_scale
+
+    def gradient_clipping(self) -> float:
+        """The largest global gradient norm; 0 is no limit."""
+        return self._config.gradient_clipping
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the parts of a step are timed."""
+        return self._config.wall_clock_breakdown
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's name in the config, if it is there."""
+        return self._config.optimizer.type.lower() if self._config.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's name in the config, if it is there."""
+        return self._config.scheduler.type if self._config.scheduler else None
+
+    def steps_per_print(self) -> int | None:
+        """How often a step is logged; None for never."""
+        return self._config.steps_per_print

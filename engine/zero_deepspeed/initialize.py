@@ -1,0 +1,100 @@
+"""`deepspeed.initialize`, with its arguments and its tuple, around the engine's own.
+
+Source of the signature: deepspeed.initialize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from zero_contract.errors import ConfigError
+from zero_deepspeed.engine import DeepSpeedEngine
+from zero_engine.core import initialize as core
+from zero_engine.core.initialize import OptimizerLike
+from zero_engine.optim.optimizers import Parameters
+
+Config = Mapping[str, Any] | str | Path
+Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]
+
+
+def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+    config_params: Config | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    mesh_param: Any = None,
+    num_workers: int = 0,
+) -> Initialized:
+    """Make an engine. Every rank calls it, with the same arguments.
+
+    Args:
+        args: Parsed command line; its `deepspeed_config` is the config if none is given.
+        model: The module to train; see `zero_engine.initialize`, as for the next four.
+        optimizer: A torch optimizer, or a callable that makes one. None: the config's.
+        model_parameters: Parameters or param groups; by default all that require gradients.
+        training_data: For the loader that is returned.
+        lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer.
+        collate_fn: As for torch's DataLoader.
+        config: A dict, a JSON string or the path of a JSON file.
+        config_params: DeepSpeed's older name for it.
+        distributed_port: Without effect, as `dist_init_required`: the environment says where
+            the group meets, and one that is there already is used.
+        mpu: Must be None, as `mesh_param`: there is no model parallelism.
+        dist_init_required: Without effect.
+        mesh_param: Must be None.
+        num_workers: As for torch's DataLoader.
+
+    Returns:
+        The engine, the optimizer (the one given, if one was), the loader or None, the scheduler
+        or None.
+
+    Raises:
+        ConfigError: The arguments or the config contradict each other or are incomplete.
+        PeerLost: A peer is gone; under an agent the process ends instead.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model")
+    del distributed_port, dist_init_required
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
+    sources: dict[str, Config | None] = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: source for name, source in sources.items() if source is not None}
+    if len(given) > 1:
+        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
+    if not given:
+        raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
+    engine = core.initialize(
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        config=next(iter(given.values())),
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        engine_class=DeepSpeedEngine,
+    )
+    stepped = engine.optimizer
+    if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
+        stepped = optimizer  # on frozen parameters alone, which the engine does not step
+    made = cast(DeepSpeedEngine, engine)
+    return made, stepped, engine.training_dataloader, engine.lr_scheduler
