@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,8 @@ class Collectives:
         self._by_cpu = CpuTransport(group, self.rank, self.world)
         self._by_device = Transport(group, self.rank, self.world)
         group = group or dist.group.WORLD
-        self._waiter = Waiter(group, interrupt, _timeout_s(group))
+        timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+        self._waiter = Waiter(group, interrupt, timeout.total_seconds())
         self._standstill = Standstill(group_store(name), self.rank, self.world)
 
     def _transport(self, tensor: Tensor) -> Transport:
@@ -117,6 +117,11 @@ class Collectives:
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
+
+        def look() -> None:
+            if circle := self._standstill.look(pending.what, pending.turn):
+                raise Diverged(circle)
+
         if self._waiter.interrupt.reason:
             self._leave(pending)
         with transport_failures(pending.what):
@@ -124,17 +129,13 @@ class Collectives:
                 for work in pending.works:  # holds up the stream, not this process
                     work.wait()
                 return
-            ended = self._waiter.wait(pending.works, lambda: self._look(pending))
+            ended = self._waiter.wait(pending.works, look)
         if not ended:
             self._leave(pending)
         self._standstill.go_on()  # a wait that was given up stays posted: the rank is not coming
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
-
-    def _look(self, pending: Pending) -> None:
-        if circle := self._standstill.look(pending.what, pending.turn):
-            raise Diverged(circle)
 
     def _pending(
         self, kind: str, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...], sent: int
@@ -212,8 +213,3 @@ class Collectives:
         sent_bytes = full.nbytes // self.world * (self.world - 1)
         self.bytes_sent[kind] += sent_bytes
         return sent_bytes
-
-
-def _timeout_s(group: Any) -> float:
-    """How long an exchange of a group may take."""
-    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

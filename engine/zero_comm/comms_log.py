@@ -73,7 +73,8 @@ class CommsLog:
     @contextmanager
     def waiting(self, operation: str, what: str, size_bytes: int) -> Iterator[None]:
         """Around the wait for one exchange."""
-        if not self._counts(operation):
+        chosen = self._settings.prof_all or operation in self._settings.prof_ops
+        if not (self._settings.enabled and chosen and operation):
             yield
             return
         begun_s = perf_counter()
@@ -85,11 +86,6 @@ class CommsLog:
         if self._settings.verbose:
             told = f" of {what}" if self._settings.debug else ""
             _log.info("%s%s: %d bytes, waited %.3f ms", operation, told, size_bytes, waited_s * 1e3)
-
-    def _counts(self, operation: str) -> bool:
-        settings = self._settings
-        chosen = settings.prof_all or operation in settings.prof_ops
-        return settings.enabled and chosen and operation != ""
 
     @property
     def waited_s(self) -> float:

@@ -88,21 +88,20 @@ def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
 def _place(launcher: Launcher, environ: Mapping[str, str], port: int) -> dict[str, str]:
     world = next((environ[name] for name in launcher.world if name in environ), "1")
     local_world = environ.get(launcher.local_world, world if world == "1" else "")
+    address = environ.get("MASTER_ADDR")
+    if not address:
+        hosts = next((environ[name] for name in launcher.nodelist if name in environ), None)
+        if hosts is not None:
+            address = first_of(hosts)
+        else:
+            address = LOOPBACK if local_world == world else _told_by_mpi(launcher)
     return {
         "RANK": environ[launcher.rank],
         "WORLD_SIZE": world,
         "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR")
-        or _first_host(launcher, environ, on_one_host=local_world == world),
+        "MASTER_ADDR": address,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
-
-
-def _first_host(launcher: Launcher, environ: Mapping[str, str], *, on_one_host: bool) -> str:
-    for name in launcher.nodelist:
-        if name in environ:
-            return first_of(environ[name])
-    return LOOPBACK if on_one_host else _told_by_mpi(launcher)
 
 
 def first_of(nodelist: str) -> str:

@@ -55,12 +55,9 @@ def unpack(packed: Tensor, into: Tensor) -> Tensor:
     codes, scales = _parts(packed)
     for row, row_codes, row_scales in zip(into, codes, scales, strict=True):
         blocks = row_codes.view(-1, QUANT_BLOCK).float()
-        row.copy_(blocks.mul_(_or_nan(row_scales).unsqueeze(1)).flatten())
+        scale = torch.where(torch.isfinite(row_scales), row_scales, float("nan"))
+        row.copy_(blocks.mul_(scale.unsqueeze(1)).flatten())
     return into
-
-
-def _or_nan(scales: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(scales), scales, float("nan"))
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:

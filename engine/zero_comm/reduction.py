@@ -199,7 +199,17 @@ class BlockNorm:
             device: Of the table.
         """
         self._blocks = [-(-length // NORM_BLOCK) for length in lengths]
-        self._order = _block_order(self._blocks, shares, world).to(device)
+        # Where the norm of each block lies in the table [world * blocks]. Every rank contributes
+        # one row: its blocks of the first tensor, of the second, and so on. Blocks of the padding
+        # are left out, so the list is the same at every world size.
+        per_rank = sum(shares) // NORM_BLOCK
+        order, column = [], 0
+        for count, share in zip(self._blocks, shares, strict=True):
+            columns = torch.arange(column, column + share // NORM_BLOCK)
+            places = torch.arange(world)[:, None] * per_rank + columns
+            order.append(places.flatten()[:count])
+            column += share // NORM_BLOCK
+        self._order = torch.cat(order).to(device)
 
     def of_own(self, shares: Sequence[Tensor]) -> Tensor:
         """The norms of this rank's blocks, tensor after tensor: one row of the table."""
@@ -222,19 +232,3 @@ class BlockNorm:
 def total_norm(ordered: Tensor) -> float:
     """The norm of everything, from the norms of its blocks in their order."""
     return math.sqrt(float(ordered.double().square().sum()))
-
-
-def _block_order(blocks: Sequence[int], shares: Sequence[int], world: int) -> Tensor:
-    """Where the norm of each block lies in the gathered [world * blocks], tensor after tensor.
-
-    Every rank contributes one row: its blocks of the first tensor, of the second, and so on.
-    Blocks of the tail's padding are left out, so the list is the same at every world size.
-    """
-    per_rank = sum(shares) // NORM_BLOCK
-    order, column = [], 0
-    for count, share in zip(blocks, shares, strict=True):
-        width = share // NORM_BLOCK
-        places = torch.arange(world)[:, None] * per_rank + torch.arange(column, column + width)
-        order.append(places.flatten()[:count])
-        column += width
-    return torch.cat(order)

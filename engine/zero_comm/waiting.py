@@ -175,7 +175,9 @@ class Waiter:
             self._stand_still(told, look)
         finally:
             if not _ended(told):
-                _keep_for_ever(told, self._group)
+                # Not even the end of the interpreter may destroy these.
+                for kept in (told, self._group):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for work in told:
             if work.is_completed():
                 work.wait()
@@ -192,10 +194,14 @@ class Waiter:
         return job
 
     def _stand_still(self, told: Sequence[Told], look: Callable[[], None]) -> None:
-        interrupt, begun = self.interrupt, time.monotonic()
+        def settled() -> bool:
+            failed = any(work.failed for work in told)
+            return failed or _ended(told) or bool(self.interrupt.reason)
+
+        begun = time.monotonic()
         while True:
-            with interrupt.changed:
-                if interrupt.changed.wait_for(lambda: _settled(told) or interrupt.reason, LOOK_S):
+            with self.interrupt.changed:
+                if self.interrupt.changed.wait_for(settled, LOOK_S):
                     return
             look()
             if time.monotonic() - begun > self._timeout_s:
@@ -206,19 +212,8 @@ def _ended(told: Sequence[Told]) -> bool:
     return all(work.is_completed() for work in told)
 
 
-def _settled(told: Sequence[Told]) -> bool:
-    """Whether there is nothing to wait for: all have ended, or one has failed."""
-    return _ended(told) or any(work.failed for work in told)
-
-
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:
     """The thread: one job after the other, until None."""
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it holds buffers
-
-
-def _keep_for_ever(*things: Any) -> None:
-    """Let nothing destroy these, not even the end of the interpreter."""
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -93,16 +93,11 @@ def read_ledger(directory: str | Path) -> list[Entry]:
     Raises:
         ZeroError: A line that is no entry, with its place.
     """
-    return [
-        entry
-        for path in sorted(Path(directory).glob("round*-rank*.jsonl"))
-        for entry in _read_file(path)
-    ]
-
-
-def _read_file(path: Path) -> list[Entry]:
-    *lines, _cut_short = path.read_bytes().split(b"\n")
-    return [_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    entries = []
+    for path in sorted(Path(directory).glob("round*-rank*.jsonl")):
+        *lines, _cut_short = path.read_bytes().split(b"\n")
+        entries += [_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return entries
 
 
 def _entry(line: bytes, where: str) -> Entry:
@@ -126,7 +121,8 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     for entry in entries:
         executions[entry.step][entry.round].append(entry)
     committed = {step: rounds[max(rounds)] for step, rounds in sorted(executions.items())}
-    problems = _missing_steps(committed)
+    missing = sorted(set(range(1, max(committed, default=0) + 1)) - committed.keys())
+    problems = [f"step {step} is in no ledger" for step in missing]
     consumed: list[int] = []
     for step, ranks in committed.items():
         ids, wrong = _leaves_in_order(step, ranks)
@@ -139,11 +135,6 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
         world_by_step={step: ranks[0].world for step, ranks in committed.items()},
         problems=(*problems, *_epoch_problems(consumed, dataset_size)),
     )
-
-
-def _missing_steps(committed: Mapping[int, object]) -> list[str]:
-    missing = sorted(set(range(1, max(committed, default=0) + 1)) - committed.keys())
-    return [f"step {step} is in no ledger" for step in missing]
 
 
 def _leaves_in_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:

@@ -74,7 +74,7 @@ class Samples:
         )
         self._loader = ElasticLoader(sampler, collate_fn=collate_fn, num_workers=num_workers)
         self._order = {"dataset_size": source.size, "shuffle_key": source.shuffle_key}
-        self._ledger = ledger
+        self.ledger = ledger
 
     @property
     def epoch(self) -> int:
@@ -121,15 +121,9 @@ class Samples:
             batch, leaf = next(batches), plan.leaf(micro, self._rank, self._world)
             ticket = self._loader.last
             assert ticket is not None
-            if self._ledger is not None and not leaf.ghost:
-                self._ledger.consume(leaf.index, ticket.ids)
+            if self.ledger is not None and not leaf.ghost:
+                self.ledger.consume(leaf.index, ticket.ids)
             yield batch, 0.0 if leaf.ghost else plan.weight(leaf)
-
-    def _commit(self, plan: StepPlan) -> None:
-        self.cursor.step += 1
-        self.cursor.samples += plan.samples
-        if self._ledger is not None:
-            self._ledger.end_step(self.cursor.step)
 
 
 class Step:
@@ -156,8 +150,12 @@ class Step:
         Raises:
             ZeroError: Not all micro-batches have been run, or it was committed before.
         """
-        if not self._run or self._samples.cursor.samples != self._plan.position:
+        cursor = self._samples.cursor
+        if not self._run or cursor.samples != self._plan.position:
             raise ZeroError(
                 "step.commit(): run all micro-batches of the step first, and commit it once"
             )
-        self._samples._commit(self._plan)
+        cursor.step += 1
+        cursor.samples += self._plan.samples
+        if self._samples.ledger is not None:
+            self._samples.ledger.end_step(cursor.step)

@@ -147,7 +147,9 @@ class StreamSteps(IterableDataset[Item]):
     def _find(self, position: int) -> tuple[int, int, Iterator[Any]]:
         """The epoch of a position, how far into it that is, and the samples from there on."""
         epoch, offset = divmod(position, self.size) if self.size else (0, position)
-        samples, read = self._open(epoch), 0
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        samples, read = iter(self.dataset), 0
         while read < offset:
             wanted = min(self.batch.samples, offset - read)
             taken = len(self._take(samples, epoch, read, wanted))
@@ -156,11 +158,6 @@ class StreamSteps(IterableDataset[Item]):
                 self.size = self._checked(read - taken * self.drop_last, ended=True)
                 return self._find(position)
         return epoch, read, samples
-
-    def _open(self, epoch: int) -> Iterator[Any]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        return iter(self.dataset)
 
     def _take(self, samples: Iterator[Any], epoch: int, read: int, wanted: int) -> list[Any]:
         seed_everything(mix(self.seed, epoch, read, _READING))

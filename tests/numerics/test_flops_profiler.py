@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
-from zero_engine.config.monitoring import FlopsProfiler
+from zero_engine.config.schema import FlopsProfiler
 from zero_engine.observe.flops_profiler import Profile
 
 ROWS, WIDTH, LAYERS = 4, 32, 2

@@ -353,10 +353,12 @@ def meet(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # the kernel finds a name, in this network namespace
         listener.listen(world)
-        cards = _cards(gather, _card(listener, token))
+        row = json.dumps(_card(listener, token)).encode().ljust(_CARD_BYTES)
+        rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
+        cards = [json.loads(bytes(each.tolist())) for each in rows]
         sees = [_readable(card, cards[rank]) for card in cards]
         mutual = gather(torch.tensor(sees, dtype=torch.uint8), "who reads whose memory").bool()
-        run = _run_of(rank, runs(mutual & mutual.t()))
+        run = next(run for run in runs(mutual & mutual.t()) if rank in run)
         members = _connect(listener, rank, run, cards)
     if rank == run.start and len(run) > 1:
         _log.debug("ranks %d to %d read from each other", run.start, run.stop - 1)
@@ -381,12 +383,6 @@ def _card(listener: socket.socket, token: ctypes.Array[ctypes.c_char]) -> dict[s
     }
 
 
-def _cards(gather: Gather, own: dict[str, Any]) -> list[dict[str, Any]]:
-    row = json.dumps(own).encode().ljust(_CARD_BYTES)
-    rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
-    return [json.loads(bytes(each.tolist())) for each in rows]
-
-
 def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether what a card says can be read is what it says."""
     if not (card["willing"] and own["willing"] and card["host"] == own["host"]):
@@ -409,10 +405,6 @@ def runs(mutual: Tensor) -> list[range]:
         else:
             found.append(range(rank, rank + 1))
     return found
-
-
-def _run_of(rank: int, division: Sequence[range]) -> range:
-    return next(run for run in division if rank in run)
 
 
 def _connect(

@@ -81,15 +81,15 @@ def choose_batch(wanted: Elasticity) -> ElasticBatch:
     sizes, limit = wanted.micro_batch_sizes, wanted.max_train_batch_size
     bases = [base for base in (*sizes, math.lcm(*sizes)) if base <= limit]
     candidates = sorted(
-        {_scaled(base, limit) for base in bases}, reverse=wanted.prefer_larger_batch
+        {
+            base * max(factor for factor in _HIGHLY_COMPOSITE if factor <= limit // base)
+            for base in bases
+        },
+        reverse=wanted.prefer_larger_batch,
     )
     samples = max(candidates, key=lambda each: len(_worlds(each, wanted)))
     micro_batch = max(size for size in sizes if samples % size == 0)
     return ElasticBatch(samples, micro_batch, tuple(_worlds(samples, wanted)))
-
-
-def _scaled(base: int, limit: int) -> int:
-    return base * max(factor for factor in _HIGHLY_COMPOSITE if factor <= limit // base)
 
 
 def _worlds(samples: int, wanted: Elasticity) -> list[int]:

@@ -182,17 +182,9 @@ def _as_int(value: Any) -> int:
     return int(number)
 
 
-def _as_interval(value: Any) -> int | None:
-    return None if value == math.inf else _as_int(value)
-
-
 def _as_bool(value: Any) -> bool:
     spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     return bool(_exactly(bool)(spelled))
-
-
-def _as_float_or_auto(value: Any) -> float | str:
-    return AUTO if value == AUTO else float(_number(value))
 
 
 def _exactly(cls: type[Any]) -> Callable[[Any], Any]:
@@ -204,12 +196,8 @@ def _exactly(cls: type[Any]) -> Callable[[Any], Any]:
     return check
 
 
-def _as_strings(value: Any) -> tuple[str, ...]:
-    return tuple(_exactly(str)(each) for each in _exactly(list)(value))
-
-
-def _as_ints(value: Any) -> tuple[int, ...]:
-    return tuple(_as_int(each) for each in _exactly(list)(value))
+def _each(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: tuple(convert(each) for each in _exactly(list)(value))
 
 
 _SIGNED = (-(1 << 63), (1 << 63) - 1)
@@ -240,13 +228,16 @@ def _check_bits(where: str, annotation: str, value: Any) -> None:
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
     "Seed": ("an integer", _as_int),
-    "Interval": ("an integer", _as_interval),
+    "Interval": ("an integer", lambda value: None if value == math.inf else _as_int(value)),
     "float": ("a number", lambda value: float(_number(value))),
-    "SecondsOrAuto": ('a number or "auto"', _as_float_or_auto),
+    "SecondsOrAuto": (
+        'a number or "auto"',
+        lambda value: AUTO if value == AUTO else float(_number(value)),
+    ),
     "bool": ("true or false", _as_bool),
     "str": ("a string", _exactly(str)),
-    "tuple[str, ...]": ("a list of strings", _as_strings),
-    "tuple[int, ...]": ("a list of integers", _as_ints),
+    "tuple[str, ...]": ("a list of strings", _each(_exactly(str))),
+    "tuple[int, ...]": ("a list of integers", _each(_as_int)),
     "dict[str, Any]": ("an object", lambda value: dict(_exactly(Mapping)(value))),
 }
 

@@ -75,8 +75,9 @@ def _from_hjson(text: str, name: str) -> Any:
     """What strict JSON refuses: comments, commas too many, words without quotes."""
     outline = _TOKEN.sub(_blank, text)
     for at, char in enumerate(outline):
-        if _instead(char) is not None:
-            raise ConfigError(f"{name}: {_odd(text, at)}")
+        if (instead := _instead(char)) is not None:
+            odd = f"{unicodedata.name(text[at]).lower()} (U+{ord(text[at]):04X}), as in a web page"
+            raise ConfigError(f"{name}: line {_line(text, at)}: {odd}; {instead}")
     commas = [match.start() for match in _LAST_COMMA.finditer(outline)]
     comments = [match.start() for match in _TOKEN.finditer(text) if not match["string"]]
     strict = _TOKEN.sub(lambda match: match[0] if match["string"] else _blank(match), text)
@@ -126,12 +127,6 @@ def _instead(char: str) -> str | None:
         return "type plain quotes"
     category = unicodedata.category(char)
     return {"Zs": "type a plain space", "Cf": "delete it"}.get(category)
-
-
-def _odd(text: str, at: int) -> str:
-    char = text[at]
-    told = f"{unicodedata.name(char).lower()} (U+{ord(char):04X})"
-    return f"line {_line(text, at)}: {told}, as in a web page; {_instead(char)}"
 
 
 def _in_words(text: str, at: int, problem: str) -> str:

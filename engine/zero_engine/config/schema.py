@@ -18,7 +18,6 @@ from zero_comm.comms_log import CommsLogger
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.monitoring import FileMonitor, FlopsProfiler, WandbMonitor
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.stages import STAGES
 
@@ -211,6 +210,55 @@ class Elastic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileMonitor:
+    """Curves in files below `output_path`/`job_name`."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbMonitor:
+    """Curves at Weights & Biases."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsProfiler:
+    """Floating-point operations of one step."""
+
+    enabled: bool = False
+    profile_step: int = 1
+    """How many steps come before it."""
+    module_depth: int = -1
+    """Of the modules shown; -1: all."""
+    detailed: bool = True
+    """Show modules."""
+    output_file: str | None = None
+    """Besides the log."""
+    recompute_fwd_factor: float = 0.0
+    """Without effect: what is recomputed in backward is counted there."""
+    top_modules: int = 1
+    """Without effect: all modules are shown, the largest first."""
+
+    def __post_init__(self) -> None:
+        check_least("flops_profiler", self, _PROFILE_AT_LEAST)
+
+
+_PROFILE_AT_LEAST = {
+    "profile_step": 0,
+    "module_depth": -1,
+    "recompute_fwd_factor": 0,
+    "top_modules": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration."""
 
@@ -248,11 +296,11 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009, it is frozen
     elastic: Elastic = Elastic()
     elasticity: Elasticity = Elasticity()  # noqa: RUF009, it is frozen
-    csv_monitor: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
-    tensorboard: FileMonitor = FileMonitor()  # noqa: RUF009, it is frozen
-    wandb: WandbMonitor = WandbMonitor()  # noqa: RUF009, it is frozen
+    csv_monitor: FileMonitor = FileMonitor()
+    tensorboard: FileMonitor = FileMonitor()
+    wandb: WandbMonitor = WandbMonitor()
     comms_logger: CommsLogger = CommsLogger()  # noqa: RUF009, it is frozen
-    flops_profiler: FlopsProfiler = FlopsProfiler()  # noqa: RUF009, it is frozen
+    flops_profiler: FlopsProfiler = FlopsProfiler()
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

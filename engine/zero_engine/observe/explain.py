@@ -39,7 +39,13 @@ def explain(
     if inert := without_effect(written):
         yield "\nWithout effect here:"
         yield from (f"  {path}: {reason}" for path, reason in inert.items())
-    yield from _elasticity(config)
+    if config.elasticity.enabled:
+        chosen = choose_batch(config.elasticity)
+        yield (
+            f"\nElasticity: {chosen.samples} samples in micro-batches of {chosen.micro_batch}; "
+            f"no rank idles in these {len(chosen.worlds)} worlds, and every other trains as well:"
+        )
+        yield f"  {', '.join(str(world) for world in chosen.worlds)}"
     if warnings := list(_warnings(config)):
         yield "\nWarnings:"
         yield from (f"  {warning}" for warning in warnings)
@@ -66,16 +72,6 @@ def check_batch(config: Config) -> None:
     samples = config.train_batch_size or batch.samples
     begins_nowhere = samples % (batch.micro_batch * accumulation)
     _batch(config, 1, first_round=bool(begins_nowhere))
-
-
-def _elasticity(config: Config) -> Iterator[str]:
-    if config.elasticity.enabled:
-        chosen = choose_batch(config.elasticity)
-        yield (
-            f"\nElasticity: {chosen.samples} samples in micro-batches of {chosen.micro_batch}; "
-            f"no rank idles in these {len(chosen.worlds)} worlds, and every other trains as well:"
-        )
-        yield f"  {', '.join(str(world) for world in chosen.worlds)}"
 
 
 def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_engine.config.monitoring import FlopsProfiler
+from zero_engine.config.schema import FlopsProfiler
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +97,14 @@ class Profile:
         )
         rate = sum(self._flops.values()) / max(sum(self._spent_s.values()), 1e-9)
         head = f"step {step} on rank 0: {parts}: {rate / 1e9:.1f} GFLOP/s"
-        return [head, *(self._by_module() if self._settings.detailed else ())]
-
-    def _by_module(self) -> Iterator[str]:
+        if not self._settings.detailed:
+            return [head]
         depth = self._settings.module_depth
-        shown = {m: n for m, n in self._modules.items() if depth < 0 or m.count(".") <= depth}
-        for module, flops in sorted(shown.items(), key=lambda item: -item[1]):
-            yield f"  {module}: {flops / 1e9:.3f} GFLOP"
+        return [
+            head,
+            *(
+                f"  {module}: {flops / 1e9:.3f} GFLOP"
+                for module, flops in self._modules.most_common()
+                if depth < 0 or module.count(".") <= depth
+            ),
+        ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero_engine.config import Config
-from zero_engine.config.monitoring import FileMonitor, WandbMonitor
+from zero_engine.config.schema import FileMonitor, WandbMonitor
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class CsvCurves:
         rows = [["step", header]]
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                rows += [row for row in csv.reader(file) if _is_before(row, first)]
+                # Whole points of earlier steps; a line cut short by a kill is none.
+                points = (row for row in csv.reader(file) if len(row) == 2)
+                rows += [row for row in points if row[0].isdecimal() and int(row[0]) < first]
         partial = path.with_suffix(".partial")
         with partial.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
@@ -65,11 +67,6 @@ class CsvCurves:
 
     def close(self) -> None:
         """Nothing is open between two points."""
-
-
-def _is_before(row: list[str], first: int) -> bool:
-    """A whole point of an earlier step; a line cut short by a kill is none."""
-    return len(row) == 2 and row[0].isdecimal() and int(row[0]) < first
 
 
 class TensorBoardCurves:

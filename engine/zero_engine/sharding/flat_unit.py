@@ -4,11 +4,10 @@ Owns the layout and the buffers. Must always hold:
 
 - Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
   and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
-- Parameters are views of the buffer while it holds them, and show NaN while it does not
-  (`parameter_views`), so that a script can read them at any time; so do views that it has kept
-  (`vacancy`). Refilling the buffer does not touch the versions that autograd checks. A buffer is
-  freed by resizing its storage, never by dropping it, so that views saved by autograd come alive
-  again with it.
+- Parameters are views of the buffer while it holds them, and show NaN while it does not, so that a
+  script can read them at any time; so do views that it has kept (`parameter_views`). Refilling the
+  buffer does not touch the versions that autograd checks. A buffer is freed by resizing its
+  storage, never by dropping it, so that views saved by autograd come alive again with it.
 - Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
   computes in are the buffer itself.
 - The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
@@ -30,9 +29,8 @@ from torch import Tensor
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK
-from zero_engine.sharding.parameter_views import ParameterViews
+from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
 from zero_engine.sharding.partition import UnitSpec
-from zero_engine.sharding.vacancy import Vacancy
 from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 
@@ -166,7 +164,7 @@ class FlatUnit:
         starts = [slot.start for slot in self.layout.slots]
         self._views = ParameterViews(self.params, starts, self.full)
         self._views.show()
-        self._vacancy = Vacancy()
+        self._freed = FreedStorage()
         self.gathered = True
         self.holders = 0
         if stage.shards_parameters:
@@ -203,7 +201,7 @@ class FlatUnit:
     def begin_gather(self) -> None:
         """Let the full parameters come (stage 3); `gather` waits for them."""
         if not self.gathered and self._arriving is None:
-            self._vacancy.fill(self.full.untyped_storage(), self.full.nbytes)
+            self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
             self._arriving = self._publish()
 
     def gather(self) -> None:
@@ -211,7 +209,10 @@ class FlatUnit:
         self.begin_gather()
         if self._arriving is not None:
             wait(self._arriving)
-            self._unpack()
+            if self._packed is not None:  # this rank's own weights are rounded as well
+                world = self._collectives.world
+                unpack(self._packed.view(world, -1), self.full.view(world, -1))
+                self._packed = None
             if self._node is not None and self.secondary is None:
                 self.secondary = self._node.own(self.full).clone()
             self._views.show()
@@ -226,7 +227,7 @@ class FlatUnit:
         storage = self.full.untyped_storage()
         if storage.nbytes() and not storage.resizable():  # somebody looks at it through numpy()
             self._leave_memory()
-        self._vacancy.free(self.full.untyped_storage())
+        self._freed.free(self.full.untyped_storage())
         self.gathered = False
 
     def let_go(self) -> None:
@@ -295,7 +296,12 @@ class FlatUnit:
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)
         shard = self.shard.to(own.device)
-        changed = own != self._as_published(shard)
+        published = shard.to(self.full.dtype)
+        if self._quantized:
+            packed = published.new_empty((1, packed_size(shard.numel())), dtype=torch.uint8)
+            pack(published.view(1, -1), packed)
+            unpack(packed, published.view(1, -1))
+        changed = own != published
         self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
         if self._stage.shards_parameters:
             self.let_go()
@@ -322,19 +328,3 @@ class FlatUnit:
         self._packed = self.full.new_empty(self._collectives.world * size, dtype=torch.uint8)
         pack(own.view(1, -1), self._collectives.own(self._packed).view(1, -1))
         return self._collectives.all_gather(self._packed, what)
-
-    def _unpack(self) -> None:
-        """Make weights of what has arrived quantized; this rank's own are rounded as well."""
-        if self._packed is not None:
-            world = self._collectives.world
-            unpack(self._packed.view(world, -1), self.full.view(world, -1))
-            self._packed = None
-
-    def _as_published(self, shard: Tensor) -> Tensor:
-        """What `shard` is in the full parameters."""
-        published = shard.to(self.full.dtype)
-        if self._quantized:
-            packed = published.new_empty((1, packed_size(shard.numel())), dtype=torch.uint8)
-            pack(published.view(1, -1), packed)
-            unpack(packed, published.view(1, -1))
-        return published

@@ -247,17 +247,14 @@ class GradReducer:
                 self._issue_ready()
 
     def _ensure_buffer(self, gradient: UnitGradient) -> None:
-        if gradient.buffer is None:
-            unit = gradient.unit
-            gradient.start(
-                gradient.whole
-                if gradient.whole is not None and self._may_use_whole(gradient.whole, unit)
-                else self._pool.take(unit.padded, unit.full.dtype)
-            )
-
-    def _may_use_whole(self, whole: Tensor, unit: FlatUnit) -> bool:
-        """Whether a leaf can be where its sum is going to be: nothing has been summed there yet."""
-        return self._first and not self._quantized and whole.dtype == unit.full.dtype
+        if gradient.buffer is not None:
+            return
+        dtype, whole = gradient.unit.full.dtype, gradient.whole
+        # A gradient can be where its sum is going to be: nothing has been summed there yet.
+        fits = self._first and not self._quantized and whole is not None and whole.dtype == dtype
+        gradient.start(
+            whole if whole is not None and fits else self._pool.take(gradient.unit.padded, dtype)
+        )
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:

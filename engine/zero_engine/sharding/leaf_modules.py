@@ -101,8 +101,13 @@ def mark_configured(
         ConfigError: A class, name or suffix that no module has.
     """
     named = dict(model.named_modules())
+
+    def is_of_class(name: str, rule: str) -> bool:
+        cls = type(named[name])
+        return rule in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+
     rules: dict[str, tuple[Collection[str], Callable[[str, str], bool]]] = {
-        "classes": (classes, lambda name, rule: rule in _class_names(named[name])),
+        "classes": (classes, is_of_class),
         "names": (names, lambda name, rule: name == rule),
         "name_suffixes": (name_suffixes, lambda name, rule: name.endswith(rule)),
     }
@@ -115,9 +120,3 @@ def mark_configured(
                 )
             for name in found:
                 set_z3_leaf_module(named[name], True)
-
-
-def _class_names(module: nn.Module) -> tuple[str, str]:
-    """The name of its class, and that with the place where it is defined."""
-    cls = type(module)
-    return cls.__name__, f"{cls.__module__}.{cls.__qualname__}"

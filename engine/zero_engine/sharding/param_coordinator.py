@@ -87,12 +87,19 @@ class ParamCoordinator:
             ]
         self._host: nn.Module | None = None
         """The module for which the root was gathered, without the model's own forward."""
-        for module in _owners(root, self._root_units):
+        strays = {id(param) for unit in self._root_units for param in unit.params}
+        for module in root.modules():
+            own = module.parameters(recurse=False)
+            if module is root or not any(id(param) in strays for param in own):
+                continue
             self._hooks += [
                 module.register_forward_pre_hook(Hook(self._before_stray)),
                 module.register_forward_hook(Hook(self._after_stray)),
             ]
-        for module, members in _by_module(units):
+        by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
+        for unit in units:
+            by_module[unit.module].append(unit)
+        for module, members in by_module.items():
             if module is not root:
                 after = Hook(self._after_forward, members)
                 self._hooks += [
@@ -186,7 +193,14 @@ class ParamCoordinator:
             return
         for tensor in _differentiable(output):
             tensor.register_hook(partial(self._before_backward, units))
-        self._watch_untrained(units, (args, kwargs))
+        # Frozen weights have no gradient of their own to tell that backward has passed them; the
+        # gradients of the module's inputs do. Without such inputs they stay until the end; likewise
+        # with a leaf among these, such as a parameter: its gradient is made as soon as its last use
+        # is through, in the middle of one pass through the module as the end of another.
+        untrained = [unit for unit in units if not unit.trained]
+        inputs = list(_differentiable((args, kwargs)))
+        if untrained and inputs and not any(tensor.is_leaf for tensor in inputs):
+            after_gradients(inputs, partial(self._release, untrained))
         self._release(units)
 
     def _before_backward(self, units: Sequence[FlatUnit], _gradient: Tensor) -> None:
@@ -194,33 +208,22 @@ class ParamCoordinator:
             self.on_plain_backward()
         self._gather(units)
 
-    def _watch_untrained(self, units: Sequence[FlatUnit], inputs: Any) -> None:
-        # Frozen weights have no gradient of their own to tell that backward has passed them; the
-        # gradients of the module's inputs do. Without such inputs they stay until the end; likewise
-        # with a leaf among these, such as a parameter: its gradient is made as soon as its last use
-        # is through, in the middle of one pass through the module as the end of another.
-        untrained = [unit for unit in units if not unit.trained]
-        tensors = list(_differentiable(inputs))
-        if untrained and tensors and not any(tensor.is_leaf for tensor in tensors):
-            after_gradients(tensors, partial(self._release, untrained))
-
     # ---- gather and release ----
 
     def _gather(self, units: Sequence[FlatUnit]) -> None:
         with self._guard():
             for unit in units:
-                if not unit.gathered:
-                    self._fetch(unit)
-
-    def _fetch(self, unit: FlatUnit) -> None:
-        number = self._numbers.get(id(unit))
-        if number is not None:
-            if self._traces is not None:
-                self._traces[self._in_backward].append(number)
-            self._take_part(self._pass.seek(number))
-        unit.gather()
-        if number is not None:
-            self._look_ahead()
+                if unit.gathered:
+                    continue
+                number = self._numbers.get(id(unit))
+                if number is None:  # of the root
+                    unit.gather()
+                    continue
+                if self._traces is not None:
+                    self._traces[self._in_backward].append(number)
+                self._take_part(self._pass.seek(number))
+                unit.gather()
+                self._look_ahead()
 
     def _take_part(self, numbers: Iterable[int]) -> None:
         """Gather units that this rank does not use: others may."""
@@ -240,24 +243,6 @@ class ParamCoordinator:
         for unit in units:
             if not unit.holders:
                 unit.release()
-
-
-def _by_module(units: Sequence[FlatUnit]) -> Iterator[tuple[nn.Module, tuple[FlatUnit, ...]]]:
-    members: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
-    for unit in units:
-        members[unit.module].append(unit)
-    return ((module, tuple(group)) for module, group in members.items())
-
-
-def _owners(root: nn.Module, units: Sequence[FlatUnit]) -> list[nn.Module]:
-    """The modules below the root whose own parameters are in these units."""
-    within = {id(param) for unit in units for param in unit.params}
-    return [
-        module
-        for module in root.modules()
-        if module is not root
-        and any(id(param) in within for param in module.parameters(recurse=False))
-    ]
 
 
 def _differentiable(structure: Any) -> Iterator[Tensor]:

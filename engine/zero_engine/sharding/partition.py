@@ -69,7 +69,9 @@ def wrapped_modules(root: nn.Module) -> dict[str, nn.Module]:
     def visit(name: str, module: nn.Module) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            listed = isinstance(module, nn.ModuleList) and _is_callable(child)
+            # Containers without a forward are never called, so no hook of theirs would ever run.
+            is_called = type(child).forward is not nn.Module.forward
+            listed = isinstance(module, nn.ModuleList) and is_called
             if listed or z3_leaf_module(child):
                 found[path] = child
             else:
@@ -77,11 +79,6 @@ def wrapped_modules(root: nn.Module) -> dict[str, nn.Module]:
 
     visit(ROOT, root)
     return found
-
-
-def _is_callable(module: nn.Module) -> bool:
-    # Containers without a forward are never called, so no hook of theirs would ever run.
-    return type(module).forward is not nn.Module.forward
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
@@ -110,13 +107,19 @@ def partition(
     units: dict[tuple[str, bool, torch.dtype], list[Member]] = defaultdict(list)
     for fqn, param in root.named_parameters():
         group = groups.get(id(param))
-        dtype = _dtype_of(param, compute_dtype)
+        narrows = compute_dtype != torch.float32 and param.is_floating_point()
+        dtype = compute_dtype if narrows else param.dtype
         units[owners[id(param)], group is None, dtype].append(Member(fqn, param, group))
     order = {name: position for position, name in enumerate(modules)}
-    return [
-        UnitSpec(_unit_name(*key), modules[key[0]], key[0] == ROOT, _by_group(members), key[2])
-        for key, members in sorted(units.items(), key=lambda item: (order[item[0][0]], item[0][1]))
-    ]
+    specs = []
+    for key, members in sorted(units.items(), key=lambda item: (order[item[0][0]], item[0][1])):
+        module, untrained, dtype = key
+        suffix = f" (untrained, {str(dtype).removeprefix('torch.')})" if untrained else ""
+        name = (module or "root") + suffix
+        # A stable sort: inside a group, module order. Each group is then one run of the unit.
+        grouped = sorted(members, key=lambda member: -1 if member.group is None else member.group)
+        specs.append(UnitSpec(name, modules[module], module == ROOT, tuple(grouped), dtype))
+    return specs
 
 
 def _owners(root: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -132,18 +135,3 @@ def _owners(root: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]
         external = hasattr(param, _EXTERNAL)
         users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
     return {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}
-
-
-def _dtype_of(param: nn.Parameter, compute_dtype: torch.dtype) -> torch.dtype:
-    narrows = compute_dtype != torch.float32 and param.is_floating_point()
-    return compute_dtype if narrows else param.dtype
-
-
-def _unit_name(module: str, untrained: bool, dtype: torch.dtype) -> str:
-    suffix = f" (untrained, {str(dtype).removeprefix('torch.')})" if untrained else ""
-    return (module or "root") + suffix
-
-
-def _by_group(members: list[Member]) -> tuple[Member, ...]:
-    # A stable sort: inside a group, module order. Each group is then one run of the unit.
-    return tuple(sorted(members, key=lambda member: -1 if member.group is None else member.group))

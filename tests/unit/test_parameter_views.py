@@ -5,26 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_engine.sharding.vacancy import Vacancy
+from zero_engine.sharding.parameter_views import FreedStorage
 
 
-def test_a_view_of_a_vacant_storage_shows_nan_and_can_be_filled_again() -> None:
-    data, vacancy = torch.ones(1000), Vacancy()
+def test_a_view_of_a_freed_storage_shows_nan_and_can_be_filled_again() -> None:
+    data, freed = torch.ones(1000), FreedStorage()
     storage, size_bytes = data.untyped_storage(), data.nbytes
-    vacancy.free(storage)
+    freed.free(storage)
     assert data.isnan().all()
     assert storage.nbytes() == 0
-    vacancy.fill(storage, size_bytes)
+    freed.fill(storage, size_bytes)
     assert data.fill_(2).sum() == 2000
 
 
-def test_where_torch_has_no_such_call_a_vacant_storage_is_empty_and_no_more(
+def test_where_torch_has_no_such_call_a_freed_storage_is_empty_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch._C, "_construct_storage_from_data_pointer")
-    data, vacancy = torch.ones(1000), Vacancy()
+    data, freed = torch.ones(1000), FreedStorage()
     storage, size_bytes = data.untyped_storage(), data.nbytes
-    vacancy.free(storage)
+    freed.free(storage)
     assert (storage.nbytes(), storage.data_ptr()) == (0, 0)
-    vacancy.fill(storage, size_bytes)
+    freed.fill(storage, size_bytes)
     assert data.fill_(2).sum() == 2000
