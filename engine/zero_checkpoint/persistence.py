@@ -39,7 +39,7 @@ from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.siblings import BESIDE, Moment, torn
-from zero_comm.agent_link import AgentLink, leave, peers_may_vanish
+from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 
@@ -152,7 +152,7 @@ class Persistence:
         self.saver = Saver(config, votes, self._lineage)
         self.schedule = Schedule(config, restarts, training.rank)
         self.ram = self._ram_tier()
-        self._ballot = self._ballot_of("ballot", partial(link.heed, "loading"))
+        self._ballot = self._ballot_of("ballot", partial(link.raise_if_leaving, "loading"))
         self._directory: Place | None = None
         self._ram_root: Place | None = None
         """The directory that this run goes on from: the first that it was loaded from or saved to.
@@ -167,7 +167,7 @@ class Persistence:
         """What was loaded last, and where the other engines of the process were then."""
         self._refused = 0
         """Saves in a row that were not published, with nobody to see to it."""
-        self.number = link.join(self)
+        self.number = link.add(self)
         self._some_rank_busy = False
         self._some_ram_busy = False
         self._told_of_metric = False
@@ -347,9 +347,9 @@ class Persistence:
         """
         until_s = time.monotonic() + limit_s
         self._warn(f"waiting up to {limit_s / 60:.0f} min for room in {request.root}")
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             while not self._try_again(request):
-                self._link.still_here()  # or its agent would take it for hung
+                self._link.heartbeat()  # or its agent would take it for hung
                 if not self._ballot.announce(partial(self._may_wait, until_s))["wait"]:
                     self._settle()
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
@@ -606,7 +606,7 @@ class Persistence:
             each.saver.tell_lost(in_ram=each.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
         self.training.meet("leaving")
-        leave(self._link, self.saver.last_step)
+        self._link.leave(self.saver.last_step)
 
 
 def _check_group(link: AgentLink, doing: str) -> None:

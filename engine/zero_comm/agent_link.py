@@ -1,7 +1,7 @@
-"""The worker's side of the contract with its agent. The only module that knows the contract.
+"""The worker's link to its agent: the socket, and what is said over it.
 
-Owns the socket and the reader thread. A process has one link, however many engines it has (a GAN,
-actor and critic): to the agent a worker is one.
+Owns the socket, the thread that reads it, and the exit of a worker that leaves its group. A process
+has one link, however many engines it has (a GAN, actor and critic): to the agent a worker is one.
 
 - Requests have numbers, so each engine gets the answers to its own.
 - Progress: each engine's step is a heartbeat; the step that is shown is that of the engine that
@@ -14,7 +14,7 @@ Must always hold: without an agent (plain torchrun, or alone) everything here do
 socket never stops training by itself, because the agent has its own means to stop a worker; and
 a commit is granted by an answer only, never by silence.
 
-Called by `engine`.
+Made by whoever trains (`zero_engine.core`); `zero_checkpoint` asks for commits and leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class AgentLink:
         """Connect to the agent's socket; without one every call does nothing.
 
         Args:
-            rank: This worker's rank, told to the agent.
+            rank: This worker's rank, sent to the agent.
             path: The Unix socket; by default the one that the environment names, if any.
         """
         self.round = current_round()
@@ -118,19 +118,19 @@ class AgentLink:
         key = os.environ.get(contract.ENV_VOTE_KEY, "")
         return key and contract.derived_key(key, part)
 
-    def heed(self, what: str) -> None:
+    def raise_if_leaving(self, what: str) -> None:
         """Raise LeavingNow, which names what this worker does, if it is to leave at once."""
         if self.interrupt.reason:
             raise LeavingNow(f"{what}: asked to leave: {self.interrupt.reason}")
 
-    def join(self, client: object) -> int:
+    def add(self, client: object) -> int:
         """Count an engine among those of this process; its number."""
         number, self._joined = self._joined, self._joined + 1
         self.clients[number] = client
         return number
 
-    def part(self, number: int) -> None:
-        """An engine is destroyed; with the last one the connection ends."""
+    def remove(self, number: int) -> None:
+        """Forget an engine that is destroyed; with the last one the connection ends."""
         self.clients.pop(number, None)
         if self._shown is not None and self._shown[0] == number:
             self._shown = None
@@ -138,20 +138,26 @@ class AgentLink:
             self.close()
 
     def progress(self, number: int, step: int, samples: int, loss: float) -> None:
-        """Tell the agent that an engine has ended a step; it shows the one that is furthest."""
+        """Send the agent an engine's step that has ended; it shows the one that is furthest."""
         mine = contract.Progress(step=step, samples=samples, loss=loss)
         if self._shown is None or self._shown[0] == number or step > self._shown[1].step:
             self._shown = number, mine
         self._send(self._shown[1])
 
-    def still_here(self) -> None:
-        """Tell the agent that this worker waits and does not hang: what it told last, again."""
+    def heartbeat(self) -> None:
+        """Send the agent the last progress again: this worker waits, and does not hang."""
         if self._shown is not None:
             self._send(self._shown[1])
 
-    def left(self, step: int) -> None:
-        """Tell the agent that the group is not used any more and `step` is saved."""
+    def leave(self, step: int) -> NoReturn:
+        """End this worker, which does not use its group any more and has saved `step`.
+
+        Raises:
+            SystemExit: Always, with the code by which the agent knows it.
+        """
         self._send(contract.Left(round=self.round, step=step))
+        _forget_group()
+        raise SystemExit(ExitCode.LEFT)
 
     def request_commit(
         self,
@@ -238,7 +244,7 @@ class AgentLink:
 
     def close(self) -> None:
         """Close the connection; later calls do nothing."""
-        self._drop(None)
+        self._disconnect(None)
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -247,20 +253,20 @@ class AgentLink:
             try:
                 self._socket.sendall(contract.encode(message))
             except OSError as error:
-                self._drop(f"cannot send to the agent: {error}")
+                self._disconnect(f"cannot send to the agent: {error}")
 
     def _read(self, connection: socket.socket) -> None:
-        """The reader thread: note what the agent says until the connection ends."""
+        """The reader thread: take the agent's messages until the connection ends."""
         reason = "the agent closed the connection"
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:
-                    self._note(contract.decode(line))
+                    self._receive(contract.decode(line))
         except (OSError, ValueError, contract.ContractError) as error:
             reason = f"the connection to the agent failed: {error}"
-        self._drop(reason)
+        self._disconnect(reason)
 
-    def _note(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case Leave(round=self.round):
                 when = "at once" if message.when is When.NOW else "at the end of a step"
@@ -277,7 +283,7 @@ class AgentLink:
             case _:
                 _log.debug("not for this worker: %s", message)
 
-    def _drop(self, reason: str | None) -> None:
+    def _disconnect(self, reason: str | None) -> None:
         with self._changed:
             connection, self._socket = self._socket, None
             self._changed.notify_all()
@@ -313,22 +319,16 @@ def _connect(path: str) -> socket.socket | None:
     return connection
 
 
-# ---- leaving ----
-
-
-def leave(link: AgentLink, step: int) -> None:
-    """End this worker after its last step. Raises SystemExit, which the agent understands."""
-    link.left(step)
-    _forget_group()
-    raise SystemExit(ExitCode.LEFT)
-
-
 @contextmanager
-def peers_may_vanish(link: AgentLink | None = None) -> Iterator[None]:
+def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
     """Under an agent, end the process when a peer is gone: the agent forms the next round.
 
     Args:
-        link: To the agent; None before there is a group, and so a rank to tell it.
+        link: To the agent; None before there is a group, and so a rank to send it.
+
+    Raises:
+        SystemExit: A peer is gone, and this worker has an agent; with the code that says so.
+        PeerLost: A peer is gone, and there is no agent.
     """
     try:
         yield

@@ -41,7 +41,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
-from zero_comm.agent_link import peers_may_vanish
+from zero_comm.agent_link import exit_on_peer_loss
 from zero_comm.comms_log import LOG
 from zero_comm.distributed import group_timeout_s
 from zero_comm.distributed import init_distributed as _init_from_environment
@@ -144,7 +144,7 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
     limit = timeout.total_seconds() if timeout is not None else timeout_s
     if init_method is None:
         port = distributed_port if auto_mpi_discovery else None
-        with peers_may_vanish():
+        with exit_on_peer_loss():
             _init_from_environment(timeout_s=limit, mpi_port=port)
     else:
         dist.init_process_group(

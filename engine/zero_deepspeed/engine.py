@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.tools.export import read_state_dict, select
 from zero_checkpoint.tools.locate import one
-from zero_comm.agent_link import peers_may_vanish
+from zero_comm.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import LeafBatches
@@ -302,7 +302,7 @@ class DeepSpeedEngine(Engine):
         if self.global_rank == 0:
             problem = write_weights(whole, path)
         failed = torch.tensor([float(bool(problem))], device=self.device)
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             self._core.collectives.broadcast(failed, f"whether {path} was written")
         if failed.item():
             raise CheckpointError(problem or f"{path} was not written: rank 0 says why")

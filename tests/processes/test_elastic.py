@@ -131,14 +131,14 @@ MEETING = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
 import zero_deepspeed
-from zero_comm.agent_link import AgentLink, peers_may_vanish
+from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.waiting import transport_failures
 if os.environ["ZERO_ROUND"] == "2": sys.exit()
 zero_deepspeed.init_distributed()
 if dist.get_rank() == 1: signal.pause()
 link = AgentLink(rank=0)
 pathlib.Path(sys.argv[1], "waits").touch()
-with peers_may_vanish(link), transport_failures("meeting"): dist.barrier()
+with exit_on_peer_loss(link), transport_failures("meeting"): dist.barrier()
 """
 """In round 1 rank 0 can leave at a boundary, and waits for rank 1, which cannot."""
 

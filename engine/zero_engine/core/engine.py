@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from zero_checkpoint.persistence import NOTES, ClientSource, Persistence
 from zero_checkpoint.place import place
 from zero_checkpoint.tags import agree_on_tag
-from zero_comm.agent_link import AgentLink, peers_may_vanish
+from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import mix
@@ -125,7 +125,7 @@ class Engine(nn.Module):
         )
         training = self.module.training
         part = "forward" if training else "evaluation"
-        with peers_may_vanish(self._link), self._stopwatch.measure(part):
+        with exit_on_peer_loss(self._link), self._stopwatch.measure(part):
             if training:
                 leaf = self._run.leaf()
                 torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
@@ -161,7 +161,7 @@ class Engine(nn.Module):
         self._core.moved.need("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
         with (
-            peers_may_vanish(self._link),
+            exit_on_peer_loss(self._link),
             self._stopwatch.measure("backward"),
             self._profile.measure("backward", self._run.cursor.step),
         ):
@@ -193,7 +193,7 @@ class Engine(nn.Module):
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             self._end_step(lr_kwargs or {})
             self._persistence.keep_in_ram()
             self._persistence.depart_if_asked()
@@ -371,7 +371,7 @@ class Engine(nn.Module):
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.awaits_step:
             raise ZeroError("save_checkpoint() between backward() and step(); call step() first")
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             mode = self._config.checkpoint.tag_validation.lower()
             agree_on_tag(tag, mode, self._core.collectives)
             return self._persistence.save(
@@ -428,7 +428,7 @@ class Engine(nn.Module):
                 half loaded, and nothing but another load is allowed.
         """
         self._core.moved.need("load_checkpoint()", refills=True)
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             options = LoadOptions(
                 strict=load_module_strict,
                 optimizer=load_optimizer_states,
@@ -469,7 +469,7 @@ class Engine(nn.Module):
         """
         if not self._persistence.leaving:
             raise ZeroError("leave_group() without asked_to_leave; go on training")
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             self._persistence.leave()
 
     # ---- the weights ----
@@ -477,20 +477,20 @@ class Engine(nn.Module):
     def weight_hash(self) -> str:
         """SHA-256 of the weights: the same at every world size and stage. Every rank calls it."""
         self._core.moved.need("weight_hash()", WEIGHTS)
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             return self._training.weight_hash()
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""
         self._core.moved.need("module_state_dict()", WEIGHTS)
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases)
 
     def get_fp32_state_dict(self) -> dict[str, Tensor]:
         """The module's whole state_dict in the highest precision, frozen parameters included."""
         self._core.moved.need("get_fp32_state_dict()", WEIGHTS)
-        with peers_may_vanish(self._link):
+        with exit_on_peer_loss(self._link):
             core = self._core
             return module_state_dict(core.module, core.units, core.aliases, highest=True)
 
@@ -589,4 +589,4 @@ class Engine(nn.Module):
         self._reporter.monitors.close()
         if self._run.ledger is not None:
             self._run.ledger.close()
-        self._link.part(self._persistence.number)
+        self._link.remove(self._persistence.number)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero_comm.agent_link import AgentLink, agent_link, peers_may_vanish
+from zero_comm.agent_link import AgentLink, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.comms_log import LOG
 from zero_comm.cpu.malloc import keep_freed_memory
@@ -96,10 +96,10 @@ def initialize(
     """
     keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
-    with peers_may_vanish():
+    with exit_on_peer_loss():
         init_distributed()
     link = agent_link(dist.get_rank())
-    with peers_may_vanish(link):
+    with exit_on_peer_loss(link):
         take_over(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
         core = _make_core(model, chosen, settings, link)
@@ -170,7 +170,7 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
         stage=STAGES[config.zero_optimization.stage],
         collectives=Collectives(interrupt=link.interrupt),
         device=local_device(),
-        guard=partial(peers_may_vanish, link),
+        guard=partial(exit_on_peer_loss, link),
         interrupt=link.interrupt,
     )
     shared.collectives.meet(shared.device)
