@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError
 from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.core import initialize as core
 from zero_engine.core.initialize import OptimizerLike
 from zero_engine.optim.optimizers import Parameters
@@ -97,4 +98,6 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
         stepped = optimizer  # on frozen parameters alone, which the engine does not step
     made = cast(DeepSpeedEngine, engine)
+    if made.optimizer is not None and made.zero_optimization_stage() == 3:
+        vars(made.optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()
     return made, stepped, engine.training_dataloader, engine.lr_scheduler

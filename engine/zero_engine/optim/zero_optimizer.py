@@ -34,7 +34,6 @@ from zero_engine.optim.sub_groups import Pace, StepBySubGroups
 from zero_engine.optim.torch_muon import stepped
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
-from zero_engine.sharding.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.sharding.segments import Segment
 from zero_engine.stages import Stage
 
@@ -112,8 +111,6 @@ class ZeroOptimizer:
         else:
             self.steps = self._step_segments(pace, moments)
         self._tell_scale(overflow=False)
-        if stage.shards_parameters:
-            vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()
 
     @property
     def scale(self) -> float:
