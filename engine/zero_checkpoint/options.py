@@ -21,14 +21,15 @@ MOST_REPLICAS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ram:
-    """Checkpoints in the memory of the nodes, between those on disk; needs zero-agent."""
+    """In-memory checkpoints between those on disk. They need zero-agent."""
 
     every_steps: int = 1
-    """Every so many steps."""
+    """Save into memory every this many steps."""
     replicas: int = 1
-    """Other nodes that keep a copy of each node's share: so many neighbours may be lost at once."""
+    """Copies of each node's shards on other nodes, 0 to 2. Up to that many adjacent nodes can fail
+    at once without falling back to disk."""
     budget_bytes: int | None = None
-    """What they may take of a node's /dev/shm; None: half of what is free there."""
+    """The most that they take of a node's /dev/shm. Null is half of what is free there."""
 
     def __post_init__(self) -> None:
         check_least("checkpoint.ram", self, {"every_steps": 1, "replicas": 0, "budget_bytes": 1})
@@ -40,14 +41,14 @@ class Ram:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """Which checkpoints stay for what they are worth."""
+    """The best checkpoints by a number of the script's stay, however old they are."""
 
     metric: str
-    """A number that the script gives in `client_state` when it saves."""
+    """The key of that number in the `client_state` that the script saves."""
     mode: str = "min"
-    """Which is better: "min" or "max"."""
+    """Whether a smaller ("min") or a larger ("max") number is better."""
     n: int = 1
-    """How many stay."""
+    """How many of the best checkpoints stay."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
@@ -58,27 +59,28 @@ class KeepBest:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """How and when to save, and what to keep."""
+    """How and when to save, and which checkpoints to keep."""
 
     asynchronous: bool = False
-    """Written "async": train on while a save is being written."""
+    """Training goes on while a checkpoint is being written."""
     when_busy: str = WAIT
-    """What a save does while the one before is being written: "wait" or "skip"."""
+    """What a save does while the one before it is being written: "wait", or "skip" this save."""
     every_steps: int | None = None
-    """When `checkpoint_due()` says so: every so many steps,"""
+    """`engine.checkpoint_due()` is true every this many steps."""
     every_s: SecondsOrAuto | None = None
-    """or every so many seconds, or as often as "auto" finds right."""
+    """`engine.checkpoint_due()` is true every this many seconds. "auto" finds the interval that
+    loses the least time."""
     keep_last: int | None = None
-    """How many of the newest stay, at least 2; None: all."""
+    """How many of the newest checkpoints stay, at least 2. Without it all stay."""
     keep_every: int | None = None
-    """With `keep_last`: those of steps that this divides stay as well."""
+    """With `keep_last`: checkpoints of steps that this number divides stay as well."""
     keep_best: KeepBest | None = None
-    """With `keep_last`: the best of all stay as well."""
+    """With `keep_last`: the best of all checkpoints stay as well."""
     weight_hash: bool | None = None
-    """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. At
-    stage 3 they are gathered for that; so None means: in saves that training waits for anyway."""
+    """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. Null
+    is: only in saves that training waits for anyway, because stage 3 gathers the weights for it."""
     ram: Ram | None = None
-    """Checkpoints in memory; None: none."""
+    """In-memory checkpoints between those on disk."""
     tag_validation: str = "Warn"
     """What happens when ranks name a checkpoint differently: "Warn", "Ignore" or "Fail"."""
 

@@ -30,17 +30,18 @@ of whole parameters to one rank and back; what one rank has to everybody."""
 
 @dataclass(frozen=True, kw_only=True)
 class CommsLogger:
-    """Counts of the engine's exchanges, for `comm.log_summary`."""
+    """Count the engine's exchanges, for `zero_deepspeed.comm.log_summary`."""
 
     enabled: bool = False
+    """Whether exchanges are counted."""
     verbose: bool = False
-    """A line for each exchange when it has ended,"""
+    """Log a line for each exchange when it has ended."""
     debug: bool = False
-    """and in it the name of what was exchanged."""
+    """Name in that line what was exchanged."""
     prof_all: bool = True
-    """Every kind,"""
+    """Count every kind of exchange."""
     prof_ops: tuple[str, ...] = ()
-    """or these alone."""
+    """With `prof_all` false: count only these kinds: leaves, gather, pieces, broadcast."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.prof_ops if name not in OPERATIONS]

@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from zero_contract.writer import Writer
@@ -40,13 +42,96 @@ class Retention(StrEnum):
     """Nowhere else."""
 
 
-_STORY = frozenset(
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What an event of a journal says."""
+
+    when: str
+    """When it happens, in a sentence."""
+    facts: tuple[str, ...] = ()
+    """The fields that its record may have beside those of every event."""
+    story: bool = False
+    """It is always kept in the store for long: one agent tells it for all, or it is rare."""
+
+
+_TRANSITION = ("nodes", "revision")
+
+EVENTS: Mapping[str, Event] = MappingProxyType(
     {
-        *("open", "activate", "yield", "form", "interrupt", "finish", "fail", "give up", "halt"),
-        *("drain", "dead", "hang", "unkillable"),
+        # Transitions of the job, each told by the agent that made it.
+        "open": Event(when="The job begins.", facts=_TRANSITION, story=True),
+        "activate": Event(
+            when="A round begins: its nodes and ranks are settled.", facts=_TRANSITION, story=True
+        ),
+        "yield": Event(
+            when="The nodes of a round are asked to leave it at a step boundary, because another "
+            "round is to begin.",
+            facts=_TRANSITION,
+            story=True,
+        ),
+        "form": Event(
+            when="A round has ended without a failure, and the next one forms.",
+            facts=_TRANSITION,
+            story=True,
+        ),
+        "interrupt": Event(
+            when="A round has ended because of a failure, which costs one restart, and the next "
+            "one forms.",
+            facts=_TRANSITION,
+            story=True,
+        ),
+        "finish": Event(when="The job is done.", facts=_TRANSITION, story=True),
+        "fail": Event(
+            when="The job has failed: no restart is left.", facts=_TRANSITION, story=True
+        ),
+        "give up": Event(
+            when="The job has failed early: too many restarts in a row finished no new step.",
+            facts=_TRANSITION,
+            story=True,
+        ),
+        "halt": Event(
+            when="The job has stopped because of `zero-ctl stop`.", facts=_TRANSITION, story=True
+        ),
+        # What happens to one node.
+        "drain": Event(when="A node begins to leave the job.", facts=("revision",), story=True),
+        "dead": Event(
+            when="The agent of a node is gone, and another agent has removed the node.", story=True
+        ),
+        "ring": Event(
+            when="A node refuses connections but keeps its lease alive, so it is not removed."
+        ),
+        "lease": Event(when="A node's lease is in danger, or the node has registered again."),
+        "health": Event(when="A node has become unhealthy, or healthy again."),
+        "store": Event(
+            when="etcd does not answer, refuses or is full, or it works again. Workers go on."
+        ),
+        "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
+        # What happens to the workers of one node.
+        "start": Event(when="A node starts its workers of a round.", facts=("world_size",)),
+        "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
+        "logs": Event(when="The workers' output goes to another directory."),
+        "leave": Event(when="The workers are asked to leave at their next step boundary."),
+        "left": Event(when="A worker has left at a step boundary."),
+        "stop": Event(when="The workers get a signal that ends them.", facts=("signal",)),
+        "exit": Event(
+            when="A worker, or the workers' store, has ended with an error. `symptom` marks a "
+            "healthy worker that lost its peers.",
+            facts=("rank", "symptom"),
+        ),
+        "hang": Event(when="A worker has taken no step for too long.", story=True),
+        "stacks": Event(when="The stacks of all ranks are written down, because one hangs."),
+        "nursery": Event(when="The forkserver has ended, or does not answer and is killed."),
+        "unkillable": Event(
+            when="A worker cannot be killed, so its node leaves the job.", story=True
+        ),
+        # How the job ended, told by each agent.
+        "done": Event(when="The agent ends because the job is done."),
+        "stopped": Event(when="The agent ends because the job was stopped."),
+        "drained": Event(when="The agent ends because its node has left the job."),
+        "failed": Event(when="The agent ends because the job has failed."),
     }
 )
-"""Transitions, which one agent tells for all, and what happens to one node."""
+"""Every event, by its short name."""
 
 
 def retention(event: str, *, level: int, nodes: int, symptom: bool = False) -> Retention:
@@ -58,7 +143,7 @@ def retention(event: str, *, level: int, nodes: int, symptom: bool = False) -> R
         nodes: Of the round: what one node tells, all of them may.
         symptom: It is of a worker that was healthy and lost its peers.
     """
-    if event in _STORY:
+    if event in EVENTS and EVENTS[event].story:
         return Retention.STORY
     if level < logging.INFO:  # a line for each rank
         return Retention.LOCAL
@@ -107,7 +192,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record `event` (a short name for tools) with its sentence and machine-readable facts."""
+        """Record one of `EVENTS` with its sentence and its machine-readable facts."""
         if event not in self._unsaid:
             log.log(level, "%s", sentence)
             self.last = sentence

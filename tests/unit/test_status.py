@@ -355,7 +355,7 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
         Job(memory, name).round(1, "DONE", "a")
         told = {"event": "done", "text": f"{name} is done", "time": time.time() - 300}
         memory.put(f"{events_prefix(name)}a.1.000001", json.dumps(told))
-    ask = cli._parser().parse_args
+    ask = cli.make_parser().parse_args
     assert cli._events(ask(["events"]), memory, views.TableView()) == 0
     told = capsys.readouterr()
     assert told.out.splitlines()[-1] == "the newest event was 5 minutes ago"

@@ -79,7 +79,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
 
 def _values(flags: Sequence[str], wrong: _Wrong) -> argparse.Namespace:
     """The values of flags that are written in full, `--name` or `--name=value` each."""
-    parser, right = _parser(), []
+    parser, right = make_parser(), []
     for flag in flags:
         try:
             parser.parse_args([flag])
@@ -195,7 +195,8 @@ class _Parser(argparse.ArgumentParser):
         raise SpecError(message.removeprefix("argument "))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `zero-agent`."""
     parser = _Parser(
         prog="zero-agent",
         usage=USAGE,

@@ -130,149 +130,223 @@ def _items(text: str) -> tuple[str, ...]:
 # What `zero-agent --help` prints, in its order. A default in parentheses.
 GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "the job": (
-        Flag(name="nnodes", default="1:1", metavar="MIN:MAX", help="how many nodes: 4, 1:4 (1:1)"),
+        Flag(
+            name="nnodes",
+            default="1:1",
+            metavar="MIN:MAX",
+            help="number of nodes, or its minimum and maximum (default 1:1)",
+        ),
         Flag(
             name="nproc-per-node",
             default="1",
             metavar="N|auto|cpu|gpu",
-            help="workers here (1)",
+            help="number of workers on this node (default 1)",
         ),
         Flag(
             name="max-restarts",
             kind=_whole,
             default=0,
-            help="failures the whole job may survive (0)",
+            help="number of failures that the whole job may survive (default 0)",
         ),
         Flag(
             name="refill-after-steps",
             kind=_whole,
             default=0,
-            help="a restart comes back after so many committed steps (0: never)",
+            help="number of committed steps after which the job gets one restart back (default 0: "
+            "never)",
         ),
         Flag(
             name="max-restarts-without-progress",
             kind=_whole,
             default=3,
-            help="restarts in a row that finish no new step; the next ends the job (3, 0: any)",
+            help="restart budget without progress: the job ends when more restarts than this in a "
+            "row finish no new step (default 3; 0: no limit)",
         ),
         Flag(
             name="exclude-after",
             kind=_whole,
             default=2,
-            help="go on without a host that is lost, or fails, so often in a row (2, 0: never)",
+            help="number of failures or losses in a row after which the job excludes a host "
+            "(default 2; 0: never)",
         ),
         Flag(
             name="exclude-for",
             kind=_some_seconds,
             default=60.0,
-            help="for so long at first, twice as long each time (60)",
+            help="seconds that an excluded host stays out at first; each exclusion lasts twice as "
+            "long as the one before (default 60)",
         ),
         Flag(
             name="stop-exit-code",
             kind=_exit_code,
             default=int(AgentExit.STOPPED),
-            help="exit code after `zero-ctl stop` (5); 0 for a cluster that knows no other success",
+            help="exit code of this agent after `zero-ctl stop` (default 5); use 0 where a cluster "
+            "takes every other code for a failure",
         ),
         Flag(
             name="grow-every",
             kind=seconds,
             default=None,
-            help="a round runs for so long before nodes that come later join it (as long as a "
-            "re-forming is worth, up to 600)",
+            help="seconds that a round runs before nodes that arrive later join it (default: as "
+            "long as re-forming the group is worth, at most 600)",
         ),
-        Flag(name="node-unit", kind=_whole, default=1, help="rounds of a multiple of N nodes (1)"),
-        Flag(name="rdzv-id", metavar="NAME", help="the job's name (derived from the command)"),
-        Flag(name="role", default="default", help="what this node's workers are called (default)"),
+        Flag(
+            name="node-unit",
+            kind=_whole,
+            default=1,
+            help="every round has a multiple of N nodes (default 1)",
+        ),
+        Flag(
+            name="rdzv-id",
+            metavar="NAME",
+            help="name of the job (default: derived from the command)",
+        ),
+        Flag(
+            name="role",
+            default="default",
+            help="role name of this node's workers (default 'default')",
+        ),
     ),
     "the program": (
-        Flag(name="module", short="-m", kind=None, help="SCRIPT is the name of a module"),
-        Flag(name="no-python", kind=None, help="SCRIPT is a program, not run by Python"),
-        Flag(name="run-path", kind=None, help="run SCRIPT in a warm worker, even with PYTHON_EXEC"),
+        Flag(
+            name="module", short="-m", kind=None, help="run SCRIPT as a module, as `python -m` does"
+        ),
+        Flag(name="no-python", kind=None, help="run SCRIPT as a program, without Python"),
+        Flag(
+            name="run-path",
+            kind=None,
+            help="run SCRIPT in a process of the forkserver even if PYTHON_EXEC is set",
+        ),
         Flag(
             name="preload",
             kind=_items,
             default=(),
             metavar="MODULE[,...]",
-            help="import these once, besides torch, before workers are forked: a restart then "
-            "does not wait for them",
+            help="modules that the forkserver imports besides torch, so that a restart does not "
+            "wait for them",
         ),
-        Flag(name="cold-start", kind=None, help="a fresh interpreter for each worker, no fork"),
+        Flag(
+            name="cold-start",
+            kind=None,
+            help="start each worker in a new interpreter instead of forking it",
+        ),
     ),
     "where the nodes meet": (
-        Flag(name="rdzv-backend", default="static", help="etcd-v3; see --rdzv-endpoint"),
+        Flag(
+            name="rdzv-backend",
+            default="static",
+            help="accepted: the rendezvous is always etcd v3, see --rdzv-endpoint",
+        ),
         Flag(
             name="rdzv-endpoint",
             metavar="HOST:PORT[,...]",
-            help="etcd (one on this machine, which the first agent starts)",
+            help="addresses of etcd (default: an etcd on this machine, which the first agent "
+            "starts)",
         ),
-        Flag(name="rdzv-conf", metavar="KEY=VALUE[,...]", help="torchrun's rendezvous settings"),
-        Flag(name="standalone", kind=None, help="one node, with an etcd of its own"),
-        Flag(name="master-addr", metavar="HOST", help="without etcd: where node 0 is"),
+        Flag(
+            name="rdzv-conf",
+            metavar="KEY=VALUE[,...]",
+            help="torchrun's settings of the rendezvous",
+        ),
+        Flag(
+            name="standalone",
+            kind=None,
+            help="run a job of one node, with a private etcd that ends with it",
+        ),
+        Flag(
+            name="master-addr",
+            metavar="HOST",
+            help="fixed world without an etcd: address of node 0",
+        ),
         Flag(
             name="master-port",
             kind=_port,
             default=None,
-            help="without etcd: its port, also of the workers' store (29500)",
+            help="fixed world without an etcd: port of node 0, for its etcd and for the workers' "
+            "store (default 29500)",
         ),
         Flag(
-            name="node-rank", kind=_whole, default=None, help="without etcd: this node, from 0 (0)"
+            name="node-rank",
+            kind=_whole,
+            default=None,
+            help="fixed world without an etcd: number of this node, from 0 (default 0)",
         ),
-        Flag(name="node-id", metavar="NAME", help="this node's name (host and random characters)"),
+        Flag(
+            name="node-id",
+            metavar="NAME",
+            help="name of this node (default: host name and random characters)",
+        ),
         Flag(
             name="machine",
             metavar="NAME",
-            help="the machine this node is on, which an exclusion is about (the host's name; "
-            "with --node-id that)",
+            help="name of the machine that an exclusion of this node is about (default: --node-id "
+            "if given, else the host name)",
         ),
         Flag(
             name="local-addr",
             metavar="HOST",
-            help="listen for other nodes on this address of this machine (that routes to etcd)",
+            help="address of this machine on which it listens for other nodes (default: the one "
+            "that routes to etcd)",
         ),
         Flag(
             name="advertise-addr",
             kind=_host,
             metavar="HOST",
-            help="other nodes reach this one at this address, which is not its own: behind NAT "
-            "(--local-addr)",
+            help="address at which other nodes reach this one if it is not its own, as behind NAT "
+            "(default: --local-addr)",
         ),
         Flag(
             name="port-range",
             kind=_ports,
             metavar="LOW-HIGH",
-            help="other nodes' agents and workers' store use these ports of this node alone (any)",
+            help="the only ports of this node on which its agent and the workers' store listen for "
+            "other nodes (default: any)",
         ),
         Flag(
-            name="join-timeout", kind=seconds, default=None, help="seconds to wait for nodes (600)"
+            name="join-timeout",
+            kind=seconds,
+            default=None,
+            help="seconds to wait until enough nodes have joined (default 600)",
         ),
     ),
     "etcd": (
-        Flag(name="etcd-ca", kind=Path, default=None, help="who signed its certificate (PEM)"),
-        Flag(name="etcd-cert", kind=Path, default=None, help="this client's certificate (PEM)"),
-        Flag(name="etcd-key", kind=Path, default=None, help="and its key (PEM)"),
-        Flag(name="etcd-user", metavar="NAME", help="log in as this user"),
+        Flag(name="etcd-ca", kind=Path, default=None, help="certificate authority of etcd (PEM)"),
+        Flag(
+            name="etcd-cert",
+            kind=Path,
+            default=None,
+            help="certificate of this agent as a client of etcd (PEM)",
+        ),
+        Flag(name="etcd-key", kind=Path, default=None, help="private key of --etcd-cert (PEM)"),
+        Flag(
+            name="etcd-user", metavar="NAME", help="user name with which this agent logs in to etcd"
+        ),
         Flag(
             name="etcd-password-file",
             kind=Path,
             default=None,
             metavar="FILE",
-            help="with the password in this file",
+            help="file with the password of --etcd-user",
         ),
         Flag(
             name="etcd-wait",
             kind=seconds,
             default=30.0,
-            help="seconds to try at the start until it answers (30)",
+            help="seconds to wait at the start until etcd answers (default 30)",
         ),
         Flag(
             name="lease-ttl",
             kind=_whole,
             default=None,
             metavar="SECONDS",
-            help="a silent node is lost after so long (3; 1 more for each 200 of MAX, up to 15)",
+            help="seconds of silence after which a node is lost (default 3, and 1 more for each "
+            "200 nodes of the maximum, up to 15)",
         ),
         Flag(
-            name="etcd-grace", kind=seconds, default=None, help="seconds to go on without it (600)"
+            name="etcd-grace",
+            kind=seconds,
+            default=None,
+            help="seconds that workers go on while etcd does not answer (default 600)",
         ),
     ),
     "output": (
@@ -281,38 +355,43 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=Path,
             default=None,
             metavar="DIR",
-            help="keep output here, where torchrun does, and events in JOB/events-NODE.jsonl",
+            help="directory of the workers' output, in torchrun's layout, and of the events, in "
+            "JOB/events-NODE.jsonl",
         ),
         Flag(
             name="redirects",
             short="-r",
             default="0",
             metavar="STREAMS",
-            help="into files only: 1 stdout, 2 stderr, 3 both, or by local rank 0:1,1:3 (0)",
+            help="streams that go into files only: 1 stdout, 2 stderr, 3 both, or by local rank, "
+            "such as 0:1,1:3 (default 0: none)",
         ),
         Flag(
             name="tee",
             short="-t",
             default="0",
             metavar="STREAMS",
-            help="into files, and here with the worker's name before each line (0)",
+            help="streams that go into files and to the terminal, with the worker's name before "
+            "each line; written as for --redirects (default 0: none)",
         ),
         Flag(
-            name="local-ranks-filter", metavar="RANK[,...]", help="show only these local ranks here"
+            name="local-ranks-filter",
+            metavar="RANK[,...]",
+            help="local ranks whose output is shown on the terminal (default: all)",
         ),
         Flag(
             name="duplicate-stdout-filters",
             kind=_items,
             default=(),
             metavar="TEXT[,...]",
-            help="copy lines with any of these into filtered_stdout.log",
+            help="copy lines of stdout that contain one of these texts into filtered_stdout.log",
         ),
         Flag(
             name="duplicate-stderr-filters",
             kind=_items,
             default=(),
             metavar="TEXT[,...]",
-            help="the same for stderr",
+            help="copy lines of stderr that contain one of these texts into filtered_stderr.log",
         ),
     ),
     "this node": (
@@ -320,67 +399,71 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="shutdown-timeout",
             kind=seconds,
             default=None,
-            help="seconds from SIGTERM to SIGKILL (30)",
+            help="seconds from SIGTERM to SIGKILL when workers are stopped (default 30)",
         ),
         Flag(
             name="hang-timeout",
             kind=_hang,
             default="auto",
             metavar="SECONDS|auto|off",
-            help="kill workers that take no step for so long; auto: learnt from their steps "
-            "(workers under zero_engine, or with zero_agent.heartbeat())",
+            help="seconds without a step after which a worker counts as hung and is killed; auto "
+            "learns it from the steps; applies to workers that use zero_engine or "
+            "zero_agent.heartbeat() (default auto)",
         ),
         Flag(
             name="signals-to-handle",
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             metavar="NAME[,...]",
-            help="leave the job on these (SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+            help="signals on which this node leaves the job (default "
+            "SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
         ),
         Flag(
             name="virtual-local-rank",
             kind=None,
-            help="each worker sees its own GPU alone, as local rank 0",
+            help="show each worker only its own GPU, as device 0, and set its LOCAL_RANK to 0",
         ),
         Flag(
             name="numa-binding",
             choices=("node", "socket", "exclusive", "core-complex"),
             metavar="MODE",
-            help="keep each worker on the CPUs near its GPU: node, socket, exclusive, core-complex",
+            help="bind each worker to the CPUs near its GPU: node, socket, exclusive or core-"
+            "complex",
         ),
         Flag(
             name="health-check",
             metavar="COMMAND",
-            help="a shell command that must end with 0 before this node joins, and joins again",
+            help="shell command that must exit with 0 before this node joins a round, and before "
+            "it joins again after a failure",
         ),
         Flag(
             name="health-check-timeout",
             kind=_some_seconds,
             default=60.0,
-            help="it is given so long (60)",
+            help="timeout of --health-check, seconds (default 60)",
         ),
         Flag(
             name="ram-budget",
             kind=_size_bytes,
             default=None,
-            help="checkpoints in memory take at most so much of /dev/shm: 16Gi (half of it, or "
-            "what the config says)",
+            help="largest size of in-memory checkpoints in /dev/shm, such as 16Gi (default: what "
+            "the config says, else half of what is free)",
         ),
         Flag(
             name="preflight",
             kind=None,
-            help="check this node, print what was found, and start nothing",
+            help="check the health of this node, print the result, and start nothing",
         ),
         Flag(
             name="health-port",
             kind=_port,
             default=None,
-            help="serve /healthz and /readyz; 0 takes a free port (off)",
+            help="port that serves /healthz and /readyz; 0 takes a free one (default: not served)",
         ),
         Flag(
             name="health-host",
             default=loopback(),
             metavar="HOST",
-            help="and do so there (the loopback)",
+            help="address on which --health-port listens (default: the loopback)",
         ),
     ),
     "from torchrun, without effect here": (
@@ -389,16 +472,18 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             default="spawn",
             choices=("spawn", "fork", "forkserver"),
             metavar="METHOD",
-            help="workers are forked from a warm process in any case",
+            help="no effect: workers are forked from a forkserver, see --cold-start",
         ),
         Flag(
             name="monitor-interval",
             kind=seconds,
             default=0.1,
-            help="the end of a worker is noticed at once",
+            help="no effect: the end of a worker is noticed at once",
         ),
-        Flag(name="event-log-handler", default="null", help="events are kept in --log-dir"),
-        Flag(name="logs-specs", metavar="NAME", help="refused; see --redirects and --tee"),
+        Flag(
+            name="event-log-handler", default="null", help="no effect: events are kept in --log-dir"
+        ),
+        Flag(name="logs-specs", metavar="NAME", help="refused: use --redirects and --tee"),
     ),
 }
 

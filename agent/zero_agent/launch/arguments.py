@@ -16,34 +16,71 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 """DeepSpeed's: used if it is there."""
 
 _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
-    ("-H --hostfile", "the hosts, one a line, as HOST slots=N (/job/hostfile)", {"type": Path}),
-    ("-i --include", "only these: HOST[:SLOT,...][@HOST...]", {"default": ""}),
-    ("-e --exclude", "all but these", {"default": ""}),
-    ("--num-nodes", "the first so many hosts", {"type": int, "metavar": "N"}),
-    ("--num-gpus", "the first so many slots of each host", {"type": int, "metavar": "N"}),
-    ("--min-nodes", "the job goes on with so few hosts (1)", {"type": int, "default": 1}),
-    ("--max-restarts", "failures that it may survive (3)", {"type": int, "default": 3}),
-    ("--launcher", "how hosts are reached (ssh)", {"choices": sorted(RUNNERS), "default": "ssh"}),
-    ("--launcher-args", "more flags for that program", {"type": shlex.split, "default": []}),
-    ("--ssh-port", "of the hosts' sshd", {"type": int, "metavar": "PORT"}),
-    ("--rdzv-endpoint", "an etcd that all hosts reach (one is run here)", {"default": ""}),
-    ("--rdzv-id", "the job's name (derived from the script)", {"default": ""}),
-    ("--agent-args", "more flags for zero-agent", {"type": shlex.split, "default": []}),
-    ("--no-ssh", "start the agent of this host alone; every host does so", {}),
-    ("--node-rank", "with --no-ssh: which host this is", {"type": int, "metavar": "K"}),
-    ("--master-addr", "with --no-ssh: the address of host 0", {"default": ""}),
-    ("--master-port", "with --no-ssh: the port of its etcd", {"type": int, "metavar": "PORT"}),
-    ("--module", "SCRIPT is the name of a module", {}),
-    ("--no-python", "SCRIPT is a program, not run by Python", {}),
-    ("--no-local-rank", "accepted: LOCAL_RANK is in the environment, not an argument", {}),
-    ("--force-multi", "reach even a single host as one of several", {}),
-    ("--dry-run", "print the commands, and run nothing", {}),
+    (
+        "-H --hostfile",
+        "file of hosts, one a line, as HOST slots=N (default /job/hostfile)",
+        {"type": Path},
+    ),
+    (
+        "-i --include",
+        "hosts and slots to use: HOST[:SLOT,...][@HOST...] (default: all)",
+        {"default": ""},
+    ),
+    ("-e --exclude", "hosts and slots to leave out, written as for --include", {"default": ""}),
+    ("--num-nodes", "number of hosts to use, the first of the file", {"type": int, "metavar": "N"}),
+    (
+        "--num-gpus",
+        "number of slots to use of each host, the first ones",
+        {"type": int, "metavar": "N"},
+    ),
+    (
+        "--min-nodes",
+        "smallest number of hosts with which the job goes on (default 1)",
+        {"type": int, "default": 1},
+    ),
+    (
+        "--max-restarts",
+        "number of failures that the job may survive (default 3)",
+        {"type": int, "default": 3},
+    ),
+    (
+        "--launcher",
+        "how hosts are reached (default ssh)",
+        {"choices": sorted(RUNNERS), "default": "ssh"},
+    ),
+    (
+        "--launcher-args",
+        "further flags for the program of --launcher",
+        {"type": shlex.split, "default": []},
+    ),
+    ("--ssh-port", "port of sshd on the hosts", {"type": int, "metavar": "PORT"}),
+    ("--rdzv-endpoint", "etcd that all hosts reach (default: one that runs here)", {"default": ""}),
+    ("--rdzv-id", "name of the job (default: derived from the script)", {"default": ""}),
+    ("--agent-args", "further flags for zero-agent", {"type": shlex.split, "default": []}),
+    ("--no-ssh", "start only the agent of this host; run the command on each host", {}),
+    ("--node-rank", "with --no-ssh: number of this host, from 0", {"type": int, "metavar": "K"}),
+    ("--master-addr", "with --no-ssh: address of host 0", {"default": ""}),
+    (
+        "--master-port",
+        "with --no-ssh: port of the etcd on host 0",
+        {"type": int, "metavar": "PORT"},
+    ),
+    ("--module", "run SCRIPT as a module, as `python -m` does", {}),
+    ("--no-python", "run SCRIPT as a program, without Python", {}),
+    ("--no-local-rank", "no effect: LOCAL_RANK is in the environment, not an argument", {}),
+    ("--force-multi", "reach a single host through --launcher, too", {}),
+    ("--dry-run", "print the commands that would start the agents, and run nothing", {}),
 )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """All flags with their values, and `script` and `arguments`; exits with 2 on wrong usage."""
-    parser = argparse.ArgumentParser(
+    return make_parser().parse_args(argv)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `zero-ctl launch`."""
+    made = argparse.ArgumentParser(
         prog="zero-ctl launch",
         usage="zero-ctl launch [FLAG ...] SCRIPT [ARGUMENT ...]",
         description="Start an agent on every host of a hostfile, and wait for the job's end. A "
@@ -55,10 +92,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     for names, text, more in _FLAGS:
         options = dict(more) or {"action": "store_true"}
-        parser.add_argument(*_spellings(names), help=text, **options)  # type: ignore[arg-type]
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
-    return parser.parse_args(argv)
+        made.add_argument(*_spellings(names), help=text, **options)  # type: ignore[arg-type]
+    made.add_argument("script", metavar="SCRIPT", help="training script")
+    made.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
+    return made
 
 
 def _spellings(names: str) -> list[str]:

@@ -12,6 +12,9 @@ from pathlib import Path
 from zero_checkpoint.retention import Best
 from zero_contract.values import argument_type, parse_seconds, parse_size_bytes
 
+CHECKPOINT = "one checkpoint, or a directory of them, which stands for its newest"
+"""The help of what is a checkpoint."""
+
 
 def _parse_size(text: str) -> int:
     if (size_bytes := parse_size_bytes(text)) < 1:

@@ -37,7 +37,7 @@ class _Terminated(KeyboardInterrupt):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     logging.basicConfig(format="zero-ckpt: %(message)s", level=logging.WARNING)
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(options)
@@ -87,29 +87,47 @@ def _give_up_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `zero-ckpt`."""
     parser = argparse.ArgumentParser(
         prog="zero-ckpt",
-        description="Look into checkpoints, check, compare, convert and tidy them.",
-        epilog="DIR is a directory of checkpoints (its newest is meant), one checkpoint in it, "
-        "or DIR@TAG. Exit codes: 0 fine, 1 damage or differences found, 2 it could not be done.",
+        description="Look into checkpoints; check, compare, convert and prune them.",
+        epilog="DIR is a directory of checkpoints, which stands for the newest of them, or one "
+        "checkpoint in it, or DIR@TAG. Exit codes: 0 done, 1 damage or differences found, 2 not "
+        "done.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
-        made.add_argument("--json", action="store_true", help="print one JSON document")
+        made.add_argument(
+            "--json", action="store_true", help="print one JSON document instead of text"
+        )
         return made
 
     _add_ls(command("ls", _ls, "List the checkpoints of a directory, newest first."))
     _add_show(command("show", _show, "Show what is in a checkpoint."))
     _add_verify(command("verify", _verify, "Read every block and name all damage."))
     _add_diff(command("diff", _diff, "Compare two checkpoints tensor by tensor."))
-    convert.add_export(command("export", convert.run_export, "Write the model for others."))
-    convert.add_import(command("import", convert.run_import, "Make a checkpoint of other ones."))
-    _add_prune(command("prune", _prune, "Delete old checkpoints."))
-    _add_repair(command("repair", _repair, "Sweep what dead saves left, and rebuild the hint."))
+    convert.add_export(
+        command(
+            "export", convert.run_export, "Write the model of a checkpoint for other libraries."
+        )
+    )
+    convert.add_import(
+        command("import", convert.run_import, "Make a checkpoint from one of another library.")
+    )
+    _add_prune(
+        command("prune", _prune, "Delete old checkpoints, except those that the flags keep.")
+    )
+    _add_repair(
+        command(
+            "repair",
+            _repair,
+            "Delete what interrupted saves left, and rebuild the hint to the newest checkpoint.",
+        )
+    )
     return parser
 
 
@@ -117,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="a directory of checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read every block of all of them")
+    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every block of all checkpoints")
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -130,8 +148,10 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
-    parser.add_argument("--norms", action="store_true", help="read all tensors, add L2 norms")
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
+    parser.add_argument(
+        "--norms", action="store_true", help="read all tensors and show their L2 norms"
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -143,9 +163,15 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
-    parser.add_argument("--all", action="store_true", help="all checkpoints of the directory")
-    parser.add_argument("--threads", type=arguments.positive, help="how many read at once")
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
+    parser.add_argument(
+        "--all", action="store_true", help="verify all checkpoints of the directory"
+    )
+    parser.add_argument(
+        "--threads",
+        type=arguments.positive,
+        help="number of threads that read (default: one for each CPU, at most 8)",
+    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -194,8 +220,8 @@ def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("left", metavar="A[@TAG]")
-    parser.add_argument("right", metavar="B[@TAG]")
+    parser.add_argument("left", metavar="A[@TAG]", help="checkpoint to compare")
+    parser.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -214,20 +240,30 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
     parser.add_argument(
-        "--keep-last", type=arguments.positive, required=True, metavar="N", help="at least 2"
+        "--keep-last",
+        type=arguments.positive,
+        required=True,
+        metavar="N",
+        help="keep the N newest checkpoints, at least 2",
     )
     parser.add_argument(
-        "--keep-every", type=arguments.positive, metavar="M", help="and steps divisible by M"
+        "--keep-every",
+        type=arguments.positive,
+        metavar="M",
+        help="keep the checkpoints of steps that M divides as well",
     )
     parser.add_argument(
         "--keep-best",
         type=arguments.best,
         metavar="METRIC:min[:N]",
-        help="and the N best by a number in the script's client_state, or METRIC:max[:N]",
+        help="keep the N checkpoints with the smallest METRIC of the client_state as well; with "
+        "the largest for METRIC:max[:N] (default of N: 1)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
+    )
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -242,15 +278,18 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _add_repair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR")
+    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
     parser.add_argument(
         "--older-than",
         type=arguments.duration_s,
         default="1h",
         metavar="AGE",
-        help="leave unfinished saves alone that were written to since: 90s, 30m, 1h, 2d (1h)",
+        help="age of an unfinished save, since it was last written to, from which it is swept: "
+        "90s, 30m, 1h, 2d (default 1h)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be done, and do nothing"
+    )
 
 
 def _repair(options: argparse.Namespace) -> int:

@@ -20,8 +20,13 @@ from zero_checkpoint.tools.deepspeed import read_deepspeed
 from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_DTYPE = "of the parameters; the engine trains them in float32 whatever it computes in (float32)"
-_COMPUTE_DTYPE = "of buffers and of what is frozen; default: what SOURCE computed in, or as stored"
+_DTYPE = (
+    "dtype of the parameters, which the engine trains in float32 whatever it computes in (default "
+    "float32; keep: as stored)"
+)
+_COMPUTE_DTYPE = (
+    "dtype of buffers and frozen parameters (default: what SOURCE computed in, else as stored)"
+)
 _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
     "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
@@ -35,22 +40,37 @@ _log = logging.getLogger(__name__)
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The flags of `export`."""
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]")
+    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
     parser.add_argument(
-        "out", type=arguments.local_path, metavar="OUT", help="a new file, or directory for hf"
+        "out",
+        type=arguments.local_path,
+        metavar="OUT",
+        help="file to make; with --to hf the directory to make",
     )
-    parser.add_argument("--to", required=True, choices=("torch", "hf"))
-    parser.add_argument("--dtype", choices=_DTYPES, help="convert floats; default: as stored")
-    parser.add_argument("--strip-prefix", default="", metavar="P", help="take P off all names")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("torch", "hf"),
+        help="torch: a file for torch.load; hf: a directory for from_pretrained",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of floats in OUT (default: as stored)"
+    )
+    parser.add_argument(
+        "--strip-prefix", default="", metavar="P", help="remove the prefix P from all names"
+    )
     parser.add_argument(
         "--hf-config",
         type=arguments.local_path,
         metavar="DIR",
-        help="hf: copy config.json and tokenizer from there; default: from beside the checkpoint, "
-        "where the Trainer puts them",
+        help="with --to hf: directory to copy config.json and tokenizer from (default: the one "
+        "beside the checkpoint, which the Trainer writes)",
     )
     parser.add_argument(
-        "--max-shard-size", type=arguments.size, metavar="SIZE", help="hf: of a file (5GB)"
+        "--max-shard-size",
+        type=arguments.size,
+        metavar="SIZE",
+        help="with --to hf: largest size of a file (default 5GB)",
     )
 
 
@@ -100,24 +120,61 @@ def _config_beside(checkpoint: Candidate) -> Path:
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     """The flags of `import`."""
-    parser.add_argument("source", type=arguments.local_path, metavar="SOURCE")
-    parser.add_argument("dir", metavar="DIR", help="the directory of checkpoints")
-    parser.add_argument("--from", dest="kind", required=True, choices=tuple(_READERS))
-    parser.add_argument("--tag", default="imported", help="the name of the checkpoint")
-    parser.add_argument("--step", type=arguments.not_negative, help="counts as this step")
+    parser.add_argument(
+        "source", type=arguments.local_path, metavar="SOURCE", help="file or directory to read"
+    )
+    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints to write into")
+    parser.add_argument(
+        "--from", dest="kind", required=True, choices=tuple(_READERS), help="format of SOURCE"
+    )
+    parser.add_argument(
+        "--tag", default="imported", help="name of the new checkpoint (default imported)"
+    )
+    parser.add_argument(
+        "--step",
+        type=arguments.not_negative,
+        help="step of the new checkpoint (default: what SOURCE says, else 0)",
+    )
     parser.add_argument("--dtype", choices=(*_DTYPES, "keep"), default="float32", help=_DTYPE)
     parser.add_argument("--compute-dtype", choices=_DTYPES, help=_COMPUTE_DTYPE)
-    parser.add_argument("--allow-pickle", action="store_true", help="run code in SOURCE: trust it")
     parser.add_argument(
-        "--buffer", action="append", default=[], metavar="GLOB", help="no parameter"
+        "--allow-pickle",
+        action="store_true",
+        help="allow SOURCE to run code while it is read; only for files that you trust",
     )
-    parser.add_argument("--frozen", action="append", default=[], metavar="GLOB", help="not trained")
     parser.add_argument(
-        "--tie", action="append", default=[], type=arguments.pair, metavar="OTHER=NAME"
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="names of tensors that are buffers, not parameters; may be repeated",
     )
-    parser.add_argument("--key", default="", help="torch: where in the file, such as model")
-    parser.add_argument("--model-key", help="dcp: the model's key, such as app.model (found)")
-    parser.add_argument("--optimizer-key", help="dcp: the optimizer's key (found)")
+    parser.add_argument(
+        "--frozen",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="names of parameters that are not trained; may be repeated",
+    )
+    parser.add_argument(
+        "--tie",
+        action="append",
+        default=[],
+        type=arguments.pair,
+        metavar="OTHER=NAME",
+        help="OTHER is a second name of the tied parameter NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--key", default="", help="with --from torch: key of the model in the file, such as model"
+    )
+    parser.add_argument(
+        "--model-key",
+        help="with --from dcp: key of the model, such as app.model (default: found by its shape)",
+    )
+    parser.add_argument(
+        "--optimizer-key",
+        help="with --from dcp: key of the optimizer (default: found by its shape)",
+    )
 
 
 def _read_dcp(options: argparse.Namespace) -> Foreign:

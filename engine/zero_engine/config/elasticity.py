@@ -28,21 +28,30 @@ _HIGHLY_COMPOSITE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Elasticity:
-    """What the batch may be made of; DeepSpeed's keys."""
+    """A global batch that many world sizes divide, chosen from a few micro-batches."""
 
     enabled: bool = False
+    """Whether this section chooses the batch."""
     max_train_batch_size: int = 0
-    """Must be given, as the next."""
+    """The largest global batch that may be chosen. Must be given."""
     micro_batch_sizes: tuple[int, ...] = ()
+    """The micro-batches that may be chosen. Must be given."""
     min_gpus: int = 1
+    """The smallest world that the batch is chosen for."""
     max_gpus: int = 10000
+    """The largest world that the batch is chosen for."""
     prefer_larger_batch: bool = True
+    """Of batches that equally many worlds divide, choose the larger one."""
     ignore_non_elastic_batch_info: bool = False
-    """The other batch sizes of the config are ignored; else giving them is an error."""
+    """Ignore the other batch sizes of the config. Otherwise it is an error to give them."""
     min_time: int = 0
+    """Accepted, without effect."""
     version: float = 0.2
+    """Accepted, without effect."""
     model_parallel_size: int = 1
+    """Only 1: there is no model parallelism."""
     num_gpus_per_node: int = 1
+    """Accepted, without effect."""
 
     def __post_init__(self) -> None:
         check_least("elasticity", self, _AT_LEAST)

@@ -19,19 +19,20 @@ MOST_WIDENED = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptimizer:
-    """Master weights and optimizer state; the optimizer then steps on the CPU."""
+    """Where master weights and optimizer state rest; the optimizer then steps on the CPU."""
 
     device: str = NONE
+    """Where they rest: "none", "cpu" (host memory) or "nvme" (a disk)."""
     nvme_path: str | None = None
-    """A directory on a local disk, the same on every node."""
+    """With device "nvme": a directory on a local disk, the same path on every node."""
     pin_memory: bool = True
-    """Page-locked memory, for a GPU's copies."""
+    """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
     pipeline_read: bool = True
     """Read a sub-group while the one before it is stepped."""
     pipeline_write: bool = True
     """Write a sub-group while the one after it is stepped."""
     ratio: float = 1.0
-    """The part of the state that is offloaded, at stage 3; the rest stays on the device."""
+    """At stage 3: the part of the state, from 0 to 1, that does not stay on the device."""
 
     def __post_init__(self) -> None:
         _check_device("offload_optimizer", self.device, self.nvme_path)
@@ -43,19 +44,20 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadParam:
-    """The weights that modules are gathered from, at stage 3."""
+    """Where the weights rest that modules are gathered from, at stage 3."""
 
     device: str = NONE
+    """Where they rest: "none", "cpu" (host memory) or "nvme" (a disk)."""
     nvme_path: str | None = None
-    """A directory on a local disk, the same on every node."""
+    """With device "nvme": a directory on a local disk, the same path on every node."""
     pin_memory: bool = True
-    """Page-locked memory, for a GPU's copies."""
+    """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
     buffer_count: int = 5
-    """At most so many buffers ..."""
+    """The largest number of buffers that are read ahead from the disk."""
     buffer_size: int = 100_000_000
-    """... of so many elements are read ahead from the disk."""
+    """Elements of one buffer that is read ahead from the disk."""
     max_in_cpu: int = 1_000_000_000
-    """With device "nvme", so many elements of this rank stay in the host's memory."""
+    """With device "nvme": elements of each rank that stay in the host's memory."""
 
     def __post_init__(self) -> None:
         _check_device("offload_param", self.device, self.nvme_path)

@@ -42,10 +42,11 @@ class Bf16:
     """Compute in bfloat16; gradient sums stay fp32, as do master weights and moments by default."""
 
     enabled: bool = False
+    """Whether the model computes in bfloat16."""
     bf16_master_weights_and_grads: bool = False
-    """Master weights in bfloat16; gradients are summed in fp32 all the same."""
+    """Keep the master weights in bfloat16. Gradients are summed in fp32 all the same."""
     bf16_optimizer_states: bool = False
-    """The optimizer's state in bfloat16, too."""
+    """Keep the optimizer's state in bfloat16 as well; needs `bf16_master_weights_and_grads`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +54,23 @@ class Fp16:
     """Compute in float16, with the loss scaled so that small gradients do not vanish."""
 
     enabled: bool = False
+    """Whether the model computes in float16."""
     auto_cast: bool = False
     """Cast floating-point inputs of the model to float16."""
     loss_scale: float = 0.0
-    """A fixed scale; 0 lets it follow the overflows (`loss_scaler`)."""
+    """A fixed loss scale; 0 makes the scale dynamic, so that it follows the overflows."""
     initial_scale_power: int = 16
-    """The dynamic scale begins at 2 to this power."""
+    """The dynamic loss scale begins at 2 to this power."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the scale doubles."""
+    """Steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Overflows until the scale halves."""
+    """Overflows until the dynamic loss scale halves."""
     consecutive_hysteresis: bool = False
     """Every step without overflow restores the hysteresis, not only a doubling."""
     min_loss_scale: float = 1.0
+    """The dynamic loss scale never becomes smaller than this."""
     fp16_master_weights_and_grads: bool = False
-    """Master weights in float16; gradients are summed in fp32 all the same."""
+    """Keep the master weights in float16. Gradients are summed in fp32 all the same."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
@@ -88,7 +91,9 @@ class TorchAutocast:
     """Run forward under torch.autocast; beside bf16, what it keeps in fp32 is computed in that."""
 
     enabled: bool = False
+    """Whether forward runs under torch.autocast."""
     dtype: str = "bfloat16"
+    """The dtype of torch.autocast; only "bfloat16" is supported."""
 
     def __post_init__(self) -> None:
         if self.enabled and _DTYPE_NAMES.get(self.dtype.removeprefix("torch.")) != "bf16":
@@ -100,13 +105,13 @@ class TorchAutocast:
 
 @dataclass(frozen=True, kw_only=True)
 class DataTypes:
-    """What else has a dtype."""
+    """The dtypes of parameters and buffers, where they differ from the rest."""
 
     param_dtype: str | None = None
-    """Of the parameters: what bf16.enabled and fp16.enabled come to, or nothing."""
+    """The dtype of the parameters. It must be what bf16.enabled and fp16.enabled come to."""
     buffer_dtype: str | None = None
-    """Of floating-point buffers; None: that of the parameters in bf16 and fp16 training, and in
-    fp32 training their own."""
+    """The dtype of floating-point buffers. Without it they have the dtype of the parameters in bf16
+    and fp16 training, and their own in fp32 training."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "buffer_dtype"):
@@ -122,36 +127,40 @@ class DataTypes:
 
 @dataclass(frozen=True, kw_only=True)
 class LeafModule:
-    """Modules whose parameters are gathered together, see `leaf_modules`."""
+    """Modules whose parameters are gathered together at stage 3, those of their children too."""
 
     classes: tuple[str, ...] = ()
+    """Names of classes, such as "MixtralSparseMoeBlock"; all their modules are meant."""
     names: tuple[str, ...] = ()
+    """Names of modules, such as "model.layers.0.mlp"."""
     name_suffixes: tuple[str, ...] = ()
+    """Ends of the names of modules, such as "mlp.experts"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptimization:
-    """Which state is divided among the ranks."""
+    """ZeRO: which state is divided among the ranks, and where it rests between uses."""
 
     stage: int = 0
+    """0 divides nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too."""
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
     offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
     zero_hpz_partition_size: int = 1
-    """ZeRO++: so many consecutive ranks, those of a node, keep all weights among them from one use
-    to the next; 1 keeps nothing. At stage 3."""
+    """ZeRO++, at stage 3: this number of consecutive ranks, those of a node, keep all weights among
+    them from one use to the next. 1 keeps nothing."""
     zero_quantized_weights: bool = False
-    """ZeRO++: weights are gathered as int8, at stage 3. Bits differ from those without."""
+    """ZeRO++, at stage 3: gather weights as int8. The bits differ from those without it."""
     zero_quantized_nontrainable_weights: bool = False
-    """ZeRO++: only weights that nothing trains are gathered as int8, at stage 3."""
+    """ZeRO++, at stage 3: gather as int8 only the weights that nothing trains."""
     zero_quantized_gradients: bool = False
-    """ZeRO++: gradients travel as int8. Bits differ from those without."""
+    """ZeRO++: send gradients as int8. The bits differ from those without it."""
     sub_group_size: int = 1_000_000_000
-    """Elements of offloaded state that are stepped at a time."""
+    """How many elements of offloaded state the optimizer steps at a time."""
     stage3_prefetch_bucket_size: int | None = None
-    """Elements that are gathered ahead of their use; None: one unit, 0: nothing."""
+    """How many elements stage 3 gathers ahead of their use. Null is one module, 0 is nothing."""
     stage3_max_live_parameters: int = 1_000_000_000
-    """Elements up to which units are gathered ahead; what is used now is gathered anyway."""
+    """Stage 3 gathers ahead only while fewer elements than this are whole in memory."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -181,29 +190,34 @@ _ZERO_AT_LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer by name, see `optimizers`; params that are "auto" are left to its defaults."""
+    """An optimizer by name. Without this section the script gives one to `initialize`."""
 
     type: str
+    """The optimizer's name, such as "AdamW"."""
     params: dict[str, Any] = field(default_factory=dict)
+    """Its arguments, such as `lr`. Those that are "auto" keep the optimizer's own defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """A learning-rate schedule by name; `lr_schedules.BY_NAME` has the names."""
+    """A learning-rate schedule by name. Without this section the rate stays as it is."""
 
     type: str | None = None
+    """The schedule's name, such as "WarmupLR"."""
     params: dict[str, Any] = field(default_factory=dict)
+    """Its arguments, such as `warmup_num_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """What this engine adds to DeepSpeed's keys."""
+    """Keys that DeepSpeed does not have."""
 
     sample_ledger: str | None = None
-    """Directory for the record of consumed sample ids; None keeps none."""
+    """Directory for the record of consumed sample ids. Without it no record is kept."""
     shuffle: bool = True
+    """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: int = 8
-    """Steps skipped in a row, with no smaller loss scale left to try, after which a run ends."""
+    """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
 
     def __post_init__(self) -> None:
         check_least("elastic", self, {"max_skipped_steps": 1})
@@ -211,40 +225,48 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class FileMonitor:
-    """Curves in files below `output_path`/`job_name`."""
+    """Write curves into files below `output_path`/`job_name`."""
 
     enabled: bool = False
+    """Whether curves are written."""
     output_path: str = ""
+    """The directory of all jobs' curves."""
     job_name: str = "DeepSpeedJobName"
+    """The directory of this job's curves, within `output_path`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbMonitor:
-    """Curves at Weights & Biases."""
+    """Send curves to Weights & Biases."""
 
     enabled: bool = False
+    """Whether curves are sent."""
     group: str | None = None
+    """The group of this run."""
     team: str | None = None
+    """The team (entity) that the run belongs to."""
     project: str = "deepspeed"
+    """The project that the run belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsProfiler:
-    """Floating-point operations of one step."""
+    """Count the floating-point operations of one step, and say which modules they are in."""
 
     enabled: bool = False
+    """Whether a step is profiled."""
     profile_step: int = 1
-    """How many steps come before it."""
+    """How many steps come before the profiled one."""
     module_depth: int = -1
-    """Of the modules shown; -1: all."""
+    """How deep the shown modules may be nested. -1 shows all."""
     detailed: bool = True
-    """Show modules."""
+    """Whether each module is shown."""
     output_file: str | None = None
-    """Besides the log."""
+    """A file to write the profile into, besides the log."""
     recompute_fwd_factor: float = 0.0
-    """Without effect: what is recomputed in backward is counted there."""
+    """Accepted, without effect: what is recomputed in backward is counted there."""
     top_modules: int = 1
-    """Without effect: all modules are shown, the largest first."""
+    """Accepted, without effect: all modules are shown, the largest first."""
 
     def __post_init__(self) -> None:
         check_least("flops_profiler", self, _PROFILE_AT_LEAST)
@@ -263,27 +285,33 @@ class Config:
     """A whole configuration."""
 
     train_batch_size: int | None = None
+    """Samples of one optimizer step, over all ranks: the global batch, at every world size."""
     train_micro_batch_size_per_gpu: int | None = None
+    """Samples of one forward and backward of one rank: the micro-batch."""
     gradient_accumulation_steps: int | None = None
+    """Micro-batches of each rank in one step, for the world that the run begins with."""
     managed_gradient_accumulation: bool = True
-    """The global batch decides where a step ends; False: the script, by calling `step()`."""
+    """Whether the global batch decides where a step ends. If false, the script calls `step()`."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     gradient_allreduce_op: str = "mean"
-    """Over the ranks: "mean", or "sum", which is those of the run's first round."""
+    """Gradients are averaged over the ranks ("mean"), or summed ("sum") over the ranks of the run's
+    first round."""
     communication_data_type: str | None = None
-    """Gradients travel unreduced in the compute dtype and are summed in fp32; none other."""
+    """The dtype in which gradients travel. Only the compute dtype or "fp32" is possible, because
+    another one would round them."""
     seed: Seed = 42
-    """Decides sample order and dropout; not one of DeepSpeed's keys."""
+    """Decides the order of samples and dropout. DeepSpeed does not have this key."""
     steps_per_print: Interval | None = None
+    """Log step, loss, gradient norm and learning rates every this many steps."""
     wall_clock_breakdown: bool = False
     """Log the time of forward, backward and step."""
     dump_state: bool = False
     """Log the resolved config at the beginning."""
     log_level: str | None = None
-    """Of the logger zero_engine: "info", for example."""
+    """The level of the logger `zero_engine`, such as "info"."""
     reduction: str = "ordered"
-    """How gradients are summed; not one of DeepSpeed's keys."""
+    """How gradients are summed. Only "ordered" exists. DeepSpeed does not have this key."""
     dataloader_drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a global batch."""
     bf16: Bf16 = Bf16()

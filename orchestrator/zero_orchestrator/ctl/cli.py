@@ -49,15 +49,23 @@ OUTAGE_S = 30.0
 """A watch goes on through a silence of etcd of so long."""
 
 _HANDED_OVER: Mapping[str, tuple[str, str]] = {
-    "launch": ("zero_agent.launch", "start agents on the hosts of a hostfile"),
+    "launch": (
+        "zero_agent.launch",
+        "start agents on the hosts of a hostfile, and wait for the end of the job",
+    ),
     "certs": (
         "zero_orchestrator.store.join_token",
-        "make the files with which an etcd lets in who has ZERO_JOIN_TOKEN",
+        "make certificates for an etcd that only holders of ZERO_JOIN_TOKEN may enter",
     ),
 }
 """Commands that ask no etcd anything: another program takes over."""
-_FOR = "for so long, such as 30, 10m or 2h (until it is included)"
-_ETCD_FILES = ("etcd-ca", "etcd-cert", "etcd-key", "etcd-password-file")
+_FOR = "how long, such as 30, 10m or 2h (default: until `zero-ctl include`)"
+_ETCD_FILES = {
+    "etcd-ca": "certificate authority of etcd (PEM)",
+    "etcd-cert": "certificate of this client (PEM)",
+    "etcd-key": "private key of --etcd-cert (PEM)",
+    "etcd-password-file": "file with the password of --etcd-user",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _HANDED_OVER:
         os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
-    args = _parser().parse_args([with_dashes(word) for word in words])
+    args = make_parser().parse_args([with_dashes(word) for word in words])
     logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
     try:
         code = _run(args)
@@ -109,10 +117,11 @@ def _say_if_full(store: EtcdStore) -> None:
 # ---- the command line ----
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `zero-ctl`."""
     parser = argparse.ArgumentParser(
         prog="zero-ctl",
-        description="Look into the jobs of an etcd, and tell a node to leave or a job to stop.",
+        description="Show the jobs of an etcd; tell a node to leave or a job to stop; start a job.",
         epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
         "node, 3 etcd out of reach. The flags of etcd can be set as PET_<FLAG> in the environment.",
     )
@@ -123,39 +132,51 @@ def _parser() -> argparse.ArgumentParser:
         _add_common(sub)
         return sub
 
-    look = command("status", "show a job: its state, nodes, restarts and newest checkpoint")
-    look.add_argument("job", nargs="?", help="which (the one that runs; all if several do)")
-    look.add_argument("--watch", action="store_true", help="go on until the job ends")
-    look.add_argument("--all", action="store_true", help="list all jobs")
-    tell = command("events", "tell what has happened in a job, and why")
-    tell.add_argument("job", nargs="?", help="which (the newest, of those that run if any does)")
-    tell.add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
-    drain = command("drain", "let a node leave at the next step boundary; the job goes on")
-    drain.add_argument("node", help="its name, as in `zero-ctl status`")
-    drain.add_argument("job", nargs="?", help="of which job (the one it is in)")
-    stop = command("stop", "end a job for all its nodes, with a checkpoint")
-    stop.add_argument("job", nargs="?", help="which (the one that runs)")
-    stop.add_argument("--reason", default="", help="why; every agent will say so")
-    bar = command("exclude", "go on without a host for a while; a spare takes its place")
-    bar.add_argument("node", help="its name, or that of a node on it")
+    look = command("status", "show the state, nodes, restarts and newest checkpoint of a job")
+    look.add_argument(
+        "job", nargs="?", help="name of the job (default: the running one; all if several run)"
+    )
+    look.add_argument("--watch", action="store_true", help="refresh until the job ends")
+    look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
+    tell = command("events", "show what has happened in a job, and why")
+    tell.add_argument(
+        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
+    )
+    tell.add_argument(
+        "--follow", "-f", action="store_true", help="print new events until the job ends"
+    )
+    drain = command(
+        "drain", "make a node leave at its next step boundary; the job goes on without it"
+    )
+    drain.add_argument("node", help="name of the node, as `zero-ctl status` shows it")
+    drain.add_argument("job", nargs="?", help="name of the job (default: the one of the node)")
+    stop = command(
+        "stop", "stop a job on all its nodes, with a checkpoint at the next step boundary"
+    )
+    stop.add_argument("job", nargs="?", help="name of the job (default: the running one)")
+    stop.add_argument("--reason", default="", help="reason, which every agent logs")
+    bar = command("exclude", "exclude a host for a while; a spare takes its place")
+    bar.add_argument("node", help="name of the host, or of a node on it")
     bar.add_argument("--for", dest="for_s", type=seconds, default=0.0, metavar="SECONDS", help=_FOR)
-    bar.add_argument("--reason", default="", help="why; it is shown")
-    admit = command("include", "let the nodes of an excluded host take part again")
-    admit.add_argument("node", help="the host, or a node on it")
+    bar.add_argument("--reason", default="", help="reason, which `zero-ctl status` shows")
+    admit = command("include", "admit an excluded host again")
+    admit.add_argument("node", help="name of the host, or of a node on it")
     for sub in (bar, admit):
-        sub.add_argument("job", nargs="?", help="of which job (the one that runs)")
-    gc = command("gc", "delete what is kept of jobs that are over")
-    text = "jobs that have been over for so long (7d)"
+        sub.add_argument("job", nargs="?", help="name of the job (default: the running one)")
+    gc = command("gc", "delete the records of jobs that are over")
+    text = "delete the records of jobs that ended longer ago than this (default 7d)"
     gc.add_argument(
         "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
     )
-    text = f"and the oldest of those that are over, but for so many ({collect.KEEP})"
+    text = f"number of ended jobs to keep; older ones go as well (default {collect.KEEP})"
     gc.add_argument("--keep", type=_count, default=collect.KEEP, metavar="N", help=text)
-    text = "jobs that all agents have left without an end for that long, too: they cannot go on"
+    text = "delete jobs without an agent as well: those that all agents left that long ago"
     gc.add_argument("--lost", action="store_true", help=text)
-    gc.add_argument("--dry-run", action="store_true", help="say what would go; delete nothing")
+    gc.add_argument(
+        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
+    )
     for sub in (drain, stop):
-        text = "wait so many seconds for it to have happened (0)"
+        text = "seconds to wait until it has happened (default 0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
     job_files.add_to(commands)
     for name, (_, text) in _HANDED_OVER.items():  # listed here, and read there
@@ -170,12 +191,16 @@ def _count(text: str) -> int:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for tools: one object a line")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for tools, one object a line"
+    )
     group = parser.add_argument_group("etcd")
-    _add_flag(group, "rdzv-endpoint", f"where ({DEFAULT_ENDPOINT})", "HOST:PORT[,...]")
-    _add_flag(group, "etcd-user", "log in as this user", "NAME")
-    for name in _ETCD_FILES:
-        _add_flag(group, name, "as for zero-agent", "FILE")
+    _add_flag(
+        group, "rdzv-endpoint", f"addresses of etcd (default {DEFAULT_ENDPOINT})", "HOST:PORT[,...]"
+    )
+    _add_flag(group, "etcd-user", "user name to log in to etcd with", "NAME")
+    for name, text in _ETCD_FILES.items():
+        _add_flag(group, name, text, "FILE")
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str) -> None:

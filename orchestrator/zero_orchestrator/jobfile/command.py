@@ -22,21 +22,25 @@ def add_to(commands: Any) -> None:
     run = commands.add_parser(
         "run", help="start the job of a job file", description="Start the job of a job file."
     )
-    run.add_argument("file", type=Path, help="the job file (YAML); deploy/README.md lists its keys")
-    text = "where (the cluster of kubectl's context; else Slurm, if here; else this machine)"
+    run.add_argument("file", type=Path, help="job file (YAML); docs/job-files.md lists its keys")
+    text = "where the job runs (default: the cluster of kubectl's context, else Slurm, else here)"
     run.add_argument("--on", choices=PLACES, help=text)
-    text = "on this machine: start so many (as many as the job needs)"
+    text = "with --on local: number of agents (default: the minimum that the job needs)"
     run.add_argument("--agents", type=_agents, metavar="N", help=text)
-    run.add_argument("--dry-run", action="store_true", help="check all, show it, start nothing")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the job file, print what would be started, and start nothing",
+    )
     run.set_defaults(act=_run)
     render = commands.add_parser(
         "render",
-        help="show what a kind of cluster is given for a job file",
-        description="Show what a kind of cluster is given for a job file. Starts nothing.",
+        help="print the files that a kind of cluster needs for a job file",
+        description="Print the files that a kind of cluster needs for a job file. Starts nothing.",
     )
-    render.add_argument("file", type=Path, help="the job file (YAML)")
-    render.add_argument("--to", choices=TARGETS, required=True, help="for what")
-    text = "write files there instead of showing them"
+    render.add_argument("file", type=Path, help="job file (YAML); docs/job-files.md lists its keys")
+    render.add_argument("--to", choices=TARGETS, required=True, help="kind of cluster")
+    text = "directory to write the files into instead of printing them"
     render.add_argument("--output", "-o", type=Path, metavar="DIR", help=text)
     render.set_defaults(act=_render)
 

@@ -156,23 +156,30 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def main() -> None:
-    """`zero-ctl certs`."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """The command line of `zero-ctl certs`."""
+    made = argparse.ArgumentParser(
         prog="zero-ctl certs",
         description=f"Make ca.pem, cert.pem and key.pem out of {ENV_JOIN_TOKEN}, for an etcd that "
         "lets in the processes of one job and nobody else (--trusted-ca-file, --cert-file, "
         "--key-file, --client-cert-auth).",
     )
-    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="is made")
-    parser.add_argument("names", metavar="NAME", nargs="+", help="hosts and addresses of that etcd")
-    args = parser.parse_args()
+    made.add_argument("directory", metavar="DIRECTORY", type=Path, help="directory to make")
+    made.add_argument(
+        "names", metavar="NAME", nargs="+", help="host names and addresses of that etcd"
+    )
+    return made
+
+
+def main() -> None:
+    """`zero-ctl certs`."""
+    args = make_parser().parse_args()
     try:
         args.directory.mkdir(mode=0o700)
         names = (*LOCAL_NAMES, *args.names)
         write_certificates(args.directory, os.environ.get(ENV_JOIN_TOKEN, ""), names)
     except (OSError, SpecError) as error:
-        parser.error(str(error))
+        make_parser().error(str(error))
 
 
 if __name__ == "__main__":
