@@ -20,7 +20,6 @@ from zero_contract.exit_codes import (
     AgentExit,
     Kubernetes,
     Systemd,
-    page,
     verdict,
 )
 
@@ -31,11 +30,6 @@ UNIT = (ROOT / "deploy/systemd/zero-agent@.service").read_text()
 
 def codes_of(consequence: object) -> set[int]:
     return {code for meaning in AGENT if consequence in meaning for code in meaning.codes}
-
-
-def test_the_page_is_what_the_table_says():
-    told = "python -m zero_contract.exit_codes > docs/exit-codes.md"
-    assert (ROOT / "docs/exit-codes.md").read_text() == page(), told
 
 
 @pytest.mark.parametrize("action", [Kubernetes.FAIL_JOB, Kubernetes.FAIL_INDEX, Kubernetes.IGNORE])

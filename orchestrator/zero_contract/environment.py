@@ -1,0 +1,95 @@
+"""Every environment variable that this project reads or sets, and what it means.
+
+Must always hold: a variable that the code reads or gives to a worker is in `VARIABLES`; a test
+compares. What sets a flag of `zero-agent` (`PET_<FLAG>`) is made from the flag's name, and not
+listed. Who calls it: docs/generate.py, for docs/reference-environment.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from zero_contract import worker
+
+WORKER = "In a worker under zero-agent: torchrun's names"
+WORKER_OURS = "In a worker under zero-agent: further names"
+AGENT = "Read by zero-agent"
+COMMANDS = "Read by zero-ctl"
+ENGINE = "Read in a worker"
+
+VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        AGENT: {
+            "ZERO_JOIN_TOKEN": "Secret of a job (32 random characters or more), the same on all "
+            "nodes. It opens the etcd that the job runs for itself; workers do not see it.",
+            "PYTHON_EXEC": "Interpreter of the workers. Without it they run in this one, forked "
+            "from the forkserver.",
+            "CUDA_VISIBLE_DEVICES": "GPUs that the agent counts, checks and divides among its "
+            "workers.",
+            "TORCHELASTIC_HEALTH_CHECK_PORT": "As --health-port, if that is not given.",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "As --shutdown-timeout, if that is not given.",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "What --tee puts before each line, with the "
+            "places ${role_name}, ${rank} and ${local_rank}.",
+            "TORCHELASTIC_ENABLE_FILE_TIMER": "1 serves the workers' timers of "
+            "torch.distributed.elastic.timer.",
+            "OMP_NUM_THREADS": "Threads of each worker. With several workers on a node it is set "
+            "to 1 if it is not given.",
+            "TORCH_CPP_LOG_LEVEL": "Log level of torch's C++ code in the workers. It is set to "
+            "ERROR if it is not given.",
+            "GLOO_SOCKET_IFNAME": "Network interface of gloo in the workers. It is set to that of "
+            "the node's address if it is not given.",
+            "GRPC_VERBOSITY": "Log level of the agent's gRPC. It is set to NONE if it is not "
+            "given.",
+            "XDG_STATE_HOME": "Directory below which an etcd that the agent runs keeps its data "
+            "(default ~/.local/state).",
+            "ETCD_UNSUPPORTED_ARCH": "The only variable ETCD_* that an etcd of the agent sees.",
+        },
+        WORKER: {
+            "RANK": "Number of the worker among all, from 0.",
+            "LOCAL_RANK": "Number of the worker on its node, from 0.",
+            "WORLD_SIZE": "Number of all workers of the round.",
+            "LOCAL_WORLD_SIZE": "Number of workers on this node.",
+            "GROUP_RANK": "Number of the node in the round, from 0.",
+            "GROUP_WORLD_SIZE": "Number of nodes of the round.",
+            "ROLE_NAME": "--role of the node.",
+            "ROLE_RANK": "Number of the worker among those of its role.",
+            "ROLE_WORLD_SIZE": "Number of workers of the role.",
+            "MASTER_ADDR": "Address of the workers' store, which rank 0's agent serves.",
+            "MASTER_PORT": "Port of the workers' store.",
+            "TORCHELASTIC_RESTART_COUNT": "Restarts that the job has spent.",
+            "TORCHELASTIC_MAX_RESTARTS": "--max-restarts of the job.",
+            "TORCHELASTIC_RUN_ID": "Name of the job.",
+            "TORCHELASTIC_USE_AGENT_STORE": "True: the agent serves the workers' store.",
+            "TORCHELASTIC_ERROR_FILE": "File into which a worker that fails writes its traceback.",
+            "TORCHELASTIC_TIMER_FILE": "Pipe of torch's file timers, if they are served.",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1 if it is not given: an NCCL error ends the "
+            "worker.",
+        },
+        WORKER_OURS: {
+            worker.ENV_JOB: "Name of the job.",
+            worker.ENV_NODE: "Name of the node.",
+            worker.ENV_ROUND: "Number of the round.",
+            worker.ENV_FENCE: "Fence of the round: a commit of an older round is refused.",
+            worker.ENV_COMMITTED: "Newest committed step when the round began.",
+            worker.ENV_SOCKET: "Unix socket of the agent.",
+            worker.ENV_HEARTBEAT: "File that zero_agent.heartbeat() touches.",
+            worker.ENV_LEAVE: "File that zero_agent.should_leave() looks at.",
+            worker.ENV_VOTE_KEY: "Key that signs what ranks write into the workers' store.",
+        },
+        ENGINE: {
+            "ZERO_NEIGHBOURS": "0 makes ranks on one host exchange through sockets, not by "
+            "reading each other's memory.",
+            "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
+        },
+        COMMANDS: {
+            "ZERO_JOIN_TOKEN": "Lets `zero-ctl` into an etcd that a job runs for itself. `zero-ctl "
+            "launch` makes one if none is given; `zero-ctl certs` makes certificates of it.",
+            "DS_ENV_FILE": "File with variables for the hosts of `zero-ctl launch`, besides "
+            ".deepspeed_env and .zero_env.",
+            "PDSH_SSH_ARGS_APPEND": "Further arguments of ssh for `zero-ctl launch "
+            "--launcher=pdsh`.",
+        },
+    }
+)
+"""Who reads a variable, or has it -> its name -> what it means."""
