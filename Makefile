@@ -4,6 +4,7 @@
 #                   test-numerics, test-processes, test-deploy
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
+# make dist   builds the sdist and the wheel, in dist
 # make docs   builds the documentation as a site, in build/docs
 # make reference    writes the pages of docs/ that are generated from the code
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
-.PHONY: demo test test-all $(PARTS) test-image check docs reference install dev locks clean
+.PHONY: demo test test-all $(PARTS) test-image check dist docs reference install dev locks clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -35,6 +36,9 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+dist: dev
+	$(BIN)/python -m build --outdir dist
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
@@ -67,4 +71,4 @@ locks:
 	$(BIN)/python deploy/locks/make.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
