@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from zero_agent.ram import Ram
+from zero_agent.node.memory import Ram
 from zero_checkpoint.memory.node import RamNode
 from zero_contract.worker import RamRequest
 

@@ -40,7 +40,7 @@ from rich.table import Table
 
 from zero_agent.etcd.etcd_process import free_port
 from zero_agent.etcd.local_etcd import private_server
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 120.0

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from zero_agent.etcd.local_etcd import private_server
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 from zero_data.ledger import Report, read_ledger, verify
 
 HERE = Path(__file__).resolve().parent

@@ -4,7 +4,7 @@ A worker's own script may call `heartbeat`, `should_leave` and `leave`, which is
 of this package.
 """
 
-from zero_agent.asking import leave, should_leave
-from zero_agent.pulse import heartbeat
+from zero_agent.node.heartbeat import heartbeat
+from zero_agent.node.leave_request import leave, should_leave
 
 __all__ = ["heartbeat", "leave", "should_leave"]

@@ -80,3 +80,45 @@ def run_logged(action: Action) -> float | None:
     except Exception:
         _log.exception("an action repeated by the clock failed; it is not run again")
         return None
+
+
+class Stopwatch:
+    """For how long something has been so."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it is so."""
+        return self._since_s is not None
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """For how long; None while it is not."""
+        return None if self._since_s is None else self._clock.now() - self._since_s
+
+    def start(self) -> bool:
+        """It is so from now on; False if it has been already."""
+        fresh = self._since_s is None
+        if fresh:
+            self._since_s = self._clock.now()
+        return fresh
+
+    def stop(self) -> bool:
+        """It is so no more; False if it was not."""
+        was, self._since_s = self._since_s is not None, None
+        return was
+
+    def again(self, every_s: float) -> bool:
+        """Whether it was not so, or has been for so long; if so, it counts from now on."""
+        due = self.start() or self.past(every_s)
+        if due:
+            self.stop()
+            self.start()
+        return due
+
+    def past(self, limit_s: float) -> bool:
+        """Whether it has been so for too long."""
+        return (self.elapsed_s or 0.0) > limit_s

@@ -120,7 +120,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         ),
         "hang": Event(when="A worker has taken no step for too long.", story=True),
         "stacks": Event(when="The stacks of all ranks are written down, because one hangs."),
-        "nursery": Event(when="The forkserver has ended, or does not answer and is killed."),
+        "forkserver": Event(when="The forkserver has ended, or does not answer and is killed."),
         "unkillable": Event(
             when="A worker cannot be killed, so its node leaves the job.", story=True
         ),

@@ -13,7 +13,7 @@ than the timeout of its socket; a path is of the one form that `FILE` allows, so
 nowhere else. A connection is trusted as far as the network that it goes through: the key opens
 it, the bytes are not signed; readers verify them against a manifest.
 
-Who calls it: `zero_agent.ram_server` is one end, `zero_checkpoint.memory.peers` the other.
+Who calls it: `zero_agent.node.memory_server` is one end, `zero_checkpoint.memory.peers` the other.
 """
 
 from __future__ import annotations

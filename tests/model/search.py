@@ -33,7 +33,8 @@ from tests.model.world import (
     workers_end,
     write,
 )
-from zero_agent.supervise import Action, Workers
+from zero_agent.loop.supervise import Action
+from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.moves import LEGAL
 from zero_orchestrator.membership.rounds import Move

@@ -16,7 +16,7 @@ from tests.model.world import (
     still_registered,
     workers_end,
 )
-from zero_agent.supervise import Workers
+from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.spec import JobSpec
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tests.support.memory_store import Database
-from zero_agent.supervise import Action, Situation, Workers, next_action
+from zero_agent.loop.supervise import Action, Situation, next_action
+from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse

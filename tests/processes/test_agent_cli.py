@@ -222,7 +222,7 @@ def test_a_killed_agent_leaves_neither_workers_nor_its_etcd(tmp_path):
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
     job.wait_for_step(1, world=1)
     below = descendants(process.pid)
-    assert len(below) >= 4, "etcd, nursery, worker, the round's store"
+    assert len(below) >= 4, "etcd, forkserver, worker, the round's store"
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(is_alive, below)), 150, "everything to be gone")

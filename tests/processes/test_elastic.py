@@ -26,7 +26,7 @@ from tests.support.cluster import (
     training,
 )
 from tests.support.waiting import wait_for
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 from zero_contract.exit_codes import AgentExit
 from zero_data.ledger import read_ledger, verify
 
@@ -86,7 +86,7 @@ def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, u
 
 IMPORTS_WAIT = """
 import os, pathlib, sys, time
-if "zero_agent.workers.nursery" in sys.orig_argv:
+if "zero_agent.workers.forkserver" in sys.orig_argv:
     go = pathlib.Path(os.environ["GO"])
     go.with_name("waiting").touch()
     while not go.exists():
@@ -263,8 +263,8 @@ def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(
     job.start("a", "b")
     job.wait_for_step(5, world=2)
     host = job.events("activate")[0]["nodes"][0]
-    (nursery,) = children(job.agents[host].process.pid)
-    (store,) = set(children(nursery)) - {job.worker_of(host)}
+    (forkserver,) = children(job.agents[host].process.pid)
+    (store,) = set(children(forkserver)) - {job.worker_of(host)}
     os.kill(store, signal.SIGKILL)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert [event["text"] for event in job.events("interrupt")] == [
@@ -285,11 +285,11 @@ def test_a_parent_of_workers_that_stands_still_is_replaced(cluster, tmp_path):
     job = cluster(flags=("--nnodes=2", "--max-restarts=1"), script=[str(script), str(tmp_path)])
     job.start("a", "b")
     wait_for(lambda: len(list(tmp_path.glob("began.1.*"))) == 2, 150, "the workers of round 1")
-    (nursery,) = children(job.agents["a"].process.pid)
-    os.kill(nursery, signal.SIGSTOP)
+    (forkserver,) = children(job.agents["a"].process.pid)
+    os.kill(forkserver, signal.SIGSTOP)
     os.kill(job.worker_of("b"), signal.SIGKILL)
     job.wait_for_end()
-    killed, gone = job.events("nursery")
+    killed, gone = job.events("forkserver")
     assert killed["node"] == gone["node"] == "a"
     assert "has not answered for 10 s" in killed["text"]
     assert len(job.events("interrupt")) == 1

@@ -24,7 +24,7 @@ from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member, is_healthy
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -21,7 +21,7 @@ from tests.support.cluster import (
     light_imports,
 )
 from tests.support.waiting import wait_for
-from zero_agent.workers.workers import CLOSE_TIMEOUT_S
+from zero_agent.workers.forkserver_client import CLOSE_TIMEOUT_S
 from zero_contract.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
@@ -62,7 +62,7 @@ def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
 
 @pytest.fixture
 def importing(tmp_path):
-    """An agent whose nursery imports without end, and the process that does."""
+    """An agent whose forkserver imports without end, and the process that does."""
     (tmp_path / "endless.py").write_text(
         "import os, pathlib, signal, subprocess\n"
         "subprocess.Popen(['sleep', '600'])\n"
@@ -96,12 +96,16 @@ def test_an_agent_starts_no_process_of_a_version_that_was_installed_under_it(tmp
         [*command, "--no-python", "sleep", "60"], env=env, stderr=subprocess.PIPE, text=True
     ) as agent:
         wait_for(lambda: len(descendants(agent.pid)) >= 4, 60, "etcd, the worker, its parent")
-        nursery = next(pid for pid in descendants(agent.pid) if "nursery" in command_line(pid))
-        (tmp_path / "zero_agent" / "workers" / "nursery.py").write_text("raise SystemExit('new')")
-        os.kill(nursery, signal.SIGKILL)
+        forkserver = next(
+            pid for pid in descendants(agent.pid) if "forkserver" in command_line(pid)
+        )
+        (tmp_path / "zero_agent" / "workers" / "forkserver.py").write_text(
+            "raise SystemExit('new')"
+        )
+        os.kill(forkserver, signal.SIGKILL)
         assert agent.wait(60) == AgentExit.UNFIT
         said = agent.stderr.read()
-    assert "nursery.py has changed since this agent began" in said
+    assert "forkserver.py has changed since this agent began" in said
 
 
 def command_line(pid: int) -> str:
@@ -153,6 +157,6 @@ def test_a_job_survives_a_kill_of_its_imports(tmp_path):
 
 
 def test_imports_end_with_an_agent_that_is_killed(importing):
-    agent, nursery = importing
+    agent, forkserver = importing
     agent.kill()
-    wait_for(lambda: not is_alive(nursery), 150, "the nursery to be gone")
+    wait_for(lambda: not is_alive(forkserver), 150, "the forkserver to be gone")

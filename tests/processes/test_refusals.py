@@ -18,8 +18,8 @@ from tests.support.cluster import COLD, TOGETHER, Cluster
 from tests.support.etcd_server import EtcdServer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.errands import Errands
 from zero_agent.etcd.etcd_process import Member
+from zero_agent.loop.store_writes import StoreWrites
 from zero_contract.clock import SystemClock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -159,7 +159,7 @@ def test_a_full_etcd_is_said_once_and_costs_commits_alone(small, tmp_path):
         rdzv = Rendezvous(store, "job", spec, node, clock=clock, journal=journal)
         rdzv.register()
         wait_for(lambda: rdzv.poll().state is State.ACTIVE, 60, "the round")
-        errands = Errands(journal, clock, pytest.fail)
+        errands = StoreWrites(journal, clock, pytest.fail)
         replies: list[tuple[bool, str]] = []
 
         def save(step: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.cluster import AgentProcess, environment
 from tests.support.waiting import wait_for
-from zero_agent.scratch import Scratch
+from zero_agent.node.scratch import Scratch
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -26,7 +26,7 @@ def hook(event, args):
             if len(file.readlines()) == {last}:
                 os.kill(os.getpid(), {number})
 
-if sys.orig_argv[1:3] == ["-m", "zero_agent.several"]:
+if sys.orig_argv[1:3] == ["-m", "zero_agent.launch.local_agents"]:
     sys.addaudithook(hook)
 """
 """As sitecustomize: the signal comes while the last agent that is to start is being started."""
@@ -49,7 +49,7 @@ def test_a_signal_while_agents_are_started_reaches_those_and_no_other_starts(
     marked = environment() | {"RUN": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "zero_agent.several", str(COUNT), *flags, str(script)],
+            [sys.executable, "-m", "zero_agent.launch.local_agents", str(COUNT), *flags, script],
             env=marked, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     finally:

@@ -13,9 +13,10 @@ from tests.support.cluster import COLD, TOGETHER
 from tests.support.frozen import frozen, why_not
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
+from zero_agent.workers.environment import Order
+from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
-from zero_agent.workers.workers import Order, WorkerGroup
 from zero_contract.exit_codes import AgentExit
 
 freezes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -36,7 +37,7 @@ def test_where_a_process_is_that_does_not_die_can_be_read():
     assert describe(process.pid) == f"process {process.pid}, of which /proc shows nothing"
 
 
-class Nursery:
+class Forkserver:
     """Takes orders, and nothing comes of them."""
 
     pid = os.getpid()
@@ -46,7 +47,7 @@ class Nursery:
 
 def test_workers_are_given_up_some_time_after_sigkill_and_never_before_it():
     clock = ManualClock()
-    group = WorkerGroup(Nursery(), Hub(), 1, fence=1, clock=clock)
+    group = WorkerGroup(Forkserver(), Hub(), 1, fence=1, clock=clock)
     group._running[1] = Order(rank=3, local_rank=0, env={"TORCHELASTIC_ERROR_FILE": ""})
     group.stop(signal.SIGTERM)
     clock.advance(10 * GIVE_UP_S)

@@ -1,4 +1,4 @@
-"""The nursery: workers are forked, stopped and reaped, and none outlives its agent."""
+"""The forkserver: workers are forked, stopped and reaped, and none outlives its agent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from tests.support.cluster import COLD, agent, descendants, environment, is_alive, kill_all
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
+from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
-from zero_agent.workers.workers import ANSWER_S, Nursery
 
 pytestmark = pytest.mark.processes
 
@@ -28,11 +28,11 @@ LISTENING = "0A"
 
 @pytest.fixture
 def forking(tmp_path):
-    """A nursery that has imported nothing, and the news it sends."""
+    """A forkserver that has imported nothing, and the news it sends."""
     hub, news = Hub(), queue.SimpleQueue()
-    nursery = Nursery(hub, environment(), [], lambda _, said: news.put(said))
-    yield lambda code: _start(nursery, hub, tmp_path, code), nursery, news
-    nursery.close()
+    forkserver = ForkserverClient(hub, environment(), [], lambda _, said: news.put(said))
+    yield lambda code: _start(forkserver, hub, tmp_path, code), forkserver, news
+    forkserver.close()
     hub.close()
     close_files()
 
@@ -48,14 +48,14 @@ def close_files() -> None:
     assert FILES.flush()
 
 
-def _start(nursery: Nursery, hub: Hub, tmp_path: Path, code: str, **more: str) -> int:
+def _start(forkserver: ForkserverClient, hub: Hub, tmp_path: Path, code: str, **more: str) -> int:
     script = tmp_path / "script.py"
     script.write_text(code)
     taps = [Tap(hub, Terminal(2), tmp_path / name) for name in ("out", "err")]
     _TAPS.extend(taps)
     program = Program(target=str(script), is_module=False, arguments=["one", "two words"])
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "RANK": "7", **more}
-    return nursery.start(program, env, *taps)
+    return forkserver.start(program, env, *taps)
 
 
 def status_of(worker: int, news: queue.SimpleQueue) -> int:
@@ -86,25 +86,25 @@ def test_a_worker_ends_as_its_script_would(forking, code, status):
 
 @pytest.fixture
 def importing(tmp_path):
-    """A nursery that imports until `go` exists, and the news it sends."""
+    """A forkserver that imports until `go` exists, and the news it sends."""
     go = tmp_path / "go"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
     (tmp_path / "slow.py").write_text(waits)
     hub, news = Hub(), queue.SimpleQueue()
     env = environment() | {"PYTHONPATH": str(tmp_path)}
-    nursery = Nursery(hub, env, ["slow"], lambda _, said: news.put(said))
-    yield lambda code, **more: _start(nursery, hub, tmp_path, code, **more), nursery, news, go
-    nursery.close()
+    forkserver = ForkserverClient(hub, env, ["slow"], lambda _, said: news.put(said))
+    yield lambda code, **more: _start(forkserver, hub, tmp_path, code, **more), forkserver, news, go
+    forkserver.close()
     hub.close()
     close_files()
 
 
-def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(importing):
+def test_orders_of_any_number_are_taken_while_the_forkserver_still_imports(importing):
     """More than its socket holds: the agent has leases to keep alive meanwhile."""
-    start, nursery, news, go = importing
+    start, forkserver, news, go = importing
     held = len(os.listdir("/proc/self/fd"))
     workers = [start("pass", PAD="x" * 20_000) for _ in range(30)]
-    assert not nursery.ready
+    assert not forkserver.ready
     go.touch()
     ended: dict[int, int] = {}
     while len(ended) < len(workers):
@@ -116,28 +116,28 @@ def test_orders_of_any_number_are_taken_while_the_nursery_still_imports(importin
 
 def test_a_worker_that_waits_for_the_imports_is_stopped_without_them(importing, tmp_path):
     """A round that is left in this moment need not wait for this node."""
-    start, nursery, news, go = importing
+    start, forkserver, news, go = importing
     held = len(os.listdir("/proc/self/fd"))
     leaves_a_file = f"open({str(tmp_path / 'ran')!r}, 'a').close()"
     stopped, wanted = start(leaves_a_file), start("pass")
-    nursery.signal(stopped, signal.SIGTERM)
+    forkserver.signal(stopped, signal.SIGTERM)
     assert status_of(stopped, news) == -signal.SIGTERM
-    assert not nursery.ready
+    assert not forkserver.ready
     go.touch()
     assert status_of(wanted, news) == 0
     assert not (tmp_path / "ran").exists()
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
 
 
-def test_an_order_to_a_nursery_that_is_gone_is_nothing_to_worry_about(importing, caplog):
+def test_an_order_to_a_forkserver_that_is_gone_is_nothing_to_worry_about(importing, caplog):
     """One of several workers is gone with it, so the others are to end: they have."""
-    start, nursery, news, go = importing
+    start, forkserver, news, go = importing
     go.touch()
     worker = start("import signal; signal.pause()")
     while "pid" not in news.get(timeout=120):
         pass
-    nursery.close()
-    nursery.signal(worker, signal.SIGKILL)
+    forkserver.close()
+    forkserver.signal(worker, signal.SIGKILL)
     assert caplog.messages == []
 
 
@@ -160,8 +160,8 @@ def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_p
 
 
 def test_a_rounds_store_listens_on_the_nodes_own_address_alone(forking):
-    _, nursery, news = forking
-    nursery.host_store("127.0.0.2")
+    _, forkserver, news = forking
+    forkserver.host_store("127.0.0.2")
     told = {}
     while "port" not in told:
         told |= news.get(timeout=120)
@@ -174,8 +174,8 @@ def test_a_rounds_store_listens_on_the_nodes_own_address_alone(forking):
 
 @pytest.mark.full
 def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks(forking):
-    _, nursery, news = forking
-    store, told = nursery.host_store("127.0.0.1"), {}
+    _, forkserver, news = forking
+    store, told = forkserver.host_store("127.0.0.1"), {}
     while not {"pid", "port"} <= told.keys():
         told |= news.get(timeout=120)
     assert told["id"] == store
@@ -193,10 +193,10 @@ def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks
 
 def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
     """The signal must not get lost between the fork and the worker's own process group."""
-    start, nursery, news = forking
+    start, forkserver, news = forking
     for _ in range(30):
         worker = start("import time; time.sleep(600)")
-        nursery.signal(worker, signal.SIGKILL)
+        forkserver.signal(worker, signal.SIGKILL)
         assert status_of(worker, news) == -signal.SIGKILL
 
 
@@ -206,12 +206,12 @@ from pathlib import Path
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
 from zero_agent.workers.worker_main import Program
-from zero_agent.workers.workers import ANSWER_S, Nursery
+from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
 import os
 hub = Hub()
-nursery = Nursery(hub, os.environ, [], lambda *news: None)
+forkserver = ForkserverClient(hub, os.environ, [], lambda *news: None)
 taps = [Tap(hub, Terminal(2), None) for _ in range(2)]
-nursery.start(Program(target=sys.argv[1], is_module=False, arguments=[]), {}, *taps)
+forkserver.start(Program(target=sys.argv[1], is_module=False, arguments=[]), {}, *taps)
 time.sleep(600)
 """
 FAMILY = """
@@ -230,7 +230,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("victim", ["agent", "nursery"])
+@pytest.mark.parametrize("victim", ["agent", "forkserver"])
 def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     script = tmp_path / "family.py"
     script.write_text(FAMILY)
@@ -240,7 +240,7 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     try:
         wait_for((tmp_path / "whole").exists, 150, "the family")
         pids = descendants(agent.pid)
-        assert len(pids) == 5  # nursery, worker, two sleeps, and the daemon
+        assert len(pids) == 5  # forkserver, worker, two sleeps, and the daemon
         os.kill(agent.pid if victim == "agent" else pids[0], signal.SIGKILL)
         workers = pids if victim == "agent" else pids[:2]
         wait_for(lambda: not any(map(is_alive, workers)), 150, "every process to be gone")
@@ -249,26 +249,26 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
         agent.wait()
 
 
-def test_a_nursery_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its_time(tmp_path):
+def test_a_forkserver_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its_time(tmp_path):
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
     clock, hub = ManualClock(), Hub()
-    nursery = Nursery(hub, env, ["endless"], lambda *news: None, clock)
+    forkserver = ForkserverClient(hub, env, ["endless"], lambda *news: None, clock)
     try:
-        nursery.host_store("127.0.0.1")
-        assert nursery.stuck_s(imports_s=60) is None
+        forkserver.host_store("127.0.0.1")
+        assert forkserver.stuck_s(imports_s=60) is None
         clock.advance(60)
-        assert nursery.stuck_s(imports_s=60) is None
-        nursery.ready = True  # what it says when the imports are done: from now on it may obey
-        assert nursery.stuck_s(imports_s=60) is None
-        assert nursery.stuck_s(imports_s=60) is None
+        assert forkserver.stuck_s(imports_s=60) is None
+        forkserver.ready = True  # what it says when the imports are done: from now on it may obey
+        assert forkserver.stuck_s(imports_s=60) is None
+        assert forkserver.stuck_s(imports_s=60) is None
         clock.advance(ANSWER_S + 1)
-        assert nursery.stuck_s(imports_s=60) == ANSWER_S + 1
-        nursery.kill()
-        assert nursery.stuck_s(imports_s=60) is None, "it is said once of each kill"
+        assert forkserver.stuck_s(imports_s=60) == ANSWER_S + 1
+        forkserver.kill()
+        assert forkserver.stuck_s(imports_s=60) is None, "it is said once of each kill"
     finally:
-        nursery.kill()
-        nursery.close()
+        forkserver.kill()
+        forkserver.close()
         hub.close()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.waiting import wait_for
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 from zero_data.ledger import Report, read_ledger, verify
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """Real etcd servers for tests, on the loopback interface, with the faults servers have.
 
-They die with the test process, however that ends (`zero_agent.tether`).
+They die with the test process, however that ends (`zero_agent.node.process_control`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_agent.workers.process_control import children
+from zero_agent.node.process_control import children
 
 _PROGRAMS = ("ip", "unshare", "setpriv", "mount", "env")
 _BECOME = Path(__file__).with_name("become.py")

@@ -9,11 +9,11 @@ import pytest
 
 from zero_agent.command.command_line import parse
 from zero_agent.command.resolve import resolve
-from zero_agent.config import AgentConfig
 from zero_agent.etcd.meeting import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf
-from zero_agent.ram import Ram
-from zero_agent.workers.orders import Orders
+from zero_agent.loop.config import AgentConfig
+from zero_agent.node.memory import Ram
+from zero_agent.workers.environment import Orders
 from zero_contract.worker import RamRequest
 from zero_orchestrator.membership.job_state import Members, Snapshot, State
 
@@ -68,7 +68,14 @@ def test_workers_beside_the_rounds_store_use_the_own_address_and_all_others_the_
             members=Members(members, restarts=0),
             master="203.0.113.7:29601",
         )
-        orders = Orders(config, "job", tmp_path, {}, f"{tmp_path}/socket")
+        orders = Orders(
+            "job",
+            tmp_path,
+            {},
+            f"{tmp_path}/socket",
+            streams=config.streams,
+            store_host=config.address,
+        )
         [order] = orders.of(job, here, "secret")
         assert (order.env["MASTER_ADDR"], order.env["MASTER_PORT"]) == (seen, "29601")
 

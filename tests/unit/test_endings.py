@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from zero_agent import ending
+from zero_agent.loop import leaving
 from zero_agent.workers import exits
+from zero_agent.workers.environment import Order
 from zero_agent.workers.exits import Exit, fresh_error_file
+from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.workers import Order, WorkerGroup
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.worker import ExitCode
@@ -23,7 +24,7 @@ SPEC = JobSpec(min_nodes=1, max_nodes=4)
 
 
 class Silent:
-    """Takes orders as a nursery does; nothing runs."""
+    """Takes orders as a forkserver does; nothing runs."""
 
     def signal(self, worker: int, number: int) -> None: ...
 
@@ -67,7 +68,7 @@ def cause(node: str, revision: int, *, symptom: bool = False) -> Failure:
     ],
 )
 def test_the_root_cause_of_a_job_is_by_the_order_of_the_store(failures, root):
-    found = ending.root_cause(Snapshot(SPEC, failures=failures))
+    found = leaving.root_cause(Snapshot(SPEC, failures=failures))
     assert found is not None
     assert found.node == root
 
@@ -96,7 +97,7 @@ def test_the_exit_code_says_how_it_ended(state, by, code, caplog):
     job = replace(job, failures=(replace(job.failures[0], traceback="KeyError: 1"),))
     with caplog.at_level(logging.INFO, "zero"):
         codes = {"left": AgentExit.DRAINED, "stopped": AgentExit.STOPPED}
-        assert ending.tell_end("j", Seen(job), Journal("a"), **codes, named=True) == code
+        assert leaving.tell_end("j", Seen(job), Journal("a"), **codes, named=True) == code
     assert ("KeyError: 1" in caplog.text) == (state is State.FAILED)
 
 
@@ -104,7 +105,7 @@ def test_the_root_cause_is_one_block_with_torchruns_words():
     facts = {"host": "h", "rank": 3, "local_rank": 1, "pid": 77, "status": -9, "error_file": "/e"}
     killed = replace(cause("a", 1), **facts)
     job = Snapshot(SPEC, cause="why", failures=(killed,))
-    assert ending.root_cause_block(job).splitlines()[1:-1] == [
+    assert leaving.root_cause_block(job).splitlines()[1:-1] == [
         "Root Cause (first observed failure):",
         "  host      : h",
         "  node      : a",
@@ -114,7 +115,7 @@ def test_the_root_cause_is_one_block_with_torchruns_words():
         "  traceback : none; a broke",
     ]
     lost = Snapshot(SPEC, cause="node a is lost")
-    assert "\n  cause     : node a is lost\n" in ending.root_cause_block(lost)
+    assert "\n  cause     : node a is lost\n" in leaving.root_cause_block(lost)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_the_root_cause_is_one_block_with_torchruns_words():
 def test_who_stopped_a_job_reads_how_to_run_it_again(named, remedy, caplog):
     job = Snapshot(SPEC, state=State.STOPPED, by="halt", cause="enough")
     with caplog.at_level(logging.INFO, "zero"):
-        code = ending.tell_end("j", Seen(job), Journal("a"), left=6, stopped=0, named=named)
+        code = leaving.tell_end("j", Seen(job), Journal("a"), left=6, stopped=0, named=named)
     assert code == 0, "as --stop-exit-code says"
     assert caplog.messages == [f"job j has been stopped: enough; to run it again, {remedy}"]
 

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.config import AgentConfig, AgentFailed
-from zero_agent.limits import FULL_AGAIN_S, Limits, pause_when_full_s
+from zero_agent.errors import AgentFailed
+from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.limits import FULL_AGAIN_S, Limits, pause_when_full_s
 from zero_agent.workers.worker_main import Program
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreFull, StoreUnavailable

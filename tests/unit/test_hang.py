@@ -2,7 +2,13 @@
 
 import pytest
 
-from zero_agent.workers.hang import FACTOR, FLOOR_S, HangPolicy, StepClock, parse_hang_timeout
+from zero_agent.workers.progress import (
+    FACTOR,
+    FLOOR_S,
+    HangPolicy,
+    StepClock,
+    parse_hang_timeout,
+)
 
 
 def beats(policy: HangPolicy, *times_s: float) -> StepClock:

@@ -17,7 +17,7 @@ from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import RUNNERS, Remote
-from zero_agent.network import is_local
+from zero_agent.node.network import is_local
 from zero_contract.exit_codes import LOST, verdict
 from zero_orchestrator.errors import SpecError
 

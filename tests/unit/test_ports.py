@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_agent.network import first_free
-from zero_agent.ram_server import RamServer
-from zero_agent.ring import Ring
+from zero_agent.node.memory_server import RamServer
+from zero_agent.node.network import first_free
+from zero_agent.node.ring import Ring
 
 HOST = "127.0.0.1"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.ring import RETRY_S, Ring, neighbour
+from zero_agent.node.ring import RETRY_S, Ring, neighbour
 from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"
@@ -109,8 +109,8 @@ def watching(ring: Ring) -> bool:
 
 _AGENT = """
 import sys, time
-from zero_agent import identity
-from zero_agent.ring import Ring
+from zero_agent.node import identity
+from zero_agent.node.ring import Ring
 from zero_orchestrator.membership.job_state import Node
 ring = Ring("127.0.0.1", print)
 ring.start(Node(id="b", incarnation="1", address="127.0.0.1", slots=1), sys.argv[1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.limits import remedy
-from zero_agent.saying import AGAIN_S, Sayings
+from zero_agent.loop.limits import remedy
+from zero_agent.loop.saying import AGAIN_S, Sayings
 
 
 def test_a_drain_of_many_nodes_is_one_waiting_line_and_not_one_for_each_that_stops():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_agent.signals import call_until_signal, held, installed
+from zero_agent.node.signals import call_until_signal, held, installed
 
 
 class Told(BaseException):

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.workers.hang import HangPolicy
-from zero_agent.workers.steps import Steps
+from zero_agent.workers.progress import HangPolicy, Steps
 from zero_contract.worker import Progress
 
 

@@ -10,9 +10,9 @@ import ssl
 
 import pytest
 
-from zero_agent.health import STARTING, Health
-from zero_agent.ram_server import RamServer
-from zero_agent.ring import Ring
+from zero_agent.node.health_endpoint import STARTING, Health
+from zero_agent.node.memory_server import RamServer
+from zero_agent.node.ring import Ring
 from zero_contract import peer_memory as ram_wire
 from zero_orchestrator.membership.job_state import Node
 

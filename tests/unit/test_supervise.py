@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_agent.supervise import Action, Situation, Workers, next_action
+from zero_agent.loop.supervise import Action, Situation, next_action
+from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
 

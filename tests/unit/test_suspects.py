@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.waiting import wait_for
 from tests.unit.test_rendezvous import Cluster
-from zero_agent import identity
-from zero_agent.suspects import Suspects, Suspicion, Verdict
+from zero_agent.loop.suspects import Suspects, Suspicion, Verdict
+from zero_agent.node import identity
 from zero_contract.journal import Journal
 
 POLL_S = 0.1

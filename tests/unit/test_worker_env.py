@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from zero_agent.workers.worker_env import nursery_env, own_device, places, worker_env
+from zero_agent.workers.environment import forkserver_env, own_device, places, worker_env
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
@@ -99,15 +99,15 @@ def test_the_ranks_of_a_round_and_no_others_have_its_key():
 
 
 def test_several_workers_get_one_thread_each_unless_told_otherwise():
-    assert nursery_env({}, 2, None)["OMP_NUM_THREADS"] == "1"
-    assert nursery_env({"OMP_NUM_THREADS": "4"}, 2, None)["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in nursery_env({}, 1, None)
+    assert forkserver_env({}, 2, None)["OMP_NUM_THREADS"] == "1"
+    assert forkserver_env({"OMP_NUM_THREADS": "4"}, 2, None)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in forkserver_env({}, 1, None)
 
 
 def test_a_lost_peer_is_told_without_the_cpp_stacks_of_torch_unless_they_are_wanted():
-    assert nursery_env({}, 1, None) == {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    assert forkserver_env({}, 1, None) == {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     wanted = {"TORCH_CPP_LOG_LEVEL": "INFO"}
-    assert nursery_env(wanted, 1, None) == wanted
+    assert forkserver_env(wanted, 1, None) == wanted
 
 
 def test_a_worker_with_a_virtual_local_rank_sees_its_own_device_alone():

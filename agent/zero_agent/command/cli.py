@@ -20,21 +20,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zero_agent import signals
-from zero_agent.agent import Agent
 from zero_agent.command import command_line, mistakes
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
-from zero_agent.config import AgentConfig, AgentFailed
+from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_clock, local_etcd, meeting
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
 from zero_agent.etcd.front import Front
 from zero_agent.etcd.joining import Joining, joined
 from zero_agent.etcd.meeting import Static, Way
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
-from zero_agent.fitness.fitness import await_fit, surroundings
-from zero_agent.health import Health, served
-from zero_agent.network import address_towards
+from zero_agent.loop.agent import Agent
+from zero_agent.loop.config import AgentConfig
+from zero_agent.node import signals
+from zero_agent.node.health_checks import await_fit
+from zero_agent.node.health_endpoint import Health, served
+from zero_agent.node.network import address_towards
 from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
@@ -254,7 +255,7 @@ def _take_part(
     stem = target if config.program.is_module else Path(target).stem
     name = command_name(stem, config.spec.command)
     await_fit(
-        surroundings(config, os.environ),
+        config.surroundings(os.environ),
         config.join_timeout_s,
         tell,
         max_nodes=config.spec.max_nodes,

@@ -22,9 +22,9 @@ from zero_agent.etcd import meeting
 from zero_agent.etcd.etcd_access import PAIRS, Access, check_authority, check_pair, given, readable
 from zero_agent.etcd.meeting import Static, Way
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
-from zero_agent.network import is_local
+from zero_agent.node.network import is_local
+from zero_agent.workers.environment import own_device
 from zero_agent.workers.streams import parse_ranks, parse_selection
-from zero_agent.workers.worker_env import own_device
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 

@@ -19,9 +19,8 @@ from zero_agent.etcd import etcd_clock, meeting
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_agent.etcd.rdzv_conf import RdzvConf
-from zero_agent.fitness.checks import Sick, Surroundings
-from zero_agent.fitness.examination import Finding, examine
-from zero_agent.network import address_towards
+from zero_agent.node.health_checks import Finding, HealthCheckFailed, Surroundings, examine
+from zero_agent.node.network import address_towards
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.keys import Keys
@@ -75,7 +74,7 @@ def _asking(access: Access, job: str) -> Callable[[], str]:
                 began_s = time.monotonic()
                 store.get(question)
         except StoreError as error:
-            raise Sick(str(error)) from error
+            raise HealthCheckFailed(str(error)) from error
         return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"
 
     return ask
@@ -85,7 +84,7 @@ def _own_etcd() -> str:
     try:
         return f"the agent starts {find_etcd()}"
     except SpecError as error:
-        raise Sick(str(error)) from error
+        raise HealthCheckFailed(str(error)) from error
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -23,12 +23,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zero_agent.command.flags import parse_ports
-from zero_agent.config import AgentConfig, AgentFailed
+from zero_agent.errors import AgentFailed
 from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_agent.loop.config import AgentConfig
 from zero_agent.workers import numa
-from zero_agent.workers.hang import parse_hang_timeout
+from zero_agent.workers.environment import own_device
+from zero_agent.workers.progress import parse_hang_timeout
 from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_selection
-from zero_agent.workers.worker_env import own_device
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError

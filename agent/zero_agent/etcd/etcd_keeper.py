@@ -4,7 +4,7 @@ Run as `python -m zero_agent.etcd.etcd_keeper --client-port 2379 --directory DIR
 into the background and returns when the server serves (0) or has failed (1). The keeper is the
 server's parent: it starts it again when it crashes, and ends it, and itself, when no node has
 been alive in any job for a while. When the keeper is killed its server dies with it
-(`tether`), and the next agent starts a new keeper on the same data.
+(`dying_with_parent`), and the next agent starts a new keeper on the same data.
 
 Must always hold: one keeper per directory; it ends its server only while it holds the lock
 under which agents are given the server, so no agent is handed one that is about to go.

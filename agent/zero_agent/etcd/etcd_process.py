@@ -1,8 +1,8 @@
 """One etcd server as a child process: its binary, command line, start, health and end.
 
-Must always hold: the server dies with the process that started it (`tether`); every wait has a
-deadline; a server that fails to start is reported with the last lines of its log. Who calls
-it: `local_etcd`, `etcd_keeper`, and the tests' servers.
+Must always hold: the server dies with the process that started it (`dying_with_parent`); every
+wait has a deadline; a server that fails to start is reported with the last lines of its log. Who
+calls it: `local_etcd`, `etcd_keeper`, and the tests' servers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_agent.network import family_of, loopback
-from zero_agent.signals import held
-from zero_agent.tether import tethered
+from zero_agent.node.network import family_of, loopback
+from zero_agent.node.process_control import dying_with_parent
+from zero_agent.node.signals import held
 from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import TlsFiles
@@ -205,8 +205,8 @@ class EtcdProcess:
         self._started: subprocess.Popen[bytes] | None = None
 
     def start(self) -> EtcdProcess:
-        """Start it, from the main thread (see `tether`); `wait_healthy` tells when it serves."""
-        command = tethered(self.member.command(self._binary or find_etcd()))
+        """Start it from the main thread, with which it dies; `wait_healthy` says when it serves."""
+        command = dying_with_parent(self.member.command(self._binary or find_etcd()))
         with self._log.open("ab") as output, held():
             self._started = subprocess.Popen(
                 command,

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
-from zero_agent.scratch import Scratch
+from zero_agent.node.scratch import Scratch
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, TlsFiles, write_certificates
 
 

@@ -34,8 +34,8 @@ from zero_agent.etcd.etcd_process import (
     log_tail,
     probe,
 )
-from zero_agent.scratch import Scratch
-from zero_agent.signals import held
+from zero_agent.node.scratch import Scratch
+from zero_agent.node.signals import held
 from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_agent.config import AgentFailed
+from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
-from zero_agent.network import address_towards, family_of
+from zero_agent.node.network import address_towards, family_of
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreError

@@ -27,8 +27,8 @@ from zero_agent.launch.hosts import Hosts, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
 from zero_agent.launch.session import Session
-from zero_agent.network import is_local, route_towards
-from zero_agent.scratch import Scratch
+from zero_agent.node.network import is_local, route_towards
+from zero_agent.node.scratch import Scratch
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port, split_host_port

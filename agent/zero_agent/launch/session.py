@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zero_agent.launch.runners import READY, Command
-from zero_agent.tether import tethered
+from zero_agent.node.process_control import dying_with_parent
 from zero_contract.exit_codes import ENDS_THE_JOB, LOST, verdict
 from zero_orchestrator.errors import SpecError
 
@@ -116,7 +116,7 @@ class Session:
     def _start(self, host: _Host) -> None:
         program, *words = host.command.argv
         host.process = subprocess.Popen(
-            tethered([shutil.which(program) or program, *words]),
+            dying_with_parent([shutil.which(program) or program, *words]),
             env={**os.environ, **host.command.env},
             stdin=subprocess.PIPE if host.command.told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,

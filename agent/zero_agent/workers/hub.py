@@ -1,6 +1,6 @@
 """One thread that waits for all of an agent's file descriptors.
 
-The pipes of the workers' output, the nursery's socket and the workers' message sockets are
+The pipes of the workers' output, the forkserver's socket and the workers' message sockets are
 registered with a callback that reads them. Callbacks run on the hub's thread and must not
 block; what the agent has to decide about goes to its inbox as an event.
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_agent.network import EXHAUSTED
+from zero_agent.node.network import EXHAUSTED
 
 log = logging.getLogger("zero")
 

@@ -1,7 +1,7 @@
 """`--numa-binding`: which CPUs a worker may run on, so that its memory is near its GPU.
 
 The GPU of a worker is the one its local rank selects; without GPUs the workers are spread evenly
-over the NUMA nodes. Everything is read from /sys and /proc, nothing is bound here: the nursery
+over the NUMA nodes. Everything is read from /sys and /proc, nothing is bound here: the forkserver
 does that, right after the fork. On a machine with one NUMA node, `node` and `socket` change
 nothing and every mode still works.
 

@@ -119,7 +119,7 @@ def end_process(code: int) -> NoReturn:
 def _finish_files() -> None:
     """What the program wrote to files that it left open is in them, as if they had been freed.
 
-    Only objects younger than the fork are looked at: the nursery has frozen the others.
+    Only objects younger than the fork are looked at: the forkserver has frozen the others.
     """
     files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
     for finish, kinds in FINISHED_IN_TURN:
@@ -131,7 +131,7 @@ def _finish_files() -> None:
 
 def _execute(program: Program) -> dict[str, Any]:
     """Run it, and return its variables."""
-    # The first entry is the nursery's idea of a program's directory; put the user's there.
+    # The first entry is the forkserver's idea of a program's directory; put the user's there.
     if program.is_module:
         sys.path[0] = os.getcwd()
         return runpy.run_module(program.target, run_name="__main__", alter_sys=True)

@@ -3,7 +3,7 @@
 Must always hold: a copy counts only when its receiver has verified every block; no call here
 waits longer than its limits, whatever the other node does.
 
-Called by `commit` and `search`. `zero_agent.ram_server` is the other end.
+Called by `commit` and `search`. `zero_agent.node.memory_server` is the other end.
 """
 
 from __future__ import annotations

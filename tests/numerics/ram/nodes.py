@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.numerics.test_leaving import Agent, under_agent
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
-from zero_agent.ram import Ram
+from zero_agent.node.memory import Ram
 from zero_engine.core.engine import Engine
 
 STEPS = 5

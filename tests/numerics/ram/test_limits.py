@@ -72,7 +72,7 @@ def train_without_agent(root: str) -> list[str]:
 
 _STOPPED = """
 import sys
-from zero_agent.ram import Ram
+from zero_agent.node.memory import Ram
 from zero_contract.worker import RamRequest
 print(Ram("job", "stopped", "127.0.0.1").open(RamRequest(request=1), "secret").address, flush=True)
 sys.stdin.read()

@@ -7,8 +7,8 @@ from dataclasses import fields
 from tests.unit.jobfile.support import job
 from zero_agent.command.command_line import parse
 from zero_agent.command.resolve import resolve
-from zero_agent.config import AgentConfig
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
+from zero_agent.loop.config import AgentConfig
 from zero_orchestrator.jobfile.reading.schema import JobFile
 from zero_orchestrator.jobfile.reading.settings import FLAGS, settings
 

@@ -89,7 +89,11 @@ def _problems_here(job: Job) -> Iterator[Problem]:
 
 def _become(job: Job, agents: int) -> NoReturn:
     """Become so many agents."""
-    words = _command(job) if agents == 1 else _command(job, "zero_agent.several", str(agents))
+    words = (
+        _command(job)
+        if agents == 1
+        else _command(job, "zero_agent.launch.local_agents", str(agents))
+    )
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
     os.execve(sys.executable, words, os.environ | _variables(job))

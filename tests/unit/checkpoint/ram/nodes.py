@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, same_bits, share
-from zero_agent.ram import Ram
+from zero_agent.node.memory import Ram
 from zero_checkpoint import Ballot, Loaded, load, own_layout
 from zero_checkpoint.memory.commit import Kept, RamSave, commit_in_ram
 from zero_checkpoint.memory.node import RamNode, home_of

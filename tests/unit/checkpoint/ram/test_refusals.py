@@ -60,7 +60,7 @@ def test_a_rank_that_fails_leaves_nothing_of_the_attempt_on_any_node(cluster):
 _STOPPED = """
 import sys
 from pathlib import Path
-from zero_agent.ram import Ram
+from zero_agent.node.memory import Ram
 from zero_contract.worker import RamRequest
 reply = Ram("job", "b", "127.0.0.1", Path(sys.argv[1])).open(RamRequest(request=1), "secret")
 print(reply.directory, reply.address, flush=True)

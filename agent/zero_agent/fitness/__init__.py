@@ -1,1 +1,0 @@
-"""Whether this node is fit to take part."""

@@ -1,0 +1,58 @@
+"""Several agents on this machine, as one process tree.
+
+`python -m zero_agent.launch.local_agents N FLAG ...`
+
+Each agent is in a session of its own and gets every signal that comes here, so Ctrl-C drains them
+all. Must always hold: no agent starts after the first signal; no agent outlives this process for
+longer than it takes to drain. However it ends, the kernel sends them SIGTERM, and they leave as on
+any other. Who calls it: `zero-ctl run` becomes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from zero_agent.node.process_control import dying_with_parent
+from zero_contract.exit_codes import verdict
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TICK_S = 0.1
+
+
+def run(count: int, flags: Sequence[str]) -> int:
+    """Run so many agents with the same flags to their end; the exit code of the job."""
+    # A handler that sent them on itself would miss the agent that is about to be one of `started`.
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in _FORWARDED:
+        signal.signal(number, lambda got, frame: signals.put(got))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    agent = dying_with_parent([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)
+    started: list[subprocess.Popen[bytes]] = []
+    while len(started) < count and signals.empty():
+        started.append(_start(agent))
+    if not started:
+        return 128 + signals.get()
+    while None in [process.poll() for process in started]:
+        with contextlib.suppress(queue.Empty):
+            got = signals.get(timeout=_TICK_S)
+            for process in started:
+                process.send_signal(got)  # does nothing once it has ended
+    return verdict([process.returncode for process in started])
+
+
+def _start(agent: list[str]) -> subprocess.Popen[bytes]:
+    """Start an agent; Ctrl-C waits until it can answer, since Python would with a traceback."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(agent, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,1 @@
+"""One agent at work: what happens on its loop, and what it decides there."""

@@ -1,0 +1,228 @@
+"""How one node leaves a job that goes on, and how workers and jobs end, as an agent tells it.
+
+A node leaves because of a signal, or because somebody asked it to.
+
+Must always hold: the first wish decides about the exit code; the same signal once more, or the
+deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
+after the one of `--signal`, and systemd SIGHUP after SIGTERM; a wish that etcd does not take is
+told when it answers, and until then nobody is left without a word. Who calls it: the agent's loop;
+`signalled` and `check_limit` also while a call to etcd is under way; what ends is told when
+`supervise` says REPORT_FAILURE or EXIT.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import textwrap
+from math import inf
+
+from zero_agent.errors import AgentFailed
+from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.node.state import Workers
+from zero_contract.clock import Clock, Stopwatch
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
+from zero_orchestrator.membership.job_state import DrainOrder, Failure, Snapshot, State
+from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.membership.rendezvous import Rendezvous
+
+log = logging.getLogger("zero")
+
+_RULE = "=" * 60
+_SOON = "leaving at the next step boundary, if the workers can"
+
+PROMPT_S = 0.7
+"""Etcd takes a wish within milliseconds; after so long the user is told that it waits."""
+SKEW_S = 2.0
+"""A scheduler signals all nodes of a job, one within so long of the other.
+
+Until then the others are not told that this node leaves: they would send SIGTERM to their workers,
+which are about to get the scheduler's signal, and may be needed for what all of them save together.
+"""
+
+
+class Leaving:
+    """This node's wish to leave, once there is one."""
+
+    def __init__(
+        self, rdzv: Rendezvous, journal: Journal, clock: Clock, shutdown_timeout_s: float
+    ) -> None:
+        self._rdzv = rdzv
+        self._journal = journal
+        self._since = Stopwatch(clock)
+        self._timeout_s = shutdown_timeout_s
+        self._signals: set[int] = set()
+        self._who = ""
+        self._told = self._warned = self._held = False
+        self.code: int = AgentExit.OK
+        """With which the agent exits when it has left."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether this node wants to leave."""
+        return self._since.running
+
+    def signalled(self, number: int) -> None:
+        """Leave at the next step boundary; at the same signal once more at once.
+
+        Raises:
+            AgentFailed: It has come before.
+        """
+        name = signal.Signals(number).name
+        if number in self._signals:
+            raise AgentFailed(128 + number, f"{name} again: the workers are killed")
+        self._signals.add(number)
+        if not self._begin(128 + number, name):
+            self._journal.tell("drain", f"{name}: {_SOON}; once more to leave at once")
+
+    def obey(self, order: DrainOrder | None, *, stopping: bool = False) -> None:
+        """Leave if somebody wants this node to; called in every turn.
+
+        Args:
+            order: Somebody's wish.
+            stopping: The workers have been told to end, and have not.
+
+        Raises:
+            StoreError: The others could not be told.
+        """
+        if order is not None:
+            self._begin(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
+        self._held = stopping and bool(self._signals) and not self._since.past(SKEW_S)
+        if self.begun and not (self._told or self._held):
+            revision = self._rdzv.drain()
+            self._told = True
+            self._journal.tell("drain", f"{self._who}: {_SOON}{self._hint}", revision=revision)
+
+    def check_limit(self) -> None:
+        """Whether leaving takes too long; a word if the others do not know of it yet.
+
+        Raises:
+            AgentFailed: It does.
+        """
+        if not (self._told or self._warned or self._held) and self._since.past(PROMPT_S):
+            self._warned = True
+            within = f"within {self._timeout_s:g} s in any case"
+            text = f"{self._who}: leaving when etcd answers, {within}{self._hint}"
+            self._journal.tell("drain", text)
+        if self._since.past(self._timeout_s):
+            raise AgentFailed(
+                self.code,
+                f"the node could not leave within {self._timeout_s:g} s "
+                "(--shutdown-timeout); its workers are killed",
+            )
+
+    @property
+    def left_s(self) -> float:
+        """How long leaving may still take; infinite if nobody wants this node to leave."""
+        elapsed_s = self._since.elapsed_s
+        return inf if elapsed_s is None else self._timeout_s - elapsed_s
+
+    @property
+    def _hint(self) -> str:
+        return "; once more to leave at once" if self._signals else ""
+
+    def _begin(self, code: int, who: str) -> bool:
+        """Exit with `code` after the next step boundary; False if that has begun already."""
+        fresh = self._since.start()
+        if fresh:
+            self.code, self._who = code, who
+        return fresh
+
+
+# ---- the end ----
+
+
+def root_cause(job: Snapshot) -> Failure | None:
+    """What made the job fail, from whichever node; None if no worker reported a failure."""
+    return min(job.failures, key=lambda cause: (cause.symptom, cause.revision), default=None)
+
+
+def failure_of(crew: NodeWorkers, node: str) -> Failure:
+    """What a node reports of its failed workers."""
+    end = crew.first_failure
+    return Failure(
+        node=node,
+        symptom=crew.state is Workers.PEER_LOST,
+        summary=f"{end.summary} on node {node}",
+        rank=end.rank,
+        traceback=end.traceback,
+        hang=crew.hung,
+        step=crew.steps.finished,
+        host=socket.gethostname(),
+        local_rank=end.local_rank,
+        pid=end.pid,
+        status=end.status,
+        error_file=end.error_file,
+    )
+
+
+def tell_traceback(cause: Failure) -> None:
+    """Show where a worker failed, if it has left that."""
+    if cause.traceback:
+        log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
+
+
+def root_cause_block(job: Snapshot) -> str:
+    """The end of a failed job, to be found by a search: as torchrun writes it, word for word."""
+    cause = root_cause(job)
+    facts = {"cause": job.cause} if cause is None else _facts(cause)
+    lines = (f"  {name:<10}: {value}" for name, value in facts.items())
+    return "\n".join((_RULE, "Root Cause (first observed failure):", *lines, _RULE))
+
+
+def _facts(cause: Failure) -> dict[str, str]:
+    """What is known of a failure, by torchrun's names; what is not known is left out."""
+    local = "" if cause.local_rank is None else f" (local_rank: {cause.local_rank})"
+    traceback = textwrap.indent(cause.traceback.rstrip(), "    ")
+    found = {
+        "host": cause.host,
+        "node": cause.node,
+        "rank": f"{cause.rank}{local}" if cause.rank >= 0 else "",
+        "exitcode": "" if cause.status is None else _exit_code(cause.status, cause.pid),
+        "error_file": cause.error_file,
+        "traceback": f"\n{traceback}" if traceback else f"none; {cause.summary}",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _exit_code(status: int, pid: int | None) -> str:
+    process = "" if pid is None else f" (pid: {pid})"
+    named = -status in list(signal.Signals)
+    name = f" ({signal.Signals(-status).name})" if named else ""
+    return f"{status}{process}{name}"
+
+
+def tell_end(
+    name: str, rdzv: Rendezvous, journal: Journal, *, left: int, stopped: int, named: bool
+) -> int:
+    """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
+
+    Args:
+        name: Of the job.
+        rdzv: The agent's.
+        journal: Of the agent.
+        left: The exit code if the job goes on without this node.
+        stopped: The exit code if somebody has stopped the job.
+        named: The job's name is the user's, not made of the command.
+    """
+    job = rdzv.snapshot
+    if job.state is State.FAILED:
+        _tell_failure(name, job, journal)
+        return AgentExit.NO_PROGRESS if job.by == Move.GIVE_UP else AgentExit.JOB_FAILED
+    if job.state is State.DONE:
+        journal.tell("done", f"job {name} is done")
+        return AgentExit.OK
+    if job.state is State.STOPPED:
+        again = "give another --rdzv-id" if named else "type the command again"
+        text = f"job {name} has been stopped: {job.cause}; to run it again, {again}"
+        journal.tell("stopped", text)
+        return stopped
+    journal.tell("drained", f"node {rdzv.node.id} has left the job")
+    return left
+
+
+def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:
+    journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
+    log.error("%s", root_cause_block(job))

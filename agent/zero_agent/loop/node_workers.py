@@ -1,0 +1,443 @@
+"""The crew of a node: its workers of the current round, and all that they need around them.
+
+Owns the forkserver that forks workers, the sockets and pipes that connect them to the agent, and
+the TCPStore of a round whose first node this is. It knows nothing of the job's state; the
+agent tells it what to do, and it tells the agent what has happened.
+
+Must always hold: every method returns at once; what comes back from processes arrives through
+`post`, on the agent's own thread; after `close` no process of this node is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_agent.errors import AgentFailed
+from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.store_writes import Reply
+from zero_agent.node.installed import Installed
+from zero_agent.node.leave_request import LeaveRequests
+from zero_agent.node.network import interface_of
+from zero_agent.node.state import BUSY, Workers
+from zero_agent.workers.channel import Channel
+from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
+from zero_agent.workers.exits import Exit, describe
+from zero_agent.workers.forkserver_client import ForkserverClient
+from zero_agent.workers.group import WorkerGroup
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.output import FILES, PAUSE_S
+from zero_agent.workers.progress import Steps
+from zero_contract.clock import Clock
+from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
+from zero_contract.worker import (
+    Ability,
+    CommitReply,
+    CommitRequest,
+    ExitCode,
+    Hello,
+    Leave,
+    Left,
+    Message,
+    Progress,
+    RamReply,
+    RamRequest,
+    When,
+)
+from zero_contract.writer import LONGEST_FLUSH_S
+from zero_orchestrator.membership.job_state import Node, Snapshot
+
+log = logging.getLogger("zero")
+
+_AT_BOUNDARY = (
+    "the workers leave at the next step boundary, or where only the script can save, with its next "
+    "save"
+)
+_BY_ITSELF = "the script is asked to save and leave (zero_agent.should_leave)"
+STACKS_S = 0.5
+"""Between asking for stacks and the kill; a recovery waits for it."""
+
+Post = Callable[[Callable[..., None]], Callable[..., None]]
+"""Wraps a handler so that it runs on the agent's thread."""
+
+
+class NodeWorkers:
+    """This node's workers; nothing runs before `start`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        job: str,
+        scratch: Path,
+        *,
+        clock: Clock,
+        journal: Journal,
+        environ: Mapping[str, str],
+        post: Post,
+        on_port: Callable[[int, int], None],
+        on_commit: Callable[[int, int, CommitRequest, Reply], None],
+        on_ram: Callable[[RamRequest], RamReply],
+    ) -> None:
+        """Start the forkserver, so that its imports overlap with the rendezvous.
+
+        Args:
+            config: Of the agent.
+            job: The job's name.
+            scratch: For sockets: a Unix socket's path is limited to 107 bytes, so not below the
+                user's log directory. If there is none, for the workers' error files as well.
+            clock: Measures how long workers take to leave or stop.
+            journal: Receives what happens to the workers.
+            environ: The environment workers inherit.
+            post: Wraps handlers so that they run on the agent's thread.
+            on_port: Called with a round and the port of the TCPStore opened for it.
+            on_commit: Takes the round, its fence, a worker's wish to publish, and how to answer it.
+            on_ram: Answers a worker that wants to keep checkpoints in memory.
+        """
+        self._config = config
+        self._clock = clock
+        self._journal = journal
+        self._post = post
+        self._on_port = on_port
+        self._on_commit = on_commit
+        self._on_ram = on_ram
+        self.steps = Steps(config.hang, clock)
+        self._env = forkserver_env(environ, config.slots, interface_of(config.address))
+        self._hub = Hub()
+        self._channel = Channel(self._hub, scratch / "agent.sock", post(self._on_message))
+        self._timers = timer_file(environ, scratch / "timers")
+        self._timer_host: int | None = None
+        if self._timers is not None:
+            self._env[ENV_TIMER_FILE] = str(self._timers)
+        self._installed = Installed()
+        log_dir = config.log_dir or scratch / "logs"
+        self._orders = Orders(
+            job,
+            log_dir,
+            self._env,
+            self._channel.path,
+            streams=config.streams,
+            cpus=config.cpus,
+            virtual_local_rank=config.virtual_local_rank,
+            # NAT need not lead back from behind itself.
+            store_host=config.address if config.advertised else "",
+        )
+        self._word: tuple[int, str] | None = None
+        self._directory: Path | None = None
+        """Of the files of the last round."""
+        self._forkserver = self._open_forkserver()
+        self._imports_lost = False
+        """The forkserver before this one was killed while it imported."""
+        self._group: WorkerGroup | None = None
+        self._can_leave: set[int] = set()
+        self._askings = LeaveRequests({})
+        self._asked_s: float | None = None
+        self._stop_s: float | None = None
+        self._kill_s: float | None = None
+        self._stores: dict[int, int] = {}
+        """TCPStores hosted here: id of the process -> its round."""
+        self._listening: set[int] = set()
+        """Those of them that have a port."""
+
+    # ---- how it stands ----
+
+    @property
+    def state(self) -> Workers:
+        """The workers, taken together."""
+        return self._group.state if self._group else Workers.NONE
+
+    @property
+    def prepared(self) -> bool:
+        """Workers can be started at once: what they need has been imported."""
+        return self._forkserver.ready
+
+    @property
+    def round(self) -> int:
+        """The round of the workers; 0 before the first."""
+        return self._group.round if self._group else 0
+
+    @property
+    def fence(self) -> int:
+        """The fence of that round."""
+        return self._group.fence if self._group else 0
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """The workers were asked to leave."""
+        return self._asked_s is not None
+
+    @property
+    def can_leave(self) -> bool:
+        """Every worker has said that it can: our engine under it, or its script."""
+        if self._group is None:
+            return False
+        return all(r in self._can_leave or self._askings.heard(r) for r in self._group.ranks)
+
+    @property
+    def overdue(self) -> bool:
+        """They were asked too long ago."""
+        return self._past(self._asked_s, self._config.boundary_timeout_s)
+
+    @property
+    def hung(self) -> bool:
+        """The workers were taken for hung."""
+        return self._group is not None and self._group.hung
+
+    @property
+    def unkillable(self) -> str:
+        """Why workers are still there long after SIGKILL; empty if none is."""
+        return self._group.unkillable if self._group is not None else ""
+
+    @property
+    def first_failure(self) -> Exit:
+        """The exit that ended the group."""
+        assert self._group is not None
+        return self._group.first_failure
+
+    def hosts_store_of(self, n: int) -> bool:
+        """Whether the TCPStore of round n is, or is about to be, on this node."""
+        return n in self._stores.values()
+
+    # ---- what to do ----
+
+    def leave_word(self, listener: int, secret: str) -> None:
+        """What the forkserver needs to say that this agent is dead, when it is.
+
+        Args:
+            listener: The descriptor at which the neighbour in the ring dials this agent.
+            secret: Of the job.
+        """
+        self._word = listener, secret
+        self._pass_word()
+
+    def _pass_word(self) -> None:
+        if self._word is not None and self._forkserver.ready:
+            self._forkserver.keep_word(self._config.node_id, *self._word)
+
+    def host_store(self, n: int) -> None:
+        """Open a TCPStore for round n; `on_port` is called when it listens."""
+        config = self._config
+        self._stores[self._forkserver.host_store(config.store_listens_on, config.store_ports)] = n
+
+    def start(self, job: Snapshot, node: Node, secret: str) -> None:
+        """Start the workers of the job's round on this node, given the job's secret."""
+        self._forget_last_round(job.n)
+        self._group = WorkerGroup(
+            self._forkserver, self._hub, job.n, fence=job.fence, clock=self._clock
+        )
+        self._host_timers()
+        self.steps.begin(self._orders.pulses(job, node))
+        self._askings = LeaveRequests(self._orders.askings(job, node))
+        orders = self._orders.of(job, node, secret)
+        self._tell_directory(self._orders.directory(job))
+        self._group.start(self._config.program, orders)
+        self._journal.tell(
+            "start",
+            f"round {job.n}: this node runs rank {', '.join(str(o.rank) for o in orders)} "
+            f"of {job.members.world_size}",
+            round=job.n,
+            world_size=job.members.world_size,
+        )
+
+    def _tell_directory(self, directory: Path) -> None:
+        if self._config.log_dir is not None and directory != self._directory:
+            self._journal.tell("logs", f"the workers' output is kept in {directory}")
+        self._directory = directory
+
+    def _host_timers(self) -> None:
+        """Anew in each round: torch's server ends itself when it has ended a worker."""
+        if self._timers is not None:
+            if self._timer_host is not None:
+                self._forkserver.signal(self._timer_host, signal.SIGKILL)
+            self._timer_host = self._forkserver.host_timers(str(self._timers))
+
+    def ask_to_leave(self, reason: str, within_s: float) -> None:
+        """Ask the workers to leave at their next step boundary; they have at most so long."""
+        self._asked_s = self._clock.now()
+        within_s = min(within_s, self._config.boundary_timeout_s)
+        leave = Leave(round=self.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
+        for rank in self._can_leave:
+            self._channel.send(rank, leave)
+        own = self._askings.ask()
+        how = _BY_ITSELF if own else _AT_BOUNDARY
+        self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
+
+    def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """This signal now, SIGKILL after the shutdown timeout, counted from the first signal."""
+        if self._stop_s is None:
+            self._stop_s = self._clock.now()
+        self._end(number, reason)
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Workers that cannot stop at a step boundary get a signal of the agent's, as it came."""
+        if self.state in BUSY and not self.can_leave:
+            self.stop(f"{number.name} is passed on to the workers", number)
+
+    def kill(self, reason: str, *, show_stacks: bool = False) -> None:
+        """SIGKILL; on request after every worker has written down where it is."""
+        if not show_stacks:
+            self._end(signal.SIGKILL, reason)
+            return
+        assert self._group is not None
+        self._kill_s = self._clock.now()
+        self._group.show_stacks()
+        self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._directory}")
+
+    def check_limits(self) -> None:
+        """Kill workers that were asked to stop too long ago, and a forkserver that is stuck."""
+        if self._past(self._stop_s, self._config.shutdown_timeout_s):
+            self._stop_s = None
+            self.kill("the workers did not stop in time")
+        if self._group and self._past(self._kill_s, STACKS_S):
+            self._kill_s = None
+            self._group.stop(signal.SIGKILL)
+        if self.state is Workers.RUNNING:
+            self._check_steps()
+        self._check_forkserver()
+
+    def _check_forkserver(self) -> None:
+        """One that does not obey would keep its workers, and the whole job, for ever."""
+        mute_s = self._forkserver.stuck_s(self._config.join_timeout_s)
+        if mute_s is not None:
+            text = f"the parent of the workers has not answered for {mute_s:.0f} s: it is killed"
+            self._journal.tell("forkserver", f"{text}, and they with it", level=logging.WARNING)
+            self._forkserver.kill()
+
+    def _check_steps(self) -> None:
+        """A worker that has taken no step for too long makes the whole group fail."""
+        assert self._group is not None
+        if hung := self.steps.too_slow():
+            rank, verdict = hung
+            self._kill_s = self._clock.now()
+            self._group.condemn(rank, verdict)
+            self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
+
+    def close(self) -> None:
+        """End every process of this node."""
+        self._forkserver.close()
+        deadline_s = time.monotonic() + LONGEST_FLUSH_S
+        while self._hub.pauses and time.monotonic() < deadline_s:
+            time.sleep(PAUSE_S)  # what they printed last waits for whoever reads it
+        self._channel.close()
+        self._hub.close()
+        FILES.flush()
+
+    def _end(self, number: signal.Signals, reason: str) -> None:
+        assert self._group is not None
+        self._journal.tell("stop", reason, round=self.round, signal=number.name)
+        self._group.stop(number)
+
+    def _forget_last_round(self, n: int) -> None:
+        self._can_leave.clear()
+        self._channel.hang_up()
+        self._asked_s = self._stop_s = self._kill_s = None
+        for store, of_round in list(self._stores.items()):
+            if of_round != n:
+                del self._stores[store]
+                self._forkserver.signal(store, signal.SIGKILL)
+
+    def _past(self, since_s: float | None, limit_s: float) -> bool:
+        return since_s is not None and self._clock.now() - since_s > limit_s
+
+    # ---- what has happened ----
+
+    def _open_forkserver(self) -> ForkserverClient:
+        news = self._post(self._on_news)
+        return ForkserverClient(self._hub, self._env, self._config.preload, news, self._clock)
+
+    def _on_news(self, forkserver: ForkserverClient, news: dict[str, Any]) -> None:
+        """What the forkserver says."""
+        if forkserver is not self._forkserver:
+            return
+        if "gone" in news:
+            self._forkserver_is_gone()
+        elif "ready" in news:
+            self._pass_word()
+        elif "port" in news and news["id"] in self._stores:
+            self._listening.add(news["id"])
+            self._on_port(self._stores[news["id"]], news["port"])
+        elif "pid" in news and self._group is not None:
+            self._worker_runs(news["id"], news["pid"])
+        elif "status" in news:
+            self._process_ended(news["id"], news["status"])
+
+    def _worker_runs(self, worker: int, pid: int) -> None:
+        assert self._group is not None
+        rank = self._group.runs_as(worker, pid)
+        if rank is not None:
+            text = f"rank {rank} runs as process {pid}"
+            self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
+
+    def _process_ended(self, process: int, status: int) -> None:
+        if process in self._stores and process not in self._listening and status > 0:
+            raise AgentFailed(
+                AgentExit.UNFIT,
+                f"the workers' store cannot listen on {self._config.store_listens_on}; its own "
+                "message is above",
+            )
+        if self._stores.pop(process, 0) == self.round and self.state is Workers.RUNNING:
+            assert self._group is not None
+            self._group.store_ended(status)
+            self._journal.tell("exit", self.first_failure.summary, round=self.round)
+        end = self._group.ended(process, status) if self._group else None
+        if end is not None and end.status != 0 and not end.wanted:
+            symptom = end.status == ExitCode.PEER_LOST
+            facts = {"symptom": True} if symptom else {}
+            self._journal.tell("exit", end.summary, round=self.round, rank=end.rank, **facts)
+
+    def _forkserver_is_gone(self) -> None:
+        status = self._forkserver.close()
+        imports = not self._forkserver.ready
+        # What ended with a message would do so again; a kill, for want of memory say, need not.
+        if imports and (status > 0 or self._imports_lost):
+            how = "; its own message is above" if status > 0 else f": {describe(status)}"
+            raise AgentFailed(
+                AgentExit.UNFIT,
+                "the process that starts the workers ended while it imported "
+                f"{', '.join(self._config.preload)}{how}",
+            )
+        self._imports_lost = imports
+        text = f"the parent of the workers is gone: {describe(status)}"
+        self._journal.tell("forkserver", text, level=logging.WARNING)
+        if self._group is not None:
+            self._group.orphaned()
+        self._stores.clear()
+        self._timer_host = None
+        if path := self._installed.changed:
+            raise AgentFailed(
+                AgentExit.UNFIT,
+                f"{path} has changed since this agent began, and it starts no process of another "
+                "version than its own; start the agent again",
+            )
+        self._forkserver = self._open_forkserver()
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        """What a worker says."""
+        match message:
+            case Hello() | CommitRequest() if message.round not in (0, self.round):
+                # Nobody is left to be answered, and this round's fence is not that round's.
+                log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
+            case Hello() if Ability.BOUNDARY in message.can:
+                self._can_leave.add(rank)
+                self.steps.promise()
+            case CommitRequest():
+                reply = partial(self._answer, rank, message.request)
+                self._on_commit(self.round, self.fence, message, reply)
+            case RamRequest():
+                self._channel.send(rank, self._on_ram(message))
+            case Left():
+                self._journal.tell("left", f"rank {rank} left at step {message.step}")
+            case Progress():
+                self.steps.beat(rank, message)
+                log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
+            case _:
+                pass
+
+    def _answer(self, rank: int, request: int, granted: bool, reason: str, passing: bool) -> None:
+        answer = CommitReply(request=request, granted=granted, reason=reason, passing=passing)
+        self._channel.send(rank, answer)

@@ -1,0 +1,193 @@
+"""What an agent does next: a pure function of the job and of its own workers.
+
+The agent's loop gathers a `Situation`, asks `next_action`, and carries the answer out; it takes
+no decision of its own. The round machine decides for the job, this decides for the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_agent.node.state import BUSY, Workers
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot, State
+
+
+class Action(StrEnum):
+    """What the agent can do."""
+
+    WAIT = "wait"
+    HOST_STORE = "host store"
+    START = "start"
+    ASK_TO_LEAVE = "ask to leave"
+    STOP = "stop"
+    KILL = "kill"
+    REPORT_DONE = "report done"
+    REPORT_QUIET = "report quiet"
+    REPORT_FAILURE = "report failure"
+    ABANDON = "abandon"
+    """Leave the job although workers are left that cannot be killed; the fence makes that safe."""
+    EXIT = "exit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Everything the next action depends on."""
+
+    job: Snapshot
+    node: Node
+    workers: Workers
+    round: int
+    """The round of these workers; 0 before the first."""
+    asked_to_leave: bool = False
+    can_leave: bool = False
+    """Every worker has said that it can leave without losing what it has done."""
+    overdue: bool = False
+    """The workers were asked to leave and have not for too long."""
+    unkillable: str = ""
+    """Why workers are still there long after SIGKILL; empty if none is."""
+    checking: bool = False
+    """This node is being examined: whether it is fit for the next round is not known yet."""
+    hosting: bool = False
+    """This agent hosts, or is about to host, the TCPStore of the job's round."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether processes are there."""
+        return self.workers in BUSY
+
+    @property
+    def reported(self) -> bool:
+        """Whether this node has said how its part of the job's round ended."""
+        failed = {failure.node for failure in self.job.failures}
+        return self.node.id in self.job.quiet | self.job.done | failed
+
+
+Step = tuple[Action, str]
+
+
+def next_action(now: Situation) -> Step:
+    """The next thing to do and its reason; WAIT until something changes."""
+    if now.unkillable and now.job.state not in ENDED:
+        return Action.ABANDON, now.unkillable
+    return _BY_STATE[now.job.state](now)
+
+
+def _not_begun(now: Situation) -> Step:
+    return Action.WAIT, "the job has not begun"
+
+
+def _forming(now: Situation) -> Step:
+    job = now.job
+    if now.busy:
+        return _kill(now, f"round {job.n} is over: {job.cause}")
+    if job.has_member(now.node) and now.node.id not in job.quiet:
+        if now.checking:
+            return Action.WAIT, "this node is being checked"
+        return Action.REPORT_QUIET, f"the workers of round {job.n} are gone"
+    if now.node.draining:
+        return Action.EXIT, "drained"
+    return Action.WAIT, f"round {job.n + 1} is forming"
+
+
+def _active(now: Situation) -> Step:
+    job = now.job
+    if now.busy and now.round != job.n:
+        return _kill(now, f"round {now.round} is over, round {job.n} runs")
+    index = job.members.index(now.node)
+    if index is None:
+        return _outside(now)
+    if now.round != job.n and not now.reported:
+        return _enter(now, index)
+    return _IN_ROUND[now.workers](now)
+
+
+def _outside(now: Situation) -> Step:
+    if now.node.draining:
+        return Action.EXIT, "drained"
+    return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
+
+
+def _enter(now: Situation, index: int) -> Step:
+    job = now.job
+    # Of a round that is being left, the first node may have gone before it opened the store.
+    reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
+    why = next((reason for reason in reasons if reason is not None), None)
+    if why is not None:
+        return Action.REPORT_QUIET, f"{why}: no workers are started"
+    if job.master is not None:
+        return Action.START, f"round {job.n} begins"
+    if index == 0 and not now.hosting:
+        return Action.HOST_STORE, f"first node of round {job.n}"
+    return Action.WAIT, f"the store of round {job.n} is being opened"
+
+
+_REPEATED = "what they have done since their last save is done again"
+_STOPPED = (
+    f"the workers are stopped at once, and {_REPEATED}: not all of them have said that they can "
+    "leave, as zero_agent.should_leave() does"
+)
+_LATE = f"the workers have not left in time: they are stopped, and {_REPEATED}"
+
+
+def _running(now: Situation) -> Step:
+    job = now.job
+    if job.yielding is None:
+        return Action.WAIT, f"round {job.n} runs"
+    if not now.can_leave:
+        return Action.STOP, f"{job.yielding}; {_STOPPED}"
+    if now.overdue:
+        return Action.STOP, f"{job.yielding}; {_LATE}"
+    if not now.asked_to_leave:
+        return Action.ASK_TO_LEAVE, job.yielding
+    return Action.WAIT, f"{job.yielding}; waiting for the workers to leave"
+
+
+def _stopping(now: Situation) -> Step:
+    return Action.WAIT, "the workers are stopping"
+
+
+def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
+    """Report how this node's part of the round ended, unless that is done."""
+
+    def rule(now: Situation) -> Step:
+        if not now.reported:
+            return action, reason
+        if now.node.draining:
+            return Action.EXIT, "drained"
+        return Action.WAIT, f"{reason}; waiting for the job"
+
+    return rule
+
+
+def _ended(now: Situation) -> Step:
+    if now.busy and not now.unkillable:
+        return _kill(now, f"the job is {now.job.state}")
+    return Action.EXIT, f"the job is {now.job.state}: {now.job.cause}"
+
+
+def _kill(now: Situation, reason: str) -> Step:
+    if now.workers is Workers.STOPPING:
+        return Action.WAIT, reason
+    return Action.KILL, reason
+
+
+_IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
+    Workers.NONE: _stopping,
+    Workers.RUNNING: _running,
+    Workers.STOPPING: _stopping,
+    Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
+    Workers.LEFT: _once(Action.REPORT_QUIET, "the workers have left"),
+    Workers.SUCCEEDED: _once(Action.REPORT_DONE, "the workers have finished"),
+    Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),
+    Workers.FAILED: _once(Action.REPORT_FAILURE, "a worker failed"),
+}
+_BY_STATE: Mapping[State | None, Callable[[Situation], Step]] = {
+    None: _not_begun,
+    State.FORMING: _forming,
+    State.ACTIVE: _active,
+    State.DONE: _ended,
+    State.FAILED: _ended,
+    State.STOPPED: _ended,
+}

@@ -1,0 +1,134 @@
+"""Neighbours in the ring that seem to be dead: which are removed at once, which once that is sure.
+
+Some evidence is certain: the process is gone, and this machine is its own, so its own kernel says
+so; or another process of the same node answers in its place. Everything else (a connection that
+ended, a port that refuses) comes from the network as well: a proxy that restarts and a firewall
+that rejects look the same. There the lease is the counter-evidence. An agent refreshes it every
+third of its time to live; one whose lease has not been refreshed since the suspicion, and for half
+of that time, is dead: removed about a second after its death, where the lease alone takes 2 to
+3.5 s. Whoever was removed so and came back alive is never removed so again: a network that lies
+costs at most one restart for each agent process, and the recovery from a real death a second.
+
+Must always hold: nobody is removed whose lease was refreshed after the suspicion arose.
+Who calls it: the agent's loop.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_agent.loop.limits import STORE_FAILS
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
+from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.membership.rendezvous import Rendezvous
+
+COARSE_S = 1.0
+"""Etcd tells the rest of a lease in whole seconds, rounded down."""
+
+
+class Verdict(StrEnum):
+    """What a lease says of a suspicion."""
+
+    UNKNOWN = "unknown"
+    ALIVE = "alive"
+    DEAD = "dead"
+
+
+class Suspicion:
+    """What is known of one lease since a suspicion arose; clock readings are handed in."""
+
+    def __init__(self, ttl_s: float, since_s: float) -> None:
+        """Nothing has been read yet.
+
+        Args:
+            ttl_s: Of the lease; it is refreshed every third of that.
+            since_s: When the suspicion arose.
+        """
+        self._ttl_s = ttl_s
+        self._since_s = self._asked_s = since_s
+        self._refreshed_by_s = float("inf")
+        """The last refresh was not after this time."""
+
+    def judge(self, left_s: float, asked_s: float, answered_s: float) -> Verdict:
+        """What one more reading shows.
+
+        Args:
+            left_s: The rest of the lease, rounded down to whole seconds.
+            asked_s: When it was asked for.
+            answered_s: When the answer was there.
+        """
+        age_s = self._ttl_s - left_s  # at most; at least COARSE_S less
+        if asked_s - age_s > self._since_s:
+            return Verdict.ALIVE
+        by_s = answered_s - (age_s - COARSE_S)
+        may_be_new = age_s - COARSE_S < answered_s - self._asked_s  # refreshed between two readings
+        self._refreshed_by_s = by_s if may_be_new else min(self._refreshed_by_s, by_s)
+        self._asked_s = asked_s
+        silent = answered_s - self._refreshed_by_s >= self._ttl_s / 2
+        return Verdict.DEAD if silent and self._refreshed_by_s <= self._since_s else Verdict.UNKNOWN
+
+
+@dataclass(kw_only=True)
+class _Suspect:
+    node: Node
+    suspicion: Suspicion
+
+
+class Suspects:
+    """The neighbours that the ring has reported, until etcd knows about each."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._dead: list[Node] = []
+        self._suspects: list[_Suspect] = []
+
+    def add(self, node: Node, certain: bool) -> None:
+        """The ring has found nobody where the agent of this node was.
+
+        Args:
+            node: As it was registered.
+            certain: There is no doubt.
+        """
+        if certain:
+            self._dead.append(node)
+        elif not node.evicted and node not in [suspect.node for suspect in self._suspects]:
+            suspicion = Suspicion(node.lease_ttl_s, self._clock.now())
+            self._suspects.append(_Suspect(node=node, suspicion=suspicion))
+
+    def run(self, rdzv: Rendezvous) -> None:
+        """Remove those that are certainly dead; ask after the others."""
+        with suppress(*STORE_FAILS):  # their leases will say the same
+            while self._dead:
+                self._evict(rdzv, self._dead.pop(), "its process has ended")
+            for suspect in list(self._suspects):
+                self._look(rdzv, suspect)
+
+    def _look(self, rdzv: Rendezvous, suspect: _Suspect) -> None:
+        asked_s = self._clock.now()
+        left_s = rdzv.lease_left_s(suspect.node)
+        found = (
+            suspect.suspicion.judge(left_s, asked_s, self._clock.now())
+            if left_s is not None
+            else Verdict.ALIVE  # it has left, or it has come back: nothing is to be done
+        )
+        if found is Verdict.UNKNOWN:
+            return
+        self._suspects.remove(suspect)
+        if found is Verdict.DEAD:
+            why = "its port refuses, and its lease is not kept alive"
+            self._evict(rdzv, suspect.node, why)
+        elif left_s is not None:
+            self._journal.tell(
+                "ring",
+                f"node {suspect.node.id} keeps its lease alive although "
+                f"{suspect.node.ring} refuses connections from here: it is not removed; "
+                "does a firewall reject them?",
+            )
+
+    def _evict(self, rdzv: Rendezvous, node: Node, why: str) -> None:
+        if rdzv.evict(node):
+            self._journal.tell("dead", f"the agent of node {node.id} is gone: {why}")

@@ -1,0 +1,184 @@
+"""`--health-port`: how this agent is, for a supervisor that asks over HTTP.
+
+`/healthz` says whether the agent works: its loop turns. `/readyz` says whether this node does
+what it is here for: its workers run in the job's current round. Both answer in JSON, with the
+state and the reason, 200 for yes and 503 for no.
+
+Must always hold: nothing here changes anything or waits for the agent; a slow client costs its
+own connection. Who calls it: `cli.py`. The server is the standard library's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from zero_agent.node.network import PatientServer
+from zero_agent.node.state import Workers
+from zero_orchestrator.addresses import host_port
+from zero_orchestrator.errors import SpecError
+
+log = logging.getLogger("zero")
+
+STALLED_S = 30.0
+"""A loop that has not turned for so long hangs: it turns ten times a second, also while it
+waits for etcd."""
+_CLIENT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """An agent, as it is seen from outside."""
+
+    job: str
+    node: str
+    round: int
+    state: str
+    """Of the job: FORMING, ACTIVE, ..."""
+    reason: str
+    """What the job is doing or waiting for."""
+    workers: Workers
+    workers_round: int
+    """The round in which they run, or ran."""
+    turned_s: float
+    """Seconds since the agent's loop last turned."""
+    store_silent_s: float | None
+    """For how long etcd has not answered; None while it does."""
+
+
+STARTING = Status(
+    job="",
+    node="",
+    round=0,
+    state="",
+    reason="the agent is starting",
+    workers=Workers.NONE,
+    workers_round=0,
+    turned_s=0.0,
+    store_silent_s=None,
+)
+
+Answer = tuple[bool, str]
+
+
+def healthy(now: Status) -> Answer:
+    """Whether the agent works, and why (not)."""
+    if now.turned_s > STALLED_S:
+        return False, f"the agent's loop has not turned for {now.turned_s:.0f} s"
+    return True, now.reason
+
+
+def ready(now: Status) -> Answer:
+    """Whether this node's workers run in the job's current round, and why (not)."""
+    alive, reason = healthy(now)
+    if not alive:
+        return False, reason
+    if now.workers is Workers.RUNNING and now.workers_round == now.round:
+        return True, now.reason
+    if now.store_silent_s is not None:
+        return False, f"etcd has not answered for {now.store_silent_s:.0f} s"
+    return False, f"no workers run here in round {now.round} ({now.workers}): {now.reason}"
+
+
+_QUESTIONS: dict[str, Callable[[Status], Answer]] = {"/healthz": healthy, "/readyz": ready}
+
+
+class Health:
+    """The server; `watch` tells it whose health to report."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listen, and answer from now on.
+
+        Raises:
+            SpecError: That address cannot be had.
+        """
+        self._look: Callable[[], Status] = lambda: STARTING
+        try:
+            self._server = _Server((host, port), self)
+        except (OSError, OverflowError) as error:
+            raise SpecError(
+                f"--health-port={port}: cannot listen on {host} ({error}); choose another port, "
+                "0 for any free one, or another --health-host"
+            ) from error
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="zero-health", daemon=True
+        ).start()
+        self.port = int(self._server.server_address[1])
+        where = host_port(host, self.port)
+        log.info("health: http://%s/healthz and http://%s/readyz", where, where)
+
+    def watch(self, look: Callable[[], Status]) -> None:
+        """Report what `look` sees; it is called on other threads and must only read."""
+        self._look = look
+
+    def waits(self, why: str) -> None:
+        """Report that there is no agent yet, because this node is not fit to join."""
+        waiting = replace(STARTING, reason=f"this node does not join yet: {why}")
+        self.watch(lambda: waiting)
+
+    def answer(self, path: str) -> tuple[HTTPStatus, dict[str, Any]]:
+        """The answer to a request."""
+        question = _QUESTIONS.get(path.partition("?")[0])
+        if question is None:
+            return HTTPStatus.NOT_FOUND, {"reason": f"ask for {' or '.join(_QUESTIONS)}"}
+        now = self._look()
+        yes, reason = question(now)
+        code = HTTPStatus.OK if yes else HTTPStatus.SERVICE_UNAVAILABLE
+        return code, {**asdict(now), "ok": yes, "reason": reason}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextlib.contextmanager
+def served(host: str, port: int | None) -> Iterator[Health | None]:
+    """The server while the context lasts; None without a port."""
+    if port is None:
+        yield None
+        return
+    with contextlib.closing(Health(host, port)) as health:
+        yield health
+
+
+class _Server(PatientServer, ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], health: Health) -> None:
+        self.health = health
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's look-up of this host's full name: it may take a minute."""
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no error of ours."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _CLIENT_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        code, record = self.server.health.answer(self.path)
+        body = json.dumps(record).encode() + b"\n"
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A probe a second is no news."""

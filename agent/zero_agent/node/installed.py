@@ -1,0 +1,43 @@
+"""Whether the files of this package are those that this agent was started from.
+
+`pip install -U` replaces them under a running agent, which would start the new version of a child
+process and misunderstand it. Who calls it: `node_workers`, before it starts such a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import zero_agent
+import zero_orchestrator
+
+
+class Installed:
+    """The files as they were at the beginning."""
+
+    def __init__(self, *directories: Path) -> None:
+        """Take note of them.
+
+        Args:
+            directories: Of the packages whose code agents run; none: of agent and orchestrator.
+        """
+        own = [Path(package.__path__[0]) for package in (zero_agent, zero_orchestrator)]
+        self._directories = directories or tuple(own)
+        self._before = self._look()
+
+    @property
+    def changed(self) -> Path | None:
+        """A file that was written, removed or added since; None if there is none."""
+        now = self._look()
+        differing = {path for path, _ in self._before.items() ^ now.items()}
+        return min(differing, default=None)
+
+    def _look(self) -> dict[Path, tuple[int, int]]:
+        found = {}
+        for directory in self._directories:
+            for path in directory.rglob("*.py"):
+                with contextlib.suppress(OSError):
+                    state = path.stat()
+                    found[path] = (state.st_mtime_ns, state.st_size)
+        return found

@@ -1,0 +1,213 @@
+"""Serves the node's memory for checkpoints to the workers of the job: ranges out, copies in.
+
+Must always hold: a copy appears under its name only when it is whole and every block of it has
+the digest that came with it; what is refused or breaks off leaves nothing; no more is taken than
+the budget; a caller that does not know the key, or stops in mid-sentence, costs a thread for
+seconds and nothing else.
+
+Called by `memory`. The protocol is `zero_contract.peer_memory`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import socketserver
+import threading
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISREG
+
+import xxhash
+
+from zero_agent.node.network import ANY_PORT, PatientServer, first_free
+from zero_contract import peer_memory as ram_wire
+from zero_contract.peer_memory import FILE, Get, Put, Reply, WireError
+from zero_orchestrator.addresses import host_port
+
+log = logging.getLogger("zero")
+
+_DIGEST_CHARACTERS = 16
+_BLOCK_LIMIT_BYTES = 64 << 20
+"""One block is in memory while it is verified."""
+_SLAB_BYTES = 1 << 20
+"""Received, verified and stored at once: blocks may be short."""
+
+
+class RamServer:
+    """Serves one directory, on threads of its own, until closed."""
+
+    def __init__(
+        self, directory: Path, address: str, key: str, budget_bytes: int, ports: range = ANY_PORT
+    ) -> None:
+        """Listen on one of these ports of the node's own address. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = type("Server", (_Server,), {"address_family": family})
+        self._server: _Server = first_free(ports, lambda port: server((address, port), _Caller))
+        self._server.directory, self._server.key = directory, key
+        self._server.budget_bytes = budget_bytes
+        self.port = int(self._server.server_address[1])
+        self.address = host_port(address, self.port)
+        threading.Thread(
+            target=self._server.serve_forever, name="zero-ram-server", daemon=True
+        ).start()
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all files here may take together."""
+        return self._server.budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, budget_bytes: int) -> None:
+        self._server.budget_bytes = budget_bytes
+
+    def close(self) -> None:
+        """Stop listening; returns at once."""
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._server.server_close()
+
+
+class _Server(PatientServer):
+    daemon_threads = True
+    allow_reuse_address = False
+    block_on_close = False
+    request_queue_size = 128
+    directory: Path
+    key: str
+    budget_bytes: int
+
+    def __init__(self, *args: object) -> None:
+        self.taking = threading.Lock()
+        """Held while room is reserved: two callers must not be given the same bytes."""
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("memory: the connection with %s broke", client_address)
+
+
+class _Caller(socketserver.BaseRequestHandler):
+    """One worker's connection."""
+
+    server: _Server
+    request: socket.socket
+
+    def handle(self) -> None:
+        connection = self.request
+        connection.settimeout(ram_wire.TRANSFER_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            ram_wire.serve_greeting(connection, self.server.key)
+        except WireError as error:
+            log.warning("memory: refused %s: %s", self.client_address[0], error)
+            return
+        with suppress(EOFError):
+            while True:
+                self._answer(ram_wire.hear(connection))
+
+    def _answer(self, record: ram_wire.Record) -> None:
+        match record:
+            case Get():
+                self._send_range(record)
+            case Put():
+                self._take(record)
+            case Reply():
+                raise WireError("a reply to nothing")
+
+    # ---- ranges out ----
+
+    def _send_range(self, wish: Get) -> None:
+        connection = self.request
+        try:
+            file = self._path(wish.path).open("rb")
+        except (OSError, WireError) as error:
+            ram_wire.send(connection, Reply(ok=False, reason=str(error)))
+            return
+        with file:
+            there = max(os.fstat(file.fileno()).st_size - wish.offset, 0)
+            length = min(wish.length, there)
+            ram_wire.send(connection, Reply(ok=True, length=length))
+            if length:
+                connection.sendfile(file, wish.offset, length)
+
+    # ---- copies in ----
+
+    def _take(self, wish: Put) -> None:
+        try:
+            path = self._path(wish.path)
+            digests = _digests(wish)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            descriptor = self._reserve(incoming, wish.size_bytes)
+        except (OSError, WireError) as error:
+            ram_wire.send(self.request, Reply(ok=False, reason=str(error)))
+            return
+        try:
+            ram_wire.send(self.request, Reply(ok=True))
+            problem = self._receive(descriptor, wish, digests)
+            if not problem:
+                incoming.replace(path)
+        finally:
+            os.close(descriptor)
+            incoming.unlink(missing_ok=True)
+        ram_wire.send(self.request, Reply(ok=not problem, reason=problem))
+
+    def _reserve(self, path: Path, size_bytes: int) -> int:
+        """A file of this size within the budget; its descriptor. Pages come as it is written."""
+        with self.server.taking:
+            used = used_bytes(self.server.directory)
+            if used + size_bytes > self.server.budget_bytes:
+                raise WireError(
+                    f"{size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed the "
+                    f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes, "
+                    "--ram-budget)"
+                )
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.truncate(descriptor, size_bytes)
+            return descriptor
+
+    def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
+        """Take in all blocks; what is wrong with them, if anything."""
+        size = wish.block_bytes
+        slab_bytes = max(_SLAB_BYTES // size, 1) * size
+        buffer = memoryview(bytearray(min(slab_bytes, wish.size_bytes)))
+        problem = ""
+        for begin in range(0, wish.size_bytes, slab_bytes):
+            slab = buffer[: min(slab_bytes, wish.size_bytes - begin)]
+            ram_wire.receive_into(self.request, slab)
+            for at in range(0, len(slab), size):
+                number = (begin + at) // size
+                if xxhash.xxh3_64_intdigest(slab[at : at + size]) != digests[number]:
+                    problem = problem or f"block {number} arrived damaged"
+            os.pwrite(descriptor, slab, begin)
+        return problem
+
+    def _path(self, name: str) -> Path:
+        if not FILE.fullmatch(name):
+            raise WireError(f"{name[:100]!r} is no file of a checkpoint")
+        return self.server.directory / name
+
+
+def _digests(wish: Put) -> list[int]:
+    """The digests of a Put, if they fit its size."""
+    if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
+        raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
+    count = -(-wish.size_bytes // wish.block_bytes)
+    if len(wish.digests) != count * _DIGEST_CHARACTERS:
+        raise WireError(f"not one digest for each of {count} blocks")
+    try:
+        words = bytes.fromhex(wish.digests)
+    except ValueError:
+        raise WireError("digests that are not hexadecimal") from None
+    return [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
+
+
+def used_bytes(directory: Path) -> int:
+    """What the files below a directory take; one with several names counts once."""
+    sizes: dict[int, int] = {}
+    for path in directory.rglob("*"):
+        with suppress(OSError):  # gone meanwhile
+            facts = path.lstat()
+            sizes[facts.st_ino] = facts.st_size if S_ISREG(facts.st_mode) else 0
+    return sum(sizes.values())

@@ -1,0 +1,93 @@
+"""Linux process control that the standard library does not have: prctl, and a process's children.
+
+`dying_with_parent(command)` gives the command line of a command that cannot outlive the process
+that starts it, however that one ends: this file, as a script, asks the kernel to end it when its
+parent dies (PR_SET_PDEATHSIG, which survives `exec`) and becomes the command, under the same pid.
+No code runs between fork and exec in the parent's image, so starting it is safe in a process with
+threads.
+
+Must always hold: the command runs only with the tie in place. The kernel ties a child to the
+*thread* that started it: start it from a thread that lives as long as the command is to, normally
+the main thread. Who calls it: the forkserver, `etcd_process`, `health_checks`, `launch`.
+
+Source: prctl(2), proc(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that forked it ends.
+
+    Args:
+        parent: The pid of the parent as it was before the fork; if it is gone by now, its
+            death will not be signalled any more, so this process ends at once.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, instead of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children(pid: int) -> list[int]:
+    """The pids of the direct children of a process, of all its threads."""
+    pids: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            pids += map(int, task.read_text().split())
+        except OSError:
+            continue  # the thread ended meanwhile
+    return pids
+
+
+def dying_with_parent(
+    command: list[str], *, to_thread: bool = False, by: signal.Signals = signal.SIGKILL
+) -> list[str]:
+    """The command line that runs `command` (its first word a path) as long as this process.
+
+    Args:
+        command: What to run.
+        to_thread: It may die with the thread that calls this; otherwise that is the main one.
+        by: What the kernel sends it then; it must end of that.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    assert main or to_thread, "it would die with this thread"
+    # Isolated and without site packages the interpreter is up in some 10 ms.
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(by)), *command]
+
+
+def _become(parent: int, by: int, command: list[str]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it died before the tie was in place
+        sys.exit(f"process {parent}, which started {command[0]}, is gone")
+    os.execv(command[0], command)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

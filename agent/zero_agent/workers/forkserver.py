@@ -1,0 +1,281 @@
+"""The forkserver: the one child of an agent, and the parent of all its workers.
+
+It imports torch (and what else is to be preloaded) once and forks each worker from that: a
+restart costs tens of milliseconds instead of seconds of imports. It is forked from before any
+thread or CUDA context exists in it, and it holds no connection but the socket to its agent.
+
+It also is what keeps a dead agent from leaving anything behind. It adopts the orphans of its
+workers; when its agent is gone (the socket ends, however the agent died) it kills every
+descendant and exits; and when it is killed itself, the kernel kills the workers with it. While it
+imports it hears nothing, so then it dies with its agent.
+
+The socket carries one JSON object a packet. From the agent:
+
+    {"op": "start", "id": 7, "program": {...}, "env": {...}}   + descriptors of stdout, stderr
+    {"op": "store", "id": 8, "address": ...}    host a TCPStore there, on a free port
+    {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
+    {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
+    {"op": "word", "node": ..., "secret": ...}  + the agent's listener: answer there when it is dead
+    {"op": "farewell"}                          the agent lives, and ends this process
+
+To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
+`{"obeyed": true}` once for each order, which shows that this process is not stuck.
+
+Run as `python -m zero_agent.workers.forkserver FD MODULE...`; only `forkserver_client` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from zero_agent.node.handshake import last_word
+from zero_agent.node.network import first_free
+from zero_agent.node.process_control import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    outlive_parent,
+)
+from zero_agent.workers import worker_main
+
+PACKET_BYTES = 1 << 17
+FAREWELL = b'{"op": "farewell"}'
+KILL_TIMEOUT_S = 5.0
+WAITING = 4096
+"""So many workers may connect to a round's store before it serves."""
+TIMERS_S = 0.1
+"""Between two looks at the timers."""
+
+
+class Forkserver:
+    """Forks, signals and reaps; single-threaded, so that forking is safe."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._pids: dict[int, int] = {}
+        self._ids: dict[int, int] = {}
+        self._parent = os.getppid()
+        self._listener: socket.socket | None = None
+        self._word: dict[str, str] = {}
+
+    def serve(self) -> worker_main.Program | None:
+        """Serve the agent until it is gone.
+
+        Returns:
+            In a forked worker the program to run, right after the fork; None in the forkserver
+            itself, when everything has been killed.
+        """
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        os.set_blocking(wake_read, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._tell({"ready": True})
+        while True:
+            readable, _, _ = select.select([self._agent.fileno(), wake_read], [], [])
+            if wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_read, 4096)
+            if self._agent.fileno() in readable:
+                data, fds = self._receive()
+                if not data:
+                    self._kill_children()
+                    if self._listener is not None:
+                        last_word(self._listener, self._parent, **self._word)
+                    self._kill_everything()
+                    return None
+                if program := self._obey(json.loads(data), fds):
+                    return program
+                self._tell({"obeyed": True})
+            self._reap()
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """An order and its descriptors; nothing when the agent is gone, however it went."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
+        except OSError:
+            return b"", []
+        return data, fds
+
+    def _obey(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program | None:
+        if order["op"] == "signal":
+            self._signal(order["id"], order["signal"])
+            return None
+        if order["op"] in {"word", "farewell"}:
+            if self._listener is not None:
+                self._listener.close()
+            self._word = {"secret": order["secret"], "node": order["node"]} if fds else {}
+            self._listener = socket.socket(fileno=fds[0]) if fds else None
+            return None
+        forkserver = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(forkserver)
+            os.setsid()
+            return self._become(order, fds)
+        self._pids[order["id"]], self._ids[pid] = pid, order["id"]
+        for fd in fds:
+            os.close(fd)
+        self._tell({"id": order["id"], "pid": pid})
+        return None
+
+    def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
+        """In the child: shed everything that belongs to the forkserver."""
+        self._word.clear()
+        if self._listener is not None:
+            self._listener.close()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in zip((null, *fds), range(3), strict=False):
+            os.dup2(source, target)
+            os.close(source)
+        if order["op"] == "store":
+            host_store(self._agent, order["id"], order["address"], range(*order["ports"]))
+        if order["op"] == "timers":
+            host_timers(self._agent, order["path"])
+        self._agent.close()
+        if order["cpus"]:
+            os.sched_setaffinity(0, order["cpus"])
+        os.environ.update(order["env"])
+        return worker_main.Program(**order["program"])
+
+    def _signal(self, worker: int, number: int) -> None:
+        # The pid cannot have been reused: this process alone reaps it, and forgets it then.
+        pid = self._pids.get(worker)
+        if pid is None:
+            return
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            os.kill(pid, number)  # just forked: it has not made its group yet
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self._ids.pop(pid, None)
+            if worker is None:
+                continue  # an adopted orphan
+            del self._pids[worker]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what the worker has left in its group
+            self._tell({"id": worker, "status": os.waitstatus_to_exitcode(status)})
+            if not self._pids:
+                self._kill_children()  # orphans that had left their group
+
+    def _kill_children(self) -> list[int]:
+        pids = children(os.getpid())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return pids
+
+    def _kill_everything(self) -> None:
+        """Kill generation after generation: the orphans of one are adopted, and die next."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while self._kill_children() and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+    def _tell(self, news: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a dead agent is noticed when reading
+            self._agent.send(json.dumps(news).encode())
+
+
+def host_store(agent: socket.socket, worker: int, address: str, ports: range) -> None:
+    """Serve a round's TCPStore until killed; it outlives every worker of its round.
+
+    It listens on the node's own address alone: torch's store asks nobody who they are. It does so
+    at once, and imports torch, unless the forkserver has, when the first worker connects:
+    programs without torch never do.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = first_free(
+            ports,
+            lambda port: socket.create_server((address, port), family=family, backlog=WAITING),
+        )
+    except OSError as error:
+        raise SystemExit(f"zero-agent: no store for the workers: {error.strerror}") from None
+    port = listener.getsockname()[1]
+    agent.send(json.dumps({"id": worker, "port": port}).encode())
+    agent.close()
+    select.select([listener], [], [])
+    # By name: the agent's own code does not depend on torch, its children run on it.
+    torch, distributed = map(importlib.import_module, ("torch", "torch.distributed"))
+    store = distributed.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= (2, 8),  # it could not take a socket over before
+    )
+    while store is not None:  # it serves as long as somebody holds it
+        signal.pause()
+
+
+def host_timers(agent: socket.socket, path: str) -> None:
+    """Serve torch's `FileTimerClient`s until killed: SIGKILL for a worker whose time is up."""
+    timer = importlib.import_module("torch.distributed.elastic.timer")
+    agent.close()
+    timer.FileTimerServer(path, run_id="", max_interval=TIMERS_S).start()
+    while True:
+        signal.pause()
+
+
+def preload(modules: list[str]) -> None:
+    """Import what the workers will need; what is not installed is left to them."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module and "." in module:  # of a package that is there
+                print(f"zero-agent: there is no module {module} to preload", file=sys.stderr)
+        except Exception as error:
+            raise SystemExit(
+                f"zero-agent: importing {module} has failed: {type(error).__name__}: {error}; "
+                f"python -c 'import {module}' shows where"
+            ) from None
+        if threading.active_count() > 1:
+            raise SystemExit(
+                f"zero-agent: importing {module} starts a thread, which workers that "
+                "are forked would lack; leave it out of --preload"
+            )
+    gc.freeze()  # shared with every worker for good: no collection there looks at it, or copies it
+
+
+def main() -> None:
+    """Serve; in a forked worker, go on as its program."""
+    os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
+    adopt_orphans()
+    fd, *modules = sys.argv[1:]
+    die_with_parent(os.getppid())
+    preload(modules)
+    outlive_parent()  # to kill what the workers leave
+    program = Forkserver(socket.socket(fileno=int(fd))).serve()
+    if program is not None:
+        worker_main.run(program)
+    worker_main.end_process(0)
+
+
+if __name__ == "__main__":
+    main()

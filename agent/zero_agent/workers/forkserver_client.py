@@ -1,0 +1,254 @@
+"""The agent's end of the forkserver: its start, the orders it is given, the news it sends, its end.
+
+The forkserver does not listen while it imports, and the agent never waits for the imports: orders
+are held until then.
+
+Must always hold: orders arrive in the order in which they were given, from whichever thread;
+descriptors that go along are open until then, and closed after. Who calls it: the node's workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_agent.node.network import ANY_PORT
+from zero_agent.workers.forkserver import FAREWELL, PACKET_BYTES
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.output import Tap
+from zero_agent.workers.worker_main import Program
+from zero_contract.clock import Clock, Stopwatch, SystemClock
+
+log = logging.getLogger("zero")
+
+CLOSE_TIMEOUT_S = 8.0
+KILL_TIMEOUT_S = 5.0
+ANSWER_S = 10.0
+"""A forkserver that has not obeyed an order for so long is stuck: it takes milliseconds."""
+
+
+class ForkserverClient:
+    """The agent's handle on its forkserver process."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        env: Mapping[str, str],
+        preload: Sequence[str],
+        on_news: Callable[[ForkserverClient, dict[str, Any]], None],
+        clock: Clock | None = None,
+    ) -> None:
+        """Start it; `on_news` is called on any thread, with `{"gone": True}` at its end."""
+        self._hub = hub
+        self._on_news = on_news
+        self.ready = False
+        """It has imported what was to be preloaded."""
+        self._obeyed = self._answered = 0
+        self._mute = Stopwatch(clock or SystemClock())
+        self._ids = itertools.count(1)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._outbox = _Outbox(self._socket)
+        fd = theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zero_agent.workers.forkserver", str(fd), *preload],
+            pass_fds=[fd],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        hub.add(self._socket.fileno(), self._on_readable)
+
+    def start(
+        self,
+        program: Program,
+        env: Mapping[str, str],
+        out: Tap,
+        err: Tap,
+        cpus: Collection[int] = (),
+    ) -> int:
+        """Fork a worker, bound to some CPUs if any; its id, known from now on in `on_news`."""
+        order = {"op": "start", "program": vars(program), "env": dict(env), "cpus": sorted(cpus)}
+        worker = self._order(order, [out.write_fd, err.write_fd])
+        out.started()
+        err.started()
+        return worker
+
+    def host_store(self, address: str, ports: range = ANY_PORT) -> int:
+        """Fork a process that hosts a TCPStore on an address, at one of these ports; its id.
+
+        News will have the port, or, if none was free, its end.
+        """
+        ends = [ports.start, ports.stop]
+        return self._order({"op": "store", "address": address, "ports": ends}, [])
+
+    def host_timers(self, path: str) -> int:
+        """Fork a process that hosts torch's file timers at a path; its id."""
+        return self._order({"op": "timers", "path": path}, [])
+
+    def keep_word(self, node: str, listener: int, secret: str) -> None:
+        """Give it what it needs to answer in the agent's place, once that is dead."""
+        self._order({"op": "word", "node": node, "secret": secret}, [listener])
+
+    def signal(self, worker: int, number: int) -> None:
+        """Signal a worker's whole process group; nothing happens if it is gone.
+
+        One that waits for the imports is not started any more: that is its end, at once.
+        """
+        if self._outbox.withdraw(worker):
+            self._on_news(self, {"id": worker, "status": -int(number)})
+        else:
+            self._outbox.give(worker, {"op": "signal", "signal": int(number)}, [])
+
+    def stuck_s(self, imports_s: float) -> float | None:
+        """For how long it has owed an answer, if that is too long; to be asked again and again.
+
+        Args:
+            imports_s: How long an order may wait for its imports.
+        """
+        limit_s = ANSWER_S if self.ready else imports_s
+        answered = self._obeyed + self.ready
+        if answered != self._answered or self._outbox.given <= self._obeyed:
+            self._answered = answered
+            self._mute.stop()
+        else:
+            self._mute.start()
+        return self._mute.elapsed_s if self._mute.past(limit_s) else None
+
+    def close(self) -> int:
+        """End it and everything below it; its exit code, or the negative number of a signal."""
+        with contextlib.suppress(OSError):  # it is gone, or stands still
+            self._socket.send(FAREWELL, socket.MSG_DONTWAIT)
+        self._hub.remove(self._socket.fileno(), self._socket.close)
+        self._outbox.close()
+        if not self.ready:  # it imports, and does not listen
+            self.kill()
+        try:
+            return self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        try:
+            return self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it cannot be killed
+            return -signal.SIGKILL
+
+    @property
+    def pid(self) -> int:
+        """Of its process, the parent of the workers."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """With what its imports have started; the kernel kills the workers with it.
+
+        From now on it has as long again before it counts as stuck.
+        """
+        self._mute.stop()
+        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _order(self, order: dict[str, Any], fds: list[int]) -> int:
+        worker = next(self._ids)
+        self._outbox.give(worker, order, fds)
+        return worker
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(PACKET_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._hub.remove(self._socket.fileno())
+            self._on_news(self, {"gone": True})
+            return
+        news = json.loads(data)
+        if "ready" in news:
+            self.ready = True
+            self._outbox.listens()
+        self._obeyed += "obeyed" in news
+        self._on_news(self, news)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packet:
+    """An order, and copies of its descriptors."""
+
+    id: int
+    data: bytes
+    fds: list[int]
+
+
+class _Outbox:
+    """The agent's end of the forkserver's socket, for sending."""
+
+    def __init__(self, to_forkserver: socket.socket) -> None:
+        self._socket = to_forkserver
+        self._lock = threading.Lock()
+        self._held: list[_Packet] = []
+        self._open = self._closed = False
+        self.given = 0
+        """How many orders were given, without those that were withdrawn."""
+
+    def give(self, id: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """Send an order about a process, or hold it; the caller may close the descriptors.
+
+        After `close` it is dropped: the process went with the forkserver.
+        """
+        data = json.dumps({**order, "id": id}).encode()
+        if len(data) > PACKET_BYTES:
+            raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
+        with self._lock:
+            if self._closed:
+                return
+            packet = _Packet(id, data, [os.dup(fd) for fd in fds])
+            self.given += 1
+            self._held.append(packet)
+            if self._open:
+                self._send_held()
+
+    def listens(self) -> None:
+        """The forkserver listens from now on."""
+        with self._lock:
+            self._open = True
+            self._send_held()
+
+    def withdraw(self, id: int) -> bool:
+        """Take back the order to start a process; False if it is not held any more."""
+        with self._lock:
+            found = [packet for packet in self._held if packet.id == id]
+            self._held = [packet for packet in self._held if packet.id != id]
+            self.given -= len(found)
+        _close(found)
+        return bool(found)
+
+    def close(self) -> None:
+        """Nothing will be sent any more, also not what is held."""
+        with self._lock:
+            self._closed = True
+            found, self._held = self._held, []
+        _close(found)
+
+    def _send_held(self) -> None:
+        for packet in self._held:
+            try:
+                socket.send_fds(self._socket, [packet.data], packet.fds)
+            except OSError as error:
+                log.warning("the forkserver does not listen: %s", error)  # its end comes as news
+        _close(self._held)
+        self._held = []
+
+
+def _close(packets: Sequence[_Packet]) -> None:
+    for packet in packets:
+        for fd in packet.fds:
+            os.close(fd)

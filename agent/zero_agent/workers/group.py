@@ -1,0 +1,181 @@
+"""The workers of this node: started, watched and stopped through the forkserver.
+
+`WorkerGroup` holds one round's workers and says how they stand as a whole. Output goes through
+`output.Tap`s, exits and process ids arrive as events on the hub's thread.
+
+Must always hold: no worker is started while another of an older round may be running; a group
+whose first worker has failed is killed as a whole, since a collective with a dead member never
+ends; `STOPPED`, `FAILED`, ... are said only when every process of the group is gone.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zero_agent.node.state import Workers
+from zero_agent.workers.environment import Order
+from zero_agent.workers.exits import Exit, read_stacks
+from zero_agent.workers.forkserver_client import ForkserverClient
+from zero_agent.workers.hub import Hub
+from zero_agent.workers.oom import OomKills
+from zero_agent.workers.output import STDERR, STDOUT, Tap
+from zero_agent.workers.unkillable import GIVE_UP_S, describe
+from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
+from zero_contract.clock import Clock, Stopwatch, SystemClock
+from zero_contract.worker import ExitCode
+
+
+class WorkerGroup:
+    """This node's workers of one round."""
+
+    def __init__(
+        self,
+        forkserver: ForkserverClient,
+        hub: Hub,
+        n: int,
+        *,
+        fence: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self.round = n
+        self.fence = fence
+        self.exits: list[Exit] = []
+        """In the order in which the workers ended."""
+        self._forkserver = forkserver
+        self._hub = hub
+        self._running: dict[int, Order] = {}
+        self._pids: dict[int, int] = {}
+        self._stopping = False
+        self._killed = Stopwatch(clock or SystemClock())
+        self._condemned: Exit | None = None
+        self.hung = False
+        """Its workers took no step for too long."""
+        self._stacks: dict[int, Path] = {}
+        self._oom = OomKills()
+
+    def start(self, program: Program, orders: Sequence[Order]) -> None:
+        """Start all workers."""
+        for order in orders:
+            out = Tap.along(self._hub, STDOUT, order.out)
+            err = Tap.along(self._hub, STDERR, order.err)
+            own = _with_local_rank(program, order.local_rank)
+            worker = self._forkserver.start(own, order.env, out, err, order.cpus)
+            self._running[worker] = order
+
+    def stop(self, number: int) -> None:
+        """Ask (SIGTERM) or make (SIGKILL) all workers end."""
+        self._stopping = True
+        if number == signal.SIGKILL:
+            self._killed.start()
+        for worker in self._running:
+            self._forkserver.signal(worker, number)
+
+    def show_stacks(self) -> None:
+        """Have every worker write down where it is; it is to be killed soon after."""
+        self._stacks = {
+            order.rank: stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()
+        }
+        self.stop(STACKS_SIGNAL)
+
+    def condemn(self, rank: int, reason: str) -> None:
+        """Take the group for hung: it has failed, by this rank, whatever its processes do."""
+        self.hung = True
+        self._condemned = self._verdict(rank, -signal.SIGKILL, reason)
+        self.show_stacks()
+
+    def _verdict(self, rank: int, status: int, reason: str) -> Exit:
+        """The end of a worker that this agent takes for failed."""
+        end = Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
+        of_rank = (worker for worker, order in self._running.items() if order.rank == rank)
+        worker = next(of_rank)
+        return self._placed(end, worker, self._running[worker])
+
+    def _placed(self, end: Exit, worker: int, order: Order) -> Exit:
+        """With where it was: people look for its process and its files."""
+        file, pid = Path(order.env[ENV_ERROR_FILE]), self._pids.get(worker)
+        left = str(file) if file.exists() else ""
+        return replace(end, local_rank=order.local_rank, pid=pid, error_file=left)
+
+    def store_ended(self, status: int) -> None:
+        """It has failed: without the round's TCPStore no worker can find its peers, or save."""
+        rank = min(order.rank for order in self._running.values())
+        self._condemned = self._verdict(rank, status, "the process with the round's TCPStore ended")
+        self.stop(signal.SIGKILL)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the workers that run, or wait to be started."""
+        return [order.rank for order in self._running.values()]
+
+    def runs_as(self, worker: int, pid: int) -> int | None:
+        """Take note of a worker's process; its rank, or None if it is not one of this group."""
+        order = self._running.get(worker)
+        if order is not None:
+            self._pids[worker] = pid
+        return order.rank if order else None
+
+    @property
+    def unkillable(self) -> str:
+        """Which workers are left long after SIGKILL, and where they are; empty if none is."""
+        if not (self._running and self._killed.past(GIVE_UP_S)):
+            return ""
+        left = [
+            f"rank {order.rank}: {describe(self._pids.get(worker, self._forkserver.pid))}"
+            for worker, order in self._running.items()
+        ]
+        return f"not ended {GIVE_UP_S:g} s after SIGKILL: {'; '.join(left)}"
+
+    def ended(self, worker: int, status: int) -> Exit | None:
+        """Take note of a worker's end; None if it is not one of this group."""
+        order = self._running.pop(worker, None)
+        if order is None:
+            return None
+        error_file = Path(order.env[ENV_ERROR_FILE])
+        wanted = self._stopping
+        killer = self._oom.blame() if status == -signal.SIGKILL and not wanted else ""
+        end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
+        end = self._placed(end, worker, order)
+        self.exits.append(end)
+        if status not in (ExitCode.OK, ExitCode.LEFT):
+            self.stop(signal.SIGKILL)
+        return end
+
+    def orphaned(self) -> None:
+        """The forkserver is gone, and the workers with it."""
+        for worker in list(self._running):
+            self.ended(worker, -signal.SIGKILL)
+
+    @property
+    def state(self) -> Workers:
+        """How the group stands as a whole."""
+        if self._running:
+            return Workers.STOPPING if self._stopping else Workers.RUNNING
+        statuses = {end.status for end in self.exits if not end.wanted}
+        if self._condemned is not None or statuses - set(ExitCode):
+            return Workers.FAILED
+        if ExitCode.PEER_LOST in statuses:
+            return Workers.PEER_LOST
+        if ExitCode.LEFT in statuses:
+            return Workers.LEFT
+        return Workers.STOPPED if self._stopping else Workers.SUCCEEDED
+
+    @property
+    def first_failure(self) -> Exit:
+        """The exit that made the group fail: by order of exit, not by anybody's clock."""
+        if self._condemned is not None:
+            return replace(self._condemned, traceback=read_stacks(self._stacks))
+        unwanted = [end for end in self.exits if not end.wanted]
+        failures = [end for end in unwanted if end.status not in set(ExitCode)]
+        return (failures or unwanted or self.exits)[0]
+
+
+def _with_local_rank(program: Program, local_rank: int) -> Program:
+    """Fill in torchrun's one macro, `${local_rank}` in an argument."""
+
+    def fill(texts: list[str]) -> list[str]:
+        return [text.replace("${local_rank}", str(local_rank)) for text in texts]
+
+    return replace(program, arguments=fill(program.arguments), command=fill(program.command))

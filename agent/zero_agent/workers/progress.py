@@ -1,0 +1,137 @@
+"""The steps of this node's workers: how far they are, and which of them is to be taken for hung.
+
+They come from two sides, which count the same: workers under our engine report each step on their
+socket (`Progress`), any other script may send heartbeats. The longest time between two steps so
+far, saves included, times a factor is the limit, and some minutes at least: killing a healthy run
+is worse than noticing a hang late. A user who knows better says so with --hang-timeout. Before the
+second step nothing is known and nothing is judged: the first one compiles, loads and warms up.
+
+Must always hold: nothing is judged of a worker that has said nothing. Who calls it: the node's
+workers.
+
+Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_agent.node.heartbeat import Heartbeats
+from zero_contract.clock import Clock
+from zero_contract.values import parse_seconds
+from zero_contract.worker import Progress
+
+FACTOR = 10.0
+FLOOR_S = 300.0
+"""Never judge faster by oneself: an evaluation between two steps is no hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangPolicy:
+    """How long is too long."""
+
+    limit_s: float | None = None
+    """A fixed limit; None: learnt from the steps."""
+    enabled: bool = True
+
+
+class StepClock:
+    """The steps of one worker in one round."""
+
+    def __init__(self, policy: HangPolicy) -> None:
+        self._policy = policy
+        self._last_s: float | None = None
+        self._longest_s: float | None = None
+
+    def beat(self, now_s: float) -> None:
+        """A step has ended."""
+        if self._last_s is not None:
+            self._longest_s = max(self._longest_s or 0.0, now_s - self._last_s)
+        self._last_s = now_s
+
+    @property
+    def limit_s(self) -> float | None:
+        """How long the next step may take; None while that cannot be said."""
+        if not self._policy.enabled or self._last_s is None:
+            return None
+        if self._policy.limit_s is not None:
+            return self._policy.limit_s
+        return None if self._longest_s is None else max(FLOOR_S, FACTOR * self._longest_s)
+
+    def verdict(self, now_s: float) -> str | None:
+        """Why this worker is hung, or None if it is not."""
+        limit_s = self.limit_s
+        if limit_s is None or self._last_s is None or now_s - self._last_s <= limit_s:
+            return None
+        how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x the longest"
+        return f"no step for {now_s - self._last_s:.1f} s (limit {limit_s:.1f} s, {how})"
+
+
+def parse_hang_timeout(text: str) -> HangPolicy:
+    """`auto`, `off`, or a length of time, such as `600` or `10m`.
+
+    Raises:
+        ValueError: None of these.
+    """
+    if text == "auto":
+        return HangPolicy()
+    if text == "off":
+        return HangPolicy(enabled=False)
+    limit_s = parse_seconds(text)
+    if limit_s == 0:
+        raise ValueError(text)
+    return HangPolicy(limit_s=limit_s)
+
+
+class Steps:
+    """The steps of one node's workers, from round to round."""
+
+    def __init__(self, policy: HangPolicy, clock: Clock) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._clocks: dict[int, StepClock] = {}
+        self._pulses = Heartbeats({})
+        self._promised = False
+        self.last: Progress | None = None
+        """The last step that any worker of this node has reported, in whichever round."""
+
+    @property
+    def finished(self) -> int | None:
+        """The last step that workers have finished, 0 before the first; None: they do not say."""
+        if self.last is not None:
+            return self.last.step
+        return 0 if self._promised else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a worker has finished a step of this round."""
+        return bool(self._clocks)
+
+    def begin(self, pulses: Mapping[int, Path]) -> None:
+        """A round begins.
+
+        Args:
+            pulses: Where each worker, by rank, may show its pulse.
+        """
+        self._clocks = {}
+        self._pulses = Heartbeats(dict(pulses))
+
+    def promise(self) -> None:
+        """A worker has said that it will report its steps."""
+        self._promised = True
+
+    def beat(self, rank: int, progress: Progress | None = None) -> None:
+        """A worker gets on; `progress` if it says how far it is."""
+        self.last = progress or self.last
+        self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
+
+    def too_slow(self) -> tuple[int, str] | None:
+        """The first worker that is taken for hung, and why; feels every pulse before."""
+        for rank, step in self._pulses.beats():
+            self.beat(rank, None if step is None else Progress(step=step))
+        for rank, clock in self._clocks.items():
+            if verdict := clock.verdict(self._clock.now()):
+                return rank, verdict
+        return None

@@ -1,0 +1,65 @@
+"""A script's heartbeat, and what the agent feels of it."""
+
+import os
+import subprocess
+import sys
+
+import zero_agent
+from zero_agent.node.heartbeat import ENV_FILE, Heartbeats
+from zero_contract.worker import ENV_HEARTBEAT
+
+
+def felt(pulses: Heartbeats) -> list[tuple[int, int | None]]:
+    return list(pulses.beats())
+
+
+def test_each_beat_is_felt_once_with_its_step(tmp_path, monkeypatch):
+    file = tmp_path / "pulse"
+    pulses = Heartbeats({3: file, 4: tmp_path / "silent"})
+    assert felt(pulses) == []
+    monkeypatch.setenv(ENV_FILE, str(file))
+    for step in (99, 100, 7):
+        zero_agent.heartbeat(step)
+        assert felt(pulses) == [(3, step)]
+        assert felt(pulses) == []
+    zero_agent.heartbeat()
+    assert felt(pulses) == [(3, None)]
+
+
+def test_a_shell_may_touch_the_file(tmp_path):
+    file = tmp_path / "pulse"
+    pulses = Heartbeats({0: file})
+    subprocess.run(["touch", str(file)], check=True)
+    assert felt(pulses) == [(0, None)]
+    file.write_text("12\n")
+    os.utime(file, ns=(1, 1))
+    assert felt(pulses) == [(0, 12)]
+    file.write_bytes(b"\xff rubbish")
+    os.utime(file, ns=(2, 2))
+    assert felt(pulses) == [(0, None)]
+
+
+def test_a_heartbeat_never_disturbs_the_script(tmp_path, monkeypatch):
+    monkeypatch.delenv(ENV_FILE, raising=False)
+    zero_agent.heartbeat(1)
+    monkeypatch.setenv(ENV_FILE, str(tmp_path / "no" / "such" / "directory"))
+    zero_agent.heartbeat(1)
+    monkeypatch.setenv(ENV_FILE, str(tmp_path / "pulse"))
+    zero_agent.heartbeat("no number")
+    assert not (tmp_path / "pulse").exists()
+
+
+def test_the_import_is_cheap_and_the_name_is_the_contracts():
+    question = (
+        "import sys, zero_agent; print(*sorted(m for m in sys.modules if m.startswith('zero')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", question], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [
+        "zero_agent",
+        "zero_agent.node",
+        "zero_agent.node.heartbeat",
+        "zero_agent.node.leave_request",
+    ]
+    assert ENV_FILE == ENV_HEARTBEAT

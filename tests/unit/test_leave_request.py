@@ -1,0 +1,51 @@
+"""A script that asks whether it should leave, and what the agent sees of it."""
+
+import os
+import subprocess
+
+import pytest
+
+import zero_agent
+from zero_agent.node.leave_request import ENV_FILE, LEFT, LeaveRequests
+from zero_contract.worker import ENV_LEAVE, ExitCode
+
+
+def test_a_script_that_asks_is_heard_and_told_once_the_agent_asks_it(tmp_path, monkeypatch):
+    file = tmp_path / "leave"
+    askings = LeaveRequests({3: file, 4: tmp_path / "silent"})
+    monkeypatch.setenv(ENV_FILE, str(file))
+    assert not askings.heard(3)
+    assert not zero_agent.should_leave()
+    assert askings.heard(3)
+    assert not askings.heard(4)
+    assert not askings.heard(5)
+    assert not zero_agent.should_leave()
+    assert askings.ask() == 1
+    assert zero_agent.should_leave()
+    assert not (tmp_path / "silent").exists()
+
+
+def test_a_shell_may_ask(tmp_path):
+    file = tmp_path / "leave"
+    askings = LeaveRequests({0: file})
+    subprocess.run(["touch", str(file)], check=True)
+    asks = ["test", "-s", str(file)]
+    assert subprocess.run(asks, check=False).returncode == 1
+    askings.ask()
+    assert subprocess.run(asks, check=False).returncode == 0
+
+
+def test_outside_of_an_agent_and_where_there_is_no_directory_nobody_leaves(tmp_path, monkeypatch):
+    monkeypatch.delenv(ENV_FILE, raising=False)
+    assert not zero_agent.should_leave()
+    monkeypatch.setenv(ENV_FILE, str(tmp_path / "gone" / "leave"))
+    assert not zero_agent.should_leave()
+    monkeypatch.setenv(ENV_FILE, os.devnull + "/leave")
+    assert not zero_agent.should_leave()
+
+
+def test_the_names_are_those_of_the_contract():
+    assert (ENV_FILE, LEFT) == (ENV_LEAVE, ExitCode.LEFT)
+    with pytest.raises(SystemExit) as left:
+        zero_agent.leave()
+    assert left.value.code == ExitCode.LEFT

@@ -1,0 +1,306 @@
+"""A node's memory over real sockets: what is taken, what is given, and who is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.support.waiting import wait_for
+from zero_agent.node.memory import GRACE_S, Ram, sweep
+from zero_agent.node.memory_server import RamServer
+from zero_contract import peer_memory as ram_wire
+from zero_contract.owned_dir import OWNER
+from zero_contract.peer_memory import Get, Put, Reply, WireError
+from zero_contract.worker import RamRequest
+
+KEY = ram_wire.key_of("the job's secret")
+BLOCK = 1000
+DATA = os.urandom(3500)
+FILE = "0123456789abcdef/step-000000007.g2.ab12/r00001.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RamServer]:
+    one = RamServer(tmp_path, "127.0.0.1", KEY, budget_bytes=10_000)
+    yield one
+    one.close()
+
+
+def put(data: bytes = DATA, path: str = FILE, **more: object) -> Put:
+    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    digests = "".join(f"{xxhash.xxh3_64_intdigest(block):016x}" for block in blocks)
+    facts = {"path": path, "size_bytes": len(data), "block_bytes": BLOCK, "digests": digests}
+    return Put(**{**facts, **more})
+
+
+def offer(server: RamServer, wish: Put, data: bytes = DATA) -> Reply:
+    """The last reply to a Put."""
+    with closing(ram_wire.dial(server.address, KEY)) as connection:
+        ram_wire.send(connection, wish)
+        reply = ram_wire.hear_reply(connection)
+        if reply.ok:
+            connection.sendall(data)
+            reply = ram_wire.hear_reply(connection)
+        return reply
+
+
+def get(server: RamServer, path: str, offset: int, length: int) -> bytes | str:
+    with closing(ram_wire.dial(server.address, KEY)) as connection:
+        ram_wire.send(connection, Get(path=path, offset=offset, length=length))
+        reply = ram_wire.hear_reply(connection)
+        return ram_wire.receive(connection, reply.length) if reply.ok else reply.reason
+
+
+def files(directory: Path) -> list[str]:
+    """All but the mark of the owner."""
+    found = (p for p in directory.rglob("*") if p.is_file() and p.name != OWNER)
+    return sorted(str(p.relative_to(directory)) for p in found)
+
+
+def test_a_copy_is_kept_whole_and_given_back_by_ranges(server, tmp_path):
+    assert offer(server, put()) == Reply(ok=True)
+    assert files(tmp_path) == [FILE]
+    assert (tmp_path / FILE).read_bytes() == DATA
+    for offset, length in [(0, 3500), (999, 1002), (3000, 9999), (4000, 5)]:
+        assert get(server, FILE, offset, length) == DATA[offset : offset + length]
+
+
+def test_a_copy_that_arrives_damaged_is_refused_and_leaves_nothing(server, tmp_path):
+    damaged = bytearray(DATA)
+    damaged[2345] ^= 1
+    assert offer(server, put(), bytes(damaged)) == Reply(ok=False, reason="block 2 arrived damaged")
+    assert files(tmp_path) == []
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(server, tmp_path):
+    with closing(ram_wire.dial(server.address, KEY)) as connection:
+        ram_wire.send(connection, put())
+        assert ram_wire.hear_reply(connection).ok
+        connection.sendall(DATA[:2000])
+        assert files(tmp_path) != []
+    wait_for(lambda: files(tmp_path) == [], 60, "the sweep of what was begun")
+
+
+def test_the_budget_counts_all_that_is_there_and_a_linked_file_once(server, tmp_path):
+    (tmp_path / "arena").write_bytes(bytes(6000))
+    (tmp_path / "link").hardlink_to(tmp_path / "arena")
+    assert offer(server, put()).ok
+    refused = offer(server, put(path=FILE.replace("r00001", "r00002")))
+    assert not refused.ok
+    assert (
+        "exceed the budget of 0 MiB (checkpoint.ram.budget_bytes, --ram-budget)" in refused.reason
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../r00001.safetensors",
+        f"/{FILE}",
+        FILE.replace("0123456789abcdef", "../../../../etc"),
+        FILE.replace("r00001", "../r00001"),
+        FILE + "\n",
+        FILE.replace("r00001.safetensors", ".r00001.safetensors.1234"),
+        "zero-arena.job.r00000.1234",
+    ],
+)
+def test_a_path_leads_to_files_of_checkpoints_and_nowhere_else(server, tmp_path, path):
+    assert not offer(server, put(path=path)).ok
+    assert "is no file of a checkpoint" in str(get(server, path, 0, 10))
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        put(size_bytes=1 << 62),
+        put(block_bytes=1 << 40),
+        put(block_bytes=0),
+        put(size_bytes=0, digests=""),
+        put(digests="zz" * 32),
+        put(digests="00" * 8),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_are_refused_before_anything_is_taken(
+    server, tmp_path, wish
+):
+    assert not offer(server, wish).ok
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x01x", b"\x00\x00\x00\x04null"],
+)
+def test_who_speaks_another_language_is_hung_up_on_and_others_are_served(server, said):
+    with closing(ram_wire.dial(server.address, KEY)) as connection:
+        connection.sendall(said)
+        assert connection.recv(1) == b""
+    assert offer(server, put()).ok
+
+
+@pytest.mark.parametrize("field", [{"offset": -1}, {"length": "9"}, {"length": True}])
+def test_a_number_is_one_and_not_negative(field):
+    record = {"path": FILE, "offset": 0, "length": 1, **field}
+    near, far = socket.socketpair()
+    with near, far:
+        ram_wire.send(near, Get(**record))
+        with pytest.raises(WireError):
+            ram_wire.hear(far)
+
+
+def test_who_does_not_know_the_secret_is_neither_served_nor_believed(server, tmp_path):
+    (tmp_path / FILE).parent.mkdir(parents=True)
+    (tmp_path / FILE).write_bytes(DATA)
+    with pytest.raises(OSError, match=r"hung up|reset"):
+        ram_wire.dial(server.address, ram_wire.key_of("another secret"))
+    with closing(socket.create_connection(server.address.split(":"), 5)) as stranger:
+        theirs = ram_wire.receive(stranger, 16)
+        stranger.sendall(theirs + bytes(32))  # no proof
+        assert stranger.recv(100) == b""
+
+
+def test_a_server_that_does_not_know_the_secret_gets_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        command = [sys.executable, "-c", _IMPOSTOR, str(listener.fileno())]
+        with subprocess.Popen(
+            command, pass_fds=[listener.fileno()], stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout.readline() == b"listens\n"  # who dials does not wait for long
+            with pytest.raises(WireError, match=f"{address} does not know the job's secret"):
+                ram_wire.dial(address, KEY)
+            process.kill()
+
+
+_IMPOSTOR = """
+import socket, sys
+print("listens", flush=True)
+connection, _ = socket.socket(fileno=int(sys.argv[1])).accept()
+connection.sendall(bytes(16))
+connection.recv(48)
+connection.sendall(bytes(32))
+connection.recv(1)
+"""
+
+
+# ---- whose memory it is ----
+
+_AGENT = """
+import sys, time
+from pathlib import Path
+from zero_agent.node.memory import Ram
+from zero_contract.worker import RamRequest
+ram = Ram("job", sys.argv[1], "127.0.0.1", Path(sys.argv[2]))
+print(ram.open(RamRequest(request=1), "secret").directory, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts processes that hold a node's memory; `.directory` is where."""
+    started = []
+
+    def start(node: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _AGENT, node, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        process.directory = Path(process.stdout.readline().strip())
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_what_a_killed_agent_has_left_is_swept_and_what_a_living_one_has_is_not(agent, tmp_path):
+    dead, alive = agent("a"), agent("b")
+    for directory in (dead.directory, alive.directory):
+        (directory / "image").write_bytes(DATA)
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    assert files(dead.directory) == files(alive.directory) == ["image"]
+    sweep(tmp_path)
+    assert not dead.directory.exists()
+    assert files(alive.directory) == ["image"]
+
+
+@pytest.mark.parametrize("secret", ["secret", "that of another run of this name"])
+def test_what_a_crashed_agent_has_left_is_its_successors_in_the_same_run_of_the_job(
+    agent, tmp_path, secret
+):
+    crashed, other = agent("a"), agent("a-b")
+    for directory in (crashed.directory, other.directory):
+        (directory / "image").write_bytes(DATA)
+    for process in (crashed, other):
+        process.kill()
+        process.wait()
+    ram = Ram("job", "a", "127.0.0.1", tmp_path)
+    assert files(crashed.directory) == ["image"], "it is there until a worker asks"
+    directory = Path(ram.open(RamRequest(request=1), secret).directory)
+    assert (directory == crashed.directory) == (secret == "secret") == crashed.directory.exists()
+    assert files(directory) == (["image"] if secret == "secret" else [])
+    assert files(other.directory) == ["image"], "that is for the successor of another node"
+    second = Ram("job", "a", "127.0.0.1", tmp_path)
+    assert second.open(RamRequest(request=1), secret).directory != str(directory)
+    for one in (ram, second):
+        one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("unused_s", "stays"), [(0.0, True), (GRACE_S + 1.0, False)])
+def test_what_an_agent_of_another_job_has_left_is_swept_when_no_successor_came(
+    agent, tmp_path, unused_s, stays
+):
+    crashed = agent("a")
+    crashed.kill()
+    crashed.wait()
+    os.utime(crashed.directory, (0, time.time() - unused_s))
+    ram = Ram("another-job", "a", "127.0.0.1", tmp_path)
+    assert crashed.directory.exists() == stays
+    ram.close()
+    assert crashed.directory.exists() == stays
+
+
+def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(tmp_path):
+    ram = Ram("my/job", "node 1", "127.0.0.1", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    first, second = (ram.open(RamRequest(request=n, budget_bytes=9), "secret") for n in (1, 2))
+    assert (first.request, second.request, first.budget_bytes) == (1, 2, 9)
+    assert (first.directory, first.address) == (second.directory, second.address)
+    assert first.key == ram_wire.key_of("secret") != "secret"
+    assert Path(first.directory).name.startswith("zero-ram.my-job.node-1.")
+    ram.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "budget"), [(7, None, 7), (7, 5, 5), (7, 9, 7), (None, 9, 9)]
+)
+def test_a_node_gives_no_more_memory_than_its_flag_and_no_more_than_the_config_asks_for(
+    tmp_path, limit, wanted, budget
+):
+    ram = Ram("job", "a", "127.0.0.1", tmp_path, limit_bytes=limit)
+    assert ram.open(RamRequest(request=1, budget_bytes=wanted), "secret").budget_bytes == budget
+    ram.close()
+
+
+def test_where_there_is_no_shared_memory_the_worker_is_told_so(tmp_path):
+    ram = Ram("job", "a", "127.0.0.1", tmp_path / "none")
+    reply = ram.open(RamRequest(request=1), "secret")
+    assert reply.directory == ""
+    assert reply.reason == f"{tmp_path}/none: No such file or directory"
+    ram.close()
