@@ -16,8 +16,16 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.processes
 
 EXAMPLES = ROOT / "examples"
-SHORT = ("minimal.py", "plain_ddp.py", "fsdp2.py", "trainer_hf.py", "job.yaml")
+SHORT = (
+    *("minimal.py", "plain_ddp.py", "fsdp2.py", "lightning_ddp.py", "trainer_hf.py"),
+    "job.yaml",
+)
 TWO = ("--standalone", "--nproc-per-node=2")
+
+
+def check_installed(script: str) -> None:
+    if "lightning" in script:
+        pytest.importorskip("lightning", reason="Lightning is not installed")
 
 
 def weights(output: str) -> str:
@@ -57,14 +65,20 @@ def test_the_minimal_example_has_the_same_weights_on_two_ranks_and_when_it_resum
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("script", "saved"), [("plain_ddp.py", "state"), ("fsdp2.py", "state/*/.metadata")]
+    ("script", "size", "saved"),
+    [
+        ("plain_ddp.py", "STEPS, SAVE_EVERY = 10**6, 100", "state"),
+        ("fsdp2.py", "STEPS, SAVE_EVERY = 10**6, 100", "state/*/.metadata"),
+        ("lightning_ddp.py", "EPOCHS = 10**6", "state/last.ckpt"),
+    ],
 )
 def test_a_stock_script_leaves_with_a_save_when_a_node_joins(
-    tmp_path: Path, cluster: Callable[..., Cluster], script: str, saved: str
+    tmp_path: Path, cluster: Callable[..., Cluster], script: str, size: str, saved: str
 ) -> None:
+    check_installed(script)
+    name = size.partition(" = ")[0]
     text = (EXAMPLES / script).read_text()
-    long = re.sub("^STEPS, SAVE_EVERY = .*$", "STEPS, SAVE_EVERY = 10**6, 100", text, flags=re.M)
-    (tmp_path / script).write_text(long)
+    (tmp_path / script).write_text(re.sub(f"^{name} = .*$", size, text, flags=re.MULTILINE))
     line = [str(tmp_path / script), str(tmp_path / "state")]
     job = cluster(flags=("--nnodes=1:2", "--max-restarts=0"), script=line)
     job.start("a")
@@ -86,6 +100,16 @@ def test_a_stock_script_resumes_from_its_own_checkpoint(
         assert (
             done.stdout.splitlines() == [f"step {steps} of {steps}, begun after step {first}"] * 2
         )
+
+
+@pytest.mark.full
+def test_the_lightning_example_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+    check_installed("lightning_ddp.py")
+    line = [*TWO, str(EXAMPLES / "lightning_ddp.py"), str(tmp_path / "state")]
+    for resumes in (False, True):
+        done = agent(*line)
+        assert done.stdout.count("step 64\n") == 2, done.stderr
+        assert ("Restoring states" in done.stderr) is resumes
 
 
 @pytest.mark.full
