@@ -38,9 +38,13 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 nitpicky = True
+highlight_language = "none"  # of blocks that name no language
+smartquotes = False  # "auto" is what is typed
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_title = f"{project} {version}"
 html_show_sphinx = False
 html_copy_source = False

@@ -76,9 +76,10 @@ _TYPES = {
 _CONFIG = """# Config keys
 
 The config is a dict, or a JSON file with DeepSpeed's names. Only the batch must be given. "auto"
-stands for the default. A key that is in no table here is an error that names the nearest one,
-unless it is one of DeepSpeed's [keys without effect](deepspeed.md) or asks for one of its
-[missing features](deepspeed.md). `python -m zero_engine FILE` explains what a config comes to.
+stands for the default. A key that is in no table here is an error that names the nearest one.
+DeepSpeed's [keys without effect](deepspeed.md#keys-without-effect) are accepted. Its
+[missing features](deepspeed.md#features-that-are-not-there) are an error if a config asks for them.
+`python -m zero_engine FILE` explains what a config comes to.
 """
 
 
@@ -274,13 +275,13 @@ def events() -> str:
     rows = (
         (
             f"`{name}`",
-            event.when,
-            ", ".join(f"`{fact}`" for fact in event.facts),
             "always" if event.story else "",
+            ", ".join(f"`{fact}`" for fact in event.facts),
+            event.when,
         )
         for name, event in EVENTS.items()
     )
-    table = _table(("event", "when", "further fields", "matters"), rows)
+    table = _table(("event", "matters", "further fields", "when"), rows)
     return _page(_EVENTS.format(nodes=LARGE_NODES), *table)
 
 
@@ -291,6 +292,8 @@ _API = """# API
 What a script may use of the libraries. `zero_deepspeed` has DeepSpeed's names
 ([what differs](deepspeed.md)): {names}.
 """
+_WIDTH = 80
+"""Characters of a signature up to which a page shows it on one line."""
 _SECTION = re.compile(r"((?:Args|Returns|Raises|Yields)(?: \(.*\))?):")
 
 
@@ -322,7 +325,8 @@ def _name(module: ModuleType, name: str) -> Iterator[str]:
     if not inspect.isclass(thing):
         yield from _function(thing, f"{module.__name__}.")
         return
-    if "__init__" in vars(thing) and not dataclasses.is_dataclass(thing):
+    ours = name == "Engine"  # `initialize` makes it
+    if "__init__" in vars(thing) and not (ours or dataclasses.is_dataclass(thing)):
         yield from _signature(thing.__init__, name)
     yield from _text(thing)
     docs = attribute_docs(thing) if dataclasses.is_dataclass(thing) else {}
@@ -365,10 +369,29 @@ def _definition(thing: Callable[..., Any]) -> ast.FunctionDef:
 def _signature(thing: Callable[..., Any], name: str) -> Iterator[str]:
     """As it is written, whatever this version of Python makes of annotations."""
     definition = _definition(thing)
-    words = ast.unparse(definition.args).split(", ")
-    arguments = ", ".join(words[1:] if words[0] in ("self", "cls") else words)
-    returns = f" -> {ast.unparse(definition.returns)}" if definition.returns else ""
-    yield f"```python\n{name}({arguments}){'' if returns == ' -> None' else returns}\n```\n"
+    arguments = [word for word in _arguments(definition.args) if word not in ("self", "cls")]
+    text = ast.unparse(definition.returns) if definition.returns else "None"
+    returns = f" -> {text}" if text != "None" else ""
+    line = f"{name}({', '.join(arguments)}){returns}"
+    if len(line) > _WIDTH:
+        inner = "\n".join(f"    {word}," for word in arguments)
+        line = f"{name}(\n{inner}\n){returns}"
+    yield f"```python\n{line}\n```\n"
+
+
+def _arguments(found: ast.arguments) -> Iterator[str]:
+    def word(argument: ast.arg, default: ast.expr | None) -> str:
+        equals = " = " if argument.annotation else "="
+        return ast.unparse(argument) + (f"{equals}{ast.unparse(default)}" if default else "")
+
+    plain = [*found.posonlyargs, *found.args]
+    defaults = [*[None] * (len(plain) - len(found.defaults)), *found.defaults]
+    yield from map(word, plain, defaults)
+    if found.vararg or found.kwonlyargs:
+        yield f"*{ast.unparse(found.vararg) if found.vararg else ''}"
+    yield from map(word, found.kwonlyargs, found.kw_defaults)
+    if found.kwarg:
+        yield f"**{ast.unparse(found.kwarg)}"
 
 
 def _text(thing: object) -> Iterator[str]:
