@@ -149,7 +149,21 @@ def hear(connection: socket.socket) -> Record:
     length = int.from_bytes(first + receive(connection, _LENGTH_BYTES - len(first)), "big")
     if length > RECORD_LIMIT_BYTES:
         raise WireError(f"a record of {length} bytes; at most {RECORD_LIMIT_BYTES} are allowed")
-    return _decode(receive(connection, length))
+    text = receive(connection, length)
+    try:
+        values = json.loads(text)
+        kind = _KINDS[values.pop("kind")]
+        record = kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WireError(f"not a record of this protocol: {text[:100]!r}") from error
+    for field in dataclasses.fields(record):
+        # Other ends may be of any intent: a field is of its type, and a number not negative.
+        value = getattr(record, field.name)
+        if type(value).__name__ != str(field.type):
+            raise WireError(f"{field.name} is not a {field.type}")
+        if isinstance(value, int) and value < 0:
+            raise WireError(f"{field.name} is negative")
+    return record
 
 
 def hear_reply(connection: socket.socket) -> Reply:
@@ -161,26 +175,6 @@ def hear_reply(connection: socket.socket) -> Reply:
     if not isinstance(record, Reply):
         raise WireError(f"a {type(record).__name__} where a reply was due")
     return record
-
-
-def _decode(text: bytes) -> Record:
-    try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-        record = kind(**values)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WireError(f"not a record of this protocol: {text[:100]!r}") from error
-    for field in dataclasses.fields(record):
-        _check(field.name, str(field.type), getattr(record, field.name))
-    return record
-
-
-def _check(name: str, type_name: str, value: object) -> None:
-    """Other ends may be of any intent: a field is of its type, and a number not negative."""
-    if type(value).__name__ != type_name:
-        raise WireError(f"{name} is not a {type_name}")
-    if isinstance(value, int) and value < 0:
-        raise WireError(f"{name} is negative")
 
 
 # ---- bytes ----

@@ -40,7 +40,16 @@ def run(module: str) -> NoReturn:
 
     An error that nobody expected has a code of its own: Python's 1 would say that a job has failed.
     """
-    _fill_standard_streams()
+    # What the caller has closed (`>&-`) leads nowhere. Its number would else be that of the first
+    # file to be opened, and what a library prints would be written there; and Python has no stream
+    # in its place.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.dup2(descriptor, number)
+            if descriptor > number:
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     try:
         with _killed_by_interrupt():
             main = import_module(module).main
@@ -52,21 +61,6 @@ def run(module: str) -> NoReturn:
             sys.excepthook(type(error), error, error.__traceback__)  # imports nothing
             print(f"internal error in {module}; no verdict on any job", file=sys.stderr)
         sys.exit(CRASHED)
-
-
-def _fill_standard_streams() -> None:
-    """What the caller has closed (`>&-`) leads nowhere.
-
-    Its number would else be that of the first file to be opened, and what a library prints would
-    be written there; and Python has no stream in its place.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.dup2(descriptor, number)
-            if descriptor > number:
-                os.close(descriptor)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 @contextlib.contextmanager

@@ -232,7 +232,18 @@ class EtcdV3Handler(RendezvousHandler):
         index = job.members.index(self._rdzv.node)
         if job.state is not State.ACTIVE or index is None:
             return None
-        return self._enter(job, index)
+        address = self._rdzv.node.address
+        if index == 0 and self._hosted[0] != job.n:
+            self._hosted = (job.n, _host_store(address))
+        if index == 0 and job.master is None:
+            self._rdzv.publish_master(job.n, host_port(address, self._hosted[1].port))
+        if job.master is None:
+            return None
+        host, port = split_host_port(job.master)
+        store = self._hosted[1] if index == 0 else TCPStore(host, port, is_master=False)
+        self._round = job.n
+        where = RendezvousStoreInfo(host, port)
+        return RendezvousInfo(store, index, len(job.members.nodes), where)
 
     def _leave(self, job: Snapshot) -> None:
         """The workers of this round are gone: say so, and why if nobody else has."""
@@ -247,20 +258,6 @@ class EtcdV3Handler(RendezvousHandler):
             self._rdzv.report_failure(job.n, failure)
         else:
             self._rdzv.report_quiet(job.n)
-
-    def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
-        address = self._rdzv.node.address
-        if index == 0 and self._hosted[0] != job.n:
-            self._hosted = (job.n, _host_store(address))
-        if index == 0 and job.master is None:
-            self._rdzv.publish_master(job.n, host_port(address, self._hosted[1].port))
-        if job.master is None:
-            return None
-        host, port = split_host_port(job.master)
-        store = self._hosted[1] if index == 0 else TCPStore(host, port, is_master=False)
-        self._round = job.n
-        where = RendezvousStoreInfo(host, port)
-        return RendezvousInfo(store, index, len(job.members.nodes), where)
 
     def _say_how_it_ended(self, failed: bool) -> None:
         """Success: the job is done when the last node says so. Failure: the job is closed."""

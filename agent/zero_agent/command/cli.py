@@ -60,7 +60,10 @@ _FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
-    _set_up_logging()
+    logging.raiseExceptions = False  # a closed terminal must not end a job
+    log.addHandler(output.Log())
+    log.setLevel(logging.INFO)
+    _sign_lines("")
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
     except ZeroError as error:
@@ -83,13 +86,6 @@ def _code_of(error: ZeroError) -> int:
     if isinstance(error, AgentFailed):
         return error.code
     return next((code for kind, code in _CODES if isinstance(error, kind)), AgentExit.USAGE)
-
-
-def _set_up_logging() -> None:
-    logging.raiseExceptions = False  # a closed terminal must not end a job
-    log.addHandler(output.Log())
-    log.setLevel(logging.INFO)
-    _sign_lines("")
 
 
 def _sign_lines(node: str) -> None:

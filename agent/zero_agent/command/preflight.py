@@ -38,30 +38,26 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     Raises:
         SpecError: A flag that decides about a check is wrong.
     """
-    findings = examine(_surroundings(args, conf))
-    show(findings)
-    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNFIT
-
-
-def _surroundings(args: argparse.Namespace, conf: RdzvConf) -> Surroundings:
     access = Access.of(args, conf, args.rdzv_endpoint)
     named = meeting.choose(args)[0] is meeting.Way.NAMED
-    return Surroundings(
-        slots=_slots(args.nproc_per_node),
-        gpus=wants_gpus(args),
-        address=args.local_addr or (address_towards(access.first) if named else ""),
-        log_dir=None if args.log_dir == NO_FILES else args.log_dir,
-        command=args.health_check,
-        command_timeout_s=args.health_check_timeout,
-        ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,
-        ask_clock=(lambda: etcd_clock.complaint(etcd_clock.offset_s(access))) if named else None,
-        environ=os.environ,
+    findings = examine(
+        Surroundings(
+            # That there is no GPU for any worker is a finding of its own.
+            slots=1 if args.nproc_per_node == "gpu" else count_slots(args.nproc_per_node),
+            gpus=wants_gpus(args),
+            address=args.local_addr or (address_towards(access.first) if named else ""),
+            log_dir=None if args.log_dir == NO_FILES else args.log_dir,
+            command=args.health_check,
+            command_timeout_s=args.health_check_timeout,
+            ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,
+            ask_clock=(lambda: etcd_clock.complaint(etcd_clock.offset_s(access)))
+            if named
+            else None,
+            environ=os.environ,
+        )
     )
-
-
-def _slots(text: str) -> int:
-    """How many workers there are to be; that there is no GPU for any is a finding of its own."""
-    return 1 if text == "gpu" else count_slots(text)
+    show(findings)
+    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNFIT
 
 
 def _asking(access: Access, job: str) -> Callable[[], str]:

@@ -171,7 +171,19 @@ def _job_spec(args: argparse.Namespace) -> JobSpec:
 def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
     """What the workers run. Raises SpecError if it is not there, or not to be run like that."""
     if args.no_python and not args.run_path:
-        return _executable(args)
+        if args.module:
+            raise SpecError("--no-python with --module: a module is run by Python; leave one out")
+        if shutil.which(args.script) is None:
+            raise SpecError(
+                f"{args.script}: there is no such program that can be executed; with --no-python "
+                "give one on the PATH, or a path with its execute permission set"
+            )
+        return Program(
+            target=args.script,
+            is_module=False,
+            arguments=args.arguments,
+            command=[args.script, *args.arguments],
+        )
     if args.module:
         _check_module(args.script)
     elif not Path(args.script).is_file():
@@ -206,22 +218,6 @@ def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
                 f"{flag}: there is no module {module}; install it, or leave it to the script"
             )
     return (*AgentConfig.preload, *wanted)
-
-
-def _executable(args: argparse.Namespace) -> Program:
-    if args.module:
-        raise SpecError("--no-python with --module: a module is run by Python; leave one out")
-    if shutil.which(args.script) is None:
-        raise SpecError(
-            f"{args.script}: there is no such program that can be executed; with --no-python "
-            "give one on the PATH, or a path with its execute permission set"
-        )
-    return Program(
-        target=args.script,
-        is_module=False,
-        arguments=args.arguments,
-        command=[args.script, *args.arguments],
-    )
 
 
 def _check_module(name: str) -> None:

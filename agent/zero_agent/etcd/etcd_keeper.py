@@ -91,7 +91,12 @@ class Keeper:
         from zero_orchestrator.store.etcd.client import EtcdStore
 
         self._store = EtcdStore(member.endpoint)
-        self._forget_old_jobs()
+        # Nobody else looks after the data of this server, which lasts.
+        try:
+            for doomed in collect(self._store, now_s=time.time(), lost=True):
+                _log.info("job %s is deleted: %s", doomed.remains.job, doomed.reason)
+        except StoreError as error:
+            _log.warning("old jobs stay: %s", error)
 
     def run(self) -> None:
         """Watch over the server until it is idle.
@@ -101,16 +106,15 @@ class Keeper:
         """
         while not self._end_if_idle():
             if self._process.wait(self._look_s):
-                self._restart()
+                sound = time.monotonic() - self._started > _SOUND_S
+                self._crashes = 1 if sound else self._crashes + 1
+                _log.warning(
+                    "the server has crashed (%d in a row); starting it again", self._crashes
+                )
+                if self._crashes > _CRASHES:
+                    raise ZeroError(f"the server has crashed {self._crashes} times in a row")
+                self._process = self._start()
         self._store.close()
-
-    def _forget_old_jobs(self) -> None:
-        """Nobody else looks after the data of this server, which lasts."""
-        try:
-            for doomed in collect(self._store, now_s=time.time(), lost=True):
-                _log.info("job %s is deleted: %s", doomed.remains.job, doomed.reason)
-        except StoreError as error:
-            _log.warning("old jobs stay: %s", error)
 
     def _start(self) -> EtcdProcess:
         self._started = time.monotonic()
@@ -118,31 +122,20 @@ class Keeper:
         process.wait_healthy()
         return process
 
-    def _restart(self) -> None:
-        sound = time.monotonic() - self._started > _SOUND_S
-        self._crashes = 1 if sound else self._crashes + 1
-        _log.warning("the server has crashed (%d in a row); starting it again", self._crashes)
-        if self._crashes > _CRASHES:
-            raise ZeroError(f"the server has crashed {self._crashes} times in a row")
-        self._process = self._start()
-
     def _end_if_idle(self) -> bool:
         if self._idle_s() < self._idle_timeout_s:
             return False
         try:
             with self._directory.deciding(_DECIDE_S):
-                return self._end_unless_used()
+                # Look again: now no agent can be given the server.
+                if self._idle_s() < self._idle_timeout_s:
+                    return False
+                _log.info("no node for %g s: the server ends", self._idle_timeout_s)
+                self._process.stop()
+                return True
         except StoreError as error:  # an agent is at it: not idle after all
             _log.info("%s", error)
             return False
-
-    def _end_unless_used(self) -> bool:
-        """Look again, now that no agent can be given the server, and end it."""
-        if self._idle_s() < self._idle_timeout_s:
-            return False
-        _log.info("no node for %g s: the server ends", self._idle_timeout_s)
-        self._process.stop()
-        return True
 
     def _idle_s(self) -> float:
         try:
@@ -152,17 +145,13 @@ class Keeper:
             return 0.0
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def main(arguments: list[str]) -> int:
+    """Start a keeper in the background; 0 when its server serves."""
     parser = argparse.ArgumentParser(prog="python -m zero_agent.etcd.etcd_keeper")
     parser.add_argument("--client-port", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    """Start a keeper in the background; 0 when its server serves."""
-    options = _parse(arguments)
+    options = parser.parse_args(arguments)
     ready, tell_ready = os.pipe()
     if os.fork():
         os.close(tell_ready)

@@ -25,7 +25,7 @@ from zero_agent.launch import arguments
 from zero_agent.launch.environment import exported
 from zero_agent.launch.hosts import Hosts, read_hostfile, select
 from zero_agent.launch.plan import Plan
-from zero_agent.launch.runners import PROGRAMS, RUNNERS, Command, Remote
+from zero_agent.launch.runners import PROGRAMS, RUNNERS, Remote
 from zero_agent.launch.session import Session
 from zero_agent.node.network import is_local, route_towards
 from zero_agent.node.scratch import Scratch
@@ -60,7 +60,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.no_ssh:
         return _go_on_as(_own_agent(args, hosts), args)
     if hosts is None or (len(hosts) == 1 and is_local(next(iter(hosts))) and not args.force_multi):
-        return _go_on_as(_only_agent(args, hosts), args)
+        slots = next(iter(hosts.values())) if hosts else None
+        count = args.num_gpus or (len(slots) if slots else "auto")
+        if slots:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+        where = [f"--rdzv-endpoint={args.rdzv_endpoint}"] if args.rdzv_endpoint else []
+        return _go_on_as(["--nnodes=1", f"--nproc-per-node={count}", *where], args)
     if not 1 <= args.min_nodes <= len(hosts):
         raise SpecError(f"--min-nodes={args.min_nodes}: {len(hosts)} hosts; write 1 to that")
     remote = Remote(
@@ -70,8 +75,17 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         plan = _plan(args, hosts, args.rdzv_endpoint or _future_endpoint(args, hosts))
-        return _show(plan, RUNNERS[args.launcher](plan, remote))
-    _check_installed(args.launcher)
+        for command in RUNNERS[args.launcher](plan, remote):
+            # Without the values of variables: what is printed ends in logs.
+            names = sorted({*plan.env, *command.env})
+            print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
+        return 0
+    program = PROGRAMS.get(args.launcher, args.launcher)
+    if shutil.which(program) is None:
+        raise SpecError(
+            f"--launcher={args.launcher}: {program} is not installed here; install it, choose "
+            "another launcher, or start every host by itself with --no-ssh"
+        )
     with _endpoint(args, hosts) as endpoint:
         plan = _plan(args, hosts, endpoint)
         session = Session(RUNNERS[args.launcher](plan, remote), lambda: _stop(plan))
@@ -91,15 +105,6 @@ def _hosts(args: argparse.Namespace) -> Hosts | None:
 
 
 # ---- one agent, here ----
-
-
-def _only_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
-    slots = next(iter(hosts.values())) if hosts else None
-    count = args.num_gpus or (len(slots) if slots else "auto")
-    if slots:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    where = [f"--rdzv-endpoint={args.rdzv_endpoint}"] if args.rdzv_endpoint else []
-    return ["--nnodes=1", f"--nproc-per-node={count}", *where]
 
 
 def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
@@ -161,15 +166,6 @@ def _program(args: argparse.Namespace) -> list[str]:
 
 def _directories() -> tuple[Path, Path]:
     return Path.home(), Path.cwd()
-
-
-def _check_installed(launcher: str) -> None:
-    program = PROGRAMS.get(launcher, launcher)
-    if shutil.which(program) is None:
-        raise SpecError(
-            f"--launcher={launcher}: {program} is not installed here; install it, choose another "
-            "launcher, or start every host by itself with --no-ssh"
-        )
 
 
 @contextlib.contextmanager
@@ -241,11 +237,3 @@ def _stop(plan: Plan) -> None:
     with contextlib.suppress(SystemExit):  # it has said what it could not do
         why = "--reason=the launcher was told to end"
         zero_ctl.main(["stop", plan.job, f"--rdzv-endpoint={plan.endpoint}", why])
-
-
-def _show(plan: Plan, commands: Sequence[Command]) -> int:
-    """Print them, without the values of variables: what is printed ends in logs."""
-    for command in commands:
-        names = sorted({*plan.env, *command.env})
-        print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
-    return 0

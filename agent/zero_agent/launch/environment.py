@@ -68,10 +68,7 @@ def parse_assignments(lines: Iterable[str], where: str) -> dict[str, str]:
         match = _LINE.fullmatch(text)
         if match is None:
             raise SpecError(f"{where}:{number}: {text!r}: write NAME=VALUE")
-        found[match["name"]] = _unquoted(match["value"].strip())
+        value = match["value"].strip()
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
+        found[match["name"]] = value[1:-1] if quoted else value
     return found
-
-
-def _unquoted(value: str) -> str:
-    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if quoted else value

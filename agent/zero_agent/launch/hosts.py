@@ -90,7 +90,8 @@ def select(
     if (include or exclude) and counted:
         raise SpecError(f"--num-{counted[0]} beside --include or --exclude: give one of them")
     if include:
-        return _included(hosts, _parse_filter("--include", include, hosts))
+        wanted = _parse_filter("--include", include, hosts)
+        return {host: wanted[host] for host in hosts if host in wanted}
     if exclude:
         return _without(hosts, _parse_filter("--exclude", exclude, hosts), exclude)
     return _first(hosts, num_nodes, num_slots)
@@ -113,10 +114,6 @@ def _parse_filter(flag: str, text: str, hosts: Hosts) -> Hosts:
             )
         found[host] = tuple(sorted({*found.get(host, ()), *slots}))
     return found
-
-
-def _included(hosts: Hosts, wanted: Hosts) -> Hosts:
-    return {host: wanted[host] for host in hosts if host in wanted}
 
 
 def _without(hosts: Hosts, unwanted: Hosts, text: str) -> Hosts:

@@ -44,7 +44,7 @@ class Plan:
         Raises:
             SpecError: There is none that fits every host.
         """
-        slots = len(self.hosts[host]) if host else self._slots_everywhere()
+        slots = len(self.hosts[host]) if host else len(self._same_slots())
         return [
             *(self.python, "-m", "zero_agent"),
             f"--nnodes={self.min_nodes}:{len(self.hosts)}",
@@ -81,9 +81,6 @@ class Plan:
             f"exit {AgentExit.UNFIT:d}"  # the shell's own code must not look like the job's end
         )
         return f"cd {shlex.quote(str(self.directory))} || {lacking}; exec {command}"
-
-    def _slots_everywhere(self) -> int:
-        return len(self._same_slots())
 
     def _same_slots(self) -> tuple[int, ...]:
         different = set(self.hosts.values())

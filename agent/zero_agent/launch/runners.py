@@ -95,18 +95,13 @@ def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
     argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
     env = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
     file = plan.directory / f".zero-launch-{plan.job}.env"
-    line = plan.in_shell(_source(file))
-    return [Command(where=_all(plan), argv=(*argv, line), env=env, files={file: plan.exports()})]
-
-
-def _source(file: Path) -> str:
-    """What a shell does to read a file of variables that the hosts share."""
     path = shlex.quote(str(file))
     absent = shlex.quote(
         f"zero-ctl launch: {file} cannot be read here: with --launcher=pdsh all hosts share the "
         "working directory, with --launcher=ssh they need not"
     )
-    return f"[ -r {path} ] || {{ echo {absent} >&2; exit {LOST}; }}; . {path};"
+    line = plan.in_shell(f"[ -r {path} ] || {{ echo {absent} >&2; exit {LOST}; }}; . {path};")
+    return [Command(where=_all(plan), argv=(*argv, line), env=env, files={file: plan.exports()})]
 
 
 def _openmpi(plan: Plan, remote: Remote) -> list[Command]:

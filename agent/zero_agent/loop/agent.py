@@ -248,7 +248,9 @@ class Agent:
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._show()
-            self._say_fitness()
+            # Before this node says that it is quiet, the others know whether it is fit.
+            if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
+                self._rdzv.set_unfit(self._fitness.complaint)
             stopping = self._crew.state is Workers.STOPPING
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
@@ -365,11 +367,6 @@ class Agent:
             nodes = len(job.members.nodes)
             lease, use = self._rdzv.lease, self._ram.use
             self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
-
-    def _say_fitness(self) -> None:
-        """Before this node says that it is quiet, the others know whether it is fit."""
-        if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
-            self._rdzv.set_unfit(self._fitness.complaint)
 
     def _say_over(self) -> None:
         """Once, on every node: which failure the round has ended with, and what it costs.

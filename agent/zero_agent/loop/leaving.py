@@ -209,7 +209,8 @@ def tell_end(
     """
     job = rdzv.snapshot
     if job.state is State.FAILED:
-        _tell_failure(name, job, journal)
+        journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
+        log.error("%s", root_cause_block(job))
         return AgentExit.NO_PROGRESS if job.by == Move.GIVE_UP else AgentExit.JOB_FAILED
     if job.state is State.DONE:
         journal.tell("done", f"job {name} is done")
@@ -221,8 +222,3 @@ def tell_end(
         return stopped
     journal.tell("drained", f"node {rdzv.node.id} has left the job")
     return left
-
-
-def _tell_failure(name: str, job: Snapshot, journal: Journal) -> None:
-    journal.tell("failed", f"job {name} has failed: {job.cause}", level=logging.ERROR)
-    log.error("%s", root_cause_block(job))

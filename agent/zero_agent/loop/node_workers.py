@@ -226,15 +226,28 @@ class NodeWorkers:
 
     def start(self, job: Snapshot, node: Node, secret: str) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""
-        self._forget_last_round(job.n)
+        self._can_leave.clear()
+        self._channel.hang_up()
+        self._asked_s = self._stop_s = self._kill_s = None
+        for store, of_round in list(self._stores.items()):
+            if of_round != job.n:
+                del self._stores[store]
+                self._forkserver.signal(store, signal.SIGKILL)
         self._group = WorkerGroup(
             self._forkserver, self._hub, job.n, fence=job.fence, clock=self._clock
         )
-        self._host_timers()
+        # Anew in each round: torch's server ends itself when it has ended a worker.
+        if self._timers is not None:
+            if self._timer_host is not None:
+                self._forkserver.signal(self._timer_host, signal.SIGKILL)
+            self._timer_host = self._forkserver.host_timers(str(self._timers))
         self.steps.begin(self._orders.pulses(job, node))
         self._askings = LeaveRequests(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
-        self._tell_directory(self._orders.directory(job))
+        directory = self._orders.directory(job)
+        if self._config.log_dir is not None and directory != self._directory:
+            self._journal.tell("logs", f"the workers' output is kept in {directory}")
+        self._directory = directory
         self._group.start(self._config.program, orders)
         self._journal.tell(
             "start",
@@ -243,18 +256,6 @@ class NodeWorkers:
             round=job.n,
             world_size=job.members.world_size,
         )
-
-    def _tell_directory(self, directory: Path) -> None:
-        if self._config.log_dir is not None and directory != self._directory:
-            self._journal.tell("logs", f"the workers' output is kept in {directory}")
-        self._directory = directory
-
-    def _host_timers(self) -> None:
-        """Anew in each round: torch's server ends itself when it has ended a worker."""
-        if self._timers is not None:
-            if self._timer_host is not None:
-                self._forkserver.signal(self._timer_host, signal.SIGKILL)
-            self._timer_host = self._forkserver.host_timers(str(self._timers))
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
         """Ask the workers to leave at their next step boundary; they have at most so long."""
@@ -297,25 +298,19 @@ class NodeWorkers:
             self._kill_s = None
             self._group.stop(signal.SIGKILL)
         if self.state is Workers.RUNNING:
-            self._check_steps()
-        self._check_forkserver()
-
-    def _check_forkserver(self) -> None:
-        """One that does not obey would keep its workers, and the whole job, for ever."""
+            # A worker that has taken no step for too long makes the whole group fail.
+            assert self._group is not None
+            if hung := self.steps.too_slow():
+                rank, verdict = hung
+                self._kill_s = self._clock.now()
+                self._group.condemn(rank, verdict)
+                self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
+        # One that does not obey would keep its workers, and the whole job, for ever.
         mute_s = self._forkserver.stuck_s(self._config.join_timeout_s)
         if mute_s is not None:
             text = f"the parent of the workers has not answered for {mute_s:.0f} s: it is killed"
             self._journal.tell("forkserver", f"{text}, and they with it", level=logging.WARNING)
             self._forkserver.kill()
-
-    def _check_steps(self) -> None:
-        """A worker that has taken no step for too long makes the whole group fail."""
-        assert self._group is not None
-        if hung := self.steps.too_slow():
-            rank, verdict = hung
-            self._kill_s = self._clock.now()
-            self._group.condemn(rank, verdict)
-            self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
 
     def close(self) -> None:
         """End every process of this node."""
@@ -331,15 +326,6 @@ class NodeWorkers:
         assert self._group is not None
         self._journal.tell("stop", reason, round=self.round, signal=number.name)
         self._group.stop(number)
-
-    def _forget_last_round(self, n: int) -> None:
-        self._can_leave.clear()
-        self._channel.hang_up()
-        self._asked_s = self._stop_s = self._kill_s = None
-        for store, of_round in list(self._stores.items()):
-            if of_round != n:
-                del self._stores[store]
-                self._forkserver.signal(store, signal.SIGKILL)
 
     def _past(self, since_s: float | None, limit_s: float) -> bool:
         return since_s is not None and self._clock.now() - since_s > limit_s
@@ -362,16 +348,13 @@ class NodeWorkers:
             self._listening.add(news["id"])
             self._on_port(self._stores[news["id"]], news["port"])
         elif "pid" in news and self._group is not None:
-            self._worker_runs(news["id"], news["pid"])
+            pid = news["pid"]
+            rank = self._group.runs_as(news["id"], pid)
+            if rank is not None:
+                text = f"rank {rank} runs as process {pid}"
+                self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
         elif "status" in news:
             self._process_ended(news["id"], news["status"])
-
-    def _worker_runs(self, worker: int, pid: int) -> None:
-        assert self._group is not None
-        rank = self._group.runs_as(worker, pid)
-        if rank is not None:
-            text = f"rank {rank} runs as process {pid}"
-            self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
 
     def _process_ended(self, process: int, status: int) -> None:
         if process in self._stores and process not in self._listening and status > 0:

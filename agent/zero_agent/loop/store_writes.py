@@ -105,7 +105,8 @@ class StoreWrites:
             self._say_refused(error)
             self._postpone(commit, error)
         else:
-            self._say_accepted()
+            if self._refused.stop():
+                self._journal.tell("store", "etcd takes checkpoints again")
             commit.reply(granted, "" if granted else f"round {commit.round} is over", False)
 
     def _say_refused(self, error: StoreError) -> None:
@@ -117,10 +118,6 @@ class StoreWrites:
                 "save is published until it does",
                 level=logging.WARNING,
             )
-
-    def _say_accepted(self) -> None:
-        if self._refused.stop():
-            self._journal.tell("store", "etcd takes checkpoints again")
 
     def _postpone(self, commit: _Commit, error: StoreError) -> None:
         """Asking twice does no harm: the fence is compared each time, and the value is the same."""

@@ -60,12 +60,8 @@ class Heartbeats:
                 at_ns = file.stat().st_mtime_ns
                 if at_ns != self._seen_ns.get(rank):
                     self._seen_ns[rank] = at_ns
-                    yield rank, _step(file)
+                    with file.open("rb") as content:
+                        text = content.read(_LONGEST_NUMBER + 1).strip()
+                    yield rank, (int(text) if text.isdigit() else None)
             except OSError:
                 continue  # it has not begun to beat
-
-
-def _step(file: Path) -> int | None:
-    with file.open("rb") as content:
-        text = content.read(_LONGEST_NUMBER + 1).strip()
-    return int(text) if text.isdigit() else None

@@ -90,7 +90,8 @@ class Ram:
         try:
             if self._memory is None:
                 self._memory = self._adopt_or_make(key)
-                room_bytes = _free_bytes(self._parent) + used_bytes(self._memory.path)
+                room = os.statvfs(self._parent)
+                room_bytes = room.f_bavail * room.f_frsize + used_bytes(self._memory.path)
                 self._half_bytes = room_bytes // 2  # training needs memory, too
                 log.info("checkpoints in memory are kept in %s", self._memory.path)
             path = self._memory.path
@@ -160,8 +161,3 @@ def sweep(
     spare = _PREFIX + spare if spare else ""
     for path in owned_dir.sweep(directory, _PREFIX + names, spare=spare, grace_s=grace_s):
         log.info("removed %s, left by an agent that died", path)
-
-
-def _free_bytes(directory: Path) -> int:
-    room = os.statvfs(directory)
-    return room.f_bavail * room.f_frsize

@@ -104,16 +104,14 @@ class _Caller(socketserver.BaseRequestHandler):
             return
         with suppress(EOFError):
             while True:
-                self._answer(ram_wire.hear(connection))
-
-    def _answer(self, record: ram_wire.Record) -> None:
-        match record:
-            case Get():
-                self._send_range(record)
-            case Put():
-                self._take(record)
-            case Reply():
-                raise WireError("a reply to nothing")
+                record = ram_wire.hear(connection)
+                match record:
+                    case Get():
+                        self._send_range(record)
+                    case Put():
+                        self._take(record)
+                    case Reply():
+                        raise WireError("a reply to nothing")
 
     # ---- ranges out ----
 
@@ -136,7 +134,16 @@ class _Caller(socketserver.BaseRequestHandler):
     def _take(self, wish: Put) -> None:
         try:
             path = self._path(wish.path)
-            digests = _digests(wish)
+            if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
+                raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
+            count = -(-wish.size_bytes // wish.block_bytes)
+            if len(wish.digests) != count * _DIGEST_CHARACTERS:
+                raise WireError(f"not one digest for each of {count} blocks")
+            try:
+                words = bytes.fromhex(wish.digests)
+            except ValueError:
+                raise WireError("digests that are not hexadecimal") from None
+            digests = [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
             path.parent.mkdir(parents=True, exist_ok=True)
             incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             descriptor = self._reserve(incoming, wish.size_bytes)
@@ -187,20 +194,6 @@ class _Caller(socketserver.BaseRequestHandler):
         if not FILE.fullmatch(name):
             raise WireError(f"{name[:100]!r} is no file of a checkpoint")
         return self.server.directory / name
-
-
-def _digests(wish: Put) -> list[int]:
-    """The digests of a Put, if they fit its size."""
-    if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
-        raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
-    count = -(-wish.size_bytes // wish.block_bytes)
-    if len(wish.digests) != count * _DIGEST_CHARACTERS:
-        raise WireError(f"not one digest for each of {count} blocks")
-    try:
-        words = bytes.fromhex(wish.digests)
-    except ValueError:
-        raise WireError("digests that are not hexadecimal") from None
-    return [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
 
 
 def used_bytes(directory: Path) -> int:

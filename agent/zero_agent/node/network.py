@@ -103,7 +103,13 @@ def is_local(address: str) -> bool:
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an address, or None."""
     if ":" in address:
-        return _interface_of_six(address)
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        try:
+            lines = _INTERFACES_SIX.read_text().splitlines()
+        except OSError:
+            return None  # without IPv6
+        rows = (line.split() for line in lines)
+        return next((row[5] for row in rows if row[0] == wanted), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -114,13 +120,3 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
-
-
-def _interface_of_six(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    try:
-        lines = _INTERFACES_SIX.read_text().splitlines()
-    except OSError:
-        return None  # without IPv6
-    rows = (line.split() for line in lines)
-    return next((row[5] for row in rows if row[0] == wanted), None)

@@ -93,7 +93,11 @@ class Forkserver:
                     self._kill_children()
                     if self._listener is not None:
                         last_word(self._listener, self._parent, **self._word)
-                    self._kill_everything()
+                    # Generation after generation: the orphans of one are adopted, and die next.
+                    deadline = time.monotonic() + KILL_TIMEOUT_S
+                    while self._kill_children() and time.monotonic() < deadline:
+                        with contextlib.suppress(ChildProcessError):
+                            os.waitpid(-1, 0)
                     return None
                 if program := self._obey(json.loads(data), fds):
                     return program
@@ -187,13 +191,6 @@ class Forkserver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return pids
-
-    def _kill_everything(self) -> None:
-        """Kill generation after generation: the orphans of one are adopted, and die next."""
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while self._kill_children() and time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
 
     def _tell(self, news: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a dead agent is noticed when reading

@@ -164,14 +164,13 @@ class Matching:
     def write(self, data: bytes) -> None:
         """Take whole lines."""
         lines = data.splitlines(keepends=True)
-        self._sink.write(b"".join(line for line in lines if self._matches(line)))
+        self._sink.write(
+            b"".join(line for line in lines if any(text in line for text in self._texts))
+        )
 
     def close(self) -> None:
         """Close what is behind it."""
         self._sink.close()
-
-    def _matches(self, line: bytes) -> bool:
-        return any(text in line for text in self._texts)
 
 
 class Tap:

@@ -61,8 +61,13 @@ def run(program: Program) -> NoReturn:
     if program.command:
         _replace(program.command)
     faulthandler.enable()
-    _show_stacks_on_demand()
-    _refresh_seeds()
+    # This works even while the interpreter is stuck in a call of a library.
+    if path := os.environ.get(ENV_ERROR_FILE):
+        file = stacks_file(path).open("w")  # stays open: there is no opening it in the handler
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    # The libraries were imported before the fork: give this worker its own randomness.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]
@@ -109,24 +114,18 @@ def end_process(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _finish_files()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def _finish_files() -> None:
-    """What the program wrote to files that it left open is in them, as if they had been freed.
-
-    Only objects younger than the fork are looked at: the forkserver has frozen the others.
-    """
+    # What the program wrote to files that it left open is in them, as if they had been freed. Only
+    # objects younger than the fork are looked at: the forkserver has frozen the others.
     files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
     for finish, kinds in FINISHED_IN_TURN:
         for file in files:
             if isinstance(file, kinds):
                 with contextlib.suppress(Exception):  # as in a destructor
                     finish(file)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _execute(program: Program) -> dict[str, Any]:
@@ -142,19 +141,6 @@ def _execute(program: Program) -> dict[str, Any]:
 def stacks_file(error_file: str) -> Path:
     """Where a worker with this error file writes its stacks."""
     return Path(error_file).with_name("stacks.txt")
-
-
-def _show_stacks_on_demand() -> None:
-    """Works even while the interpreter is stuck in a call of a library."""
-    if path := os.environ.get(ENV_ERROR_FILE):
-        file = stacks_file(path).open("w")  # stays open: there is no opening it in the handler
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-
-
-def _refresh_seeds() -> None:
-    """Give this worker its own randomness: the libraries were imported before the fork."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
 
 
 def write_error_file(error: Exception) -> None:

@@ -103,15 +103,14 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.closing(opened) as store:
         code = _COMMANDS[args.command](args, store, view)
         if args.command == "status":
-            _say_if_full(store)
+            # A job that waits for room in etcd looks like one that runs: nobody can write that
+            with contextlib.suppress(StoreError):  # it has answered the command: this is by the way
+                if note := store.full_note():
+                    print(
+                        f"zero-ctl: {note}; jobs go on without publishing until then",
+                        file=sys.stderr,
+                    )
         return code
-
-
-def _say_if_full(store: EtcdStore) -> None:
-    """A job that waits for room in etcd looks like one that runs: nobody can write that."""
-    with contextlib.suppress(StoreError):  # it has answered the command: this is by the way
-        if note := store.full_note():
-            print(f"zero-ctl: {note}; jobs go on without publishing until then", file=sys.stderr)
 
 
 # ---- the command line ----

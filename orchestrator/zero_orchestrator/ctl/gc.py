@@ -130,7 +130,10 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
     if _has_agents(store, keys):
         return False
     if not remains.ended:
-        end = Put(keys.round, _stopped(store, keys))
+        head = store.get(keys.round)
+        record = json.loads(head.value) if head is not None else {"n": 0}
+        cause = "all its agents were gone, and its keys were deleted (zero-ctl gc --lost)"
+        end = Put(keys.round, json.dumps({**record, "state": State.STOPPED, "cause": cause}))
         stopped = store.txn([unchanged(keys.round, revision)], [end])
         if not stopped.succeeded:
             return False
@@ -144,13 +147,6 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
 
 def _has_agents(store: KeyValueStore, keys: Keys) -> bool:
     return bool(store.range(keys.nodes, limit=1).items)
-
-
-def _stopped(store: KeyValueStore, keys: Keys) -> str:
-    head = store.get(keys.round)
-    record = json.loads(head.value) if head is not None else {"n": 0}
-    cause = "all its agents were gone, and its keys were deleted (zero-ctl gc --lost)"
-    return json.dumps({**record, "state": State.STOPPED, "cause": cause})
 
 
 def collect(

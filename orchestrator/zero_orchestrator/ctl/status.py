@@ -160,16 +160,15 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     status = _understood(job, found, progress)
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
+    prefix = Keys(job).excluded("")
+    leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
     return dataclasses.replace(
         status,
         in_ram=progress.get(_below_progress(Keys(job).in_ram)),
-        excluded_left_s=_left_s(store, found, Keys(job).excluded("")),
+        excluded_left_s={
+            i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased
+        },
     )
-
-
-def _left_s(store: KeyValueStore, found: Range, prefix: str) -> dict[str, int]:
-    leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
-    return {i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased}
 
 
 def find(store: KeyValueStore, name: str | None) -> JobStatus:

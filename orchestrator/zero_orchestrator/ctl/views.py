@@ -120,7 +120,19 @@ class TableView:
 
     def event(self, event: Event) -> None:
         """As `View.event`."""
-        self._console.print(_event_line(event), soft_wrap=True)
+        record = event.record
+        at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
+        name = str(record.get("event", "?"))
+        self._console.print(
+            Text.assemble(
+                (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+                f"  round {record.get('round', '-')!s:3}",
+                (f" {record.get('node', '-')!s:12}", "cyan"),
+                (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
+                f" {record.get('text', '')}",
+            ),
+            soft_wrap=True,
+        )
 
     def say(self, sentence: str) -> None:
         """As `View.say`."""
@@ -196,7 +208,12 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
         yield "stop", status.stop
     members, others = len(status.members), len(status.spares)
     yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
-    yield "restarts", _restarts(status)
+    text = f"{status.restarts_spent} of {status.max_restarts} spent"
+    if status.restarts != status.restarts_spent:
+        text += f", {status.restarts} in all"
+    if status.restarts_without_progress:
+        text += f"; the last {status.restarts_without_progress} without a new step"
+    yield "restarts", text
     for exclusion in status.exclusions:
         left_s = status.excluded_left_s.get(exclusion.host)
         ends = f"; it ends in {left_s} s" if left_s is not None else ""
@@ -205,15 +222,6 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.in_ram is not None and not status.ended:
         yield "in memory", _checkpoint(status.in_ram)
     yield "command", " ".join(status.command)
-
-
-def _restarts(status: JobStatus) -> str:
-    text = f"{status.restarts_spent} of {status.max_restarts} spent"
-    if status.restarts != status.restarts_spent:
-        text += f", {status.restarts} in all"
-    if status.restarts_without_progress:
-        text += f"; the last {status.restarts_without_progress} without a new step"
-    return text
 
 
 def _bounds(status: JobStatus) -> str:
@@ -258,16 +266,3 @@ def _ranks(row: NodeRow) -> str:
         return "-"
     last = row.first_rank + row.slots - 1
     return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
-
-
-def _event_line(event: Event) -> Text:
-    record = event.record
-    at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
-    name = str(record.get("event", "?"))
-    return Text.assemble(
-        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
-        f"  round {record.get('round', '-')!s:3}",
-        (f" {record.get('node', '-')!s:12}", "cyan"),
-        (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
-        f" {record.get('text', '')}",
-    )

@@ -100,14 +100,10 @@ def _node(value: str) -> Node:
 def _members(value: str) -> Members:
     record = json.loads(value)
     if "zlib" in record:
-        record = json.loads(_unpacked(record["zlib"]))
+        record = json.loads(zlib.decompress(base64.b85decode(record["zlib"])).decode())
     rows = (dict(zip(record["fields"], row, strict=True)) for row in record["nodes"])
     nodes = (read(Node, row) for row in rows)
     return Members(tuple(nodes), record["restarts"])
-
-
-def _unpacked(packed: str) -> str:
-    return zlib.decompress(base64.b85decode(packed)).decode()
 
 
 def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:

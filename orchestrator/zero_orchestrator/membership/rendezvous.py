@@ -336,7 +336,17 @@ class Rendezvous:
             raise
         self._seeing.distrust()
         if done.succeeded:
-            self._tell(job, decision, done.revision)
+            assert decision.transition is not None
+            move = decision.transition.move
+            failed = decision.transition.charge is not None
+            self._journal.tell(
+                move,
+                decision.reason,
+                level=logging.WARNING if failed else logging.INFO,
+                round=job.n + 1 if move is Move.ACTIVATE else job.n,
+                nodes=[node.id for node in decision.transition.members.nodes],
+                revision=done.revision,
+            )
         return True
 
     def _try(self, job: Snapshot, transition: Transition) -> TxnResult:
@@ -354,19 +364,6 @@ class Rendezvous:
         assert decision.transition is not None
         due_s = self._ages.pending(decision.transition.move)
         return due_s >= TURN_S * place(self._snapshot, self.node.id)
-
-    def _tell(self, job: Snapshot, decision: Decision, revision: int) -> None:
-        assert decision.transition is not None
-        move = decision.transition.move
-        failed = decision.transition.charge is not None
-        self._journal.tell(
-            move,
-            decision.reason,
-            level=logging.WARNING if failed else logging.INFO,
-            round=job.n + 1 if move is Move.ACTIVATE else job.n,
-            nodes=[node.id for node in decision.transition.members.nodes],
-            revision=revision,
-        )
 
     # ---- writing ----
 

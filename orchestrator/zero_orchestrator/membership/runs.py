@@ -54,7 +54,17 @@ def current_run(store: KeyValueStore, name: str) -> str:
         writes: list[Write] = [Put(key, str(number + 1))]
         if head is not None and not _has_ended(head):
             compares.append(unchanged(head.key, head.mod_revision))
-            writes.append(Put(head.key, _stopped(head, following)))
+            # The end of a run that all its agents have left
+            cause = (
+                f"all its agents were gone, and the same command was started again as {following}"
+            )
+            record = {
+                **json.loads(head.value),
+                "state": State.STOPPED,
+                "cause": cause,
+                "at": time.time(),
+            }
+            writes.append(Put(head.key, json.dumps(record)))
         if store.txn(compares, writes).succeeded:
             return following
     raise StoreUnavailable(f"{key} changed {ATTEMPTS} times while it was read; try again")
@@ -78,10 +88,3 @@ def _is_over(store: KeyValueStore, job: str, head: KeyValue | None) -> bool:
 
 def _has_ended(head: KeyValue) -> bool:
     return json.loads(head.value)["state"] in ENDED
-
-
-def _stopped(head: KeyValue, following: str) -> str:
-    """The end of a run that all its agents have left."""
-    cause = f"all its agents were gone, and the same command was started again as {following}"
-    record = {**json.loads(head.value), "state": State.STOPPED, "cause": cause, "at": time.time()}
-    return json.dumps(record)

@@ -76,7 +76,9 @@ class Sight:
         self._store, self._keys, self._spec, self._id = store, keys, spec, node
         self._clock = clock
         self._on_change = on_change
-        self._view: _Whole | _Course = self._open(whole=self._is_first())
+        first = self._store.range(self._keys.nodes, limit=FIRST).items  # a read of a few keys
+        is_first = self._keys.node(self._id) in [item.key for item in first]
+        self._view: _Whole | _Course = self._open(whole=is_first)
         self._job: Snapshot | None = None
         self._fence = 0
         self._checked_s, self._pause_s = clock.now(), REREAD_S
@@ -94,7 +96,10 @@ class Sight:
             StoreReplaced: This is not the store that the job was in.
         """
         if self._clock.now() - self._checked_s >= self._pause_s:
-            self._check()
+            if self._view.check() and not self.whole:
+                self._change(whole=True)
+            self._checked_s = self._clock.now()
+            self._pause_s = self._view.pause_s * random.uniform(0.8, 1.2)
         before, job = self._job, self._view.look()
         if job is before:
             return job
@@ -127,17 +132,6 @@ class Sight:
     def close(self) -> None:
         """Watch nothing any more."""
         self._view.close()
-
-    def _check(self) -> None:
-        if self._view.check() and not self.whole:
-            self._change(whole=True)
-        self._checked_s = self._clock.now()
-        self._pause_s = self._view.pause_s * random.uniform(0.8, 1.2)
-
-    def _is_first(self) -> bool:
-        """Whether at most FIRST - 1 live agents come before this one: a read of a few keys."""
-        found = self._store.range(self._keys.nodes, limit=FIRST)
-        return self._keys.node(self._id) in [item.key for item in found.items]
 
     def _change(self, *, whole: bool) -> None:
         before, self._view = self._view, self._open(whole=whole)
@@ -245,7 +239,16 @@ class _Course:
     def look(self) -> Snapshot:
         found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
         if found != self._seen:
-            self._job, self._seen = self._parse(found[0], found[1]), found
+            course, orders, *_ = found
+            own = (self._own,) if self._own is not None else ()
+            items = (*course.items, *orders.items, *own, *self._reports)
+            job = parse(self._keys, Range(course.revision, items), self._spec)
+            others = [m for m in job.members.nodes if m.id != self._id]
+            if self._dead:
+                others = [m for m in others if (m.id, m.incarnation) not in self._dead]
+            known = (*job.failures, *self._failures(job))
+            job = dataclasses.replace(job, nodes=(*job.nodes, *others), failures=known)
+            self._job, self._seen = job, found
         return self._job
 
     def check(self) -> bool:
@@ -279,16 +282,6 @@ class _Course:
     def close(self) -> None:
         self._course.close()
         self._orders.close()
-
-    def _parse(self, course: Range, orders: Range) -> Snapshot:
-        own = (self._own,) if self._own is not None else ()
-        items = (*course.items, *orders.items, *own, *self._reports)
-        job = parse(self._keys, Range(course.revision, items), self._spec)
-        others = [m for m in job.members.nodes if m.id != self._id]
-        if self._dead:
-            others = [m for m in others if (m.id, m.incarnation) not in self._dead]
-        known = (*job.failures, *self._failures(job))
-        return dataclasses.replace(job, nodes=(*job.nodes, *others), failures=known)
 
     def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
         """Why the round ended, for the agents that must know; read once."""

@@ -96,9 +96,6 @@ class JobSpec:
                 raise SpecError(f"{flag}={value}: must not be negative; write 0")
         if self.exclude_for_s < 1:
             raise SpecError(f"--exclude-for={self.exclude_for_s}: write at least 1 second")
-        self._check_unit()
-
-    def _check_unit(self) -> None:
         unit, low, high = self.node_unit, self.min_nodes, self.max_nodes
         if unit < 1:
             raise SpecError(f"--node-unit={unit}: write how many nodes belong together, from 1")

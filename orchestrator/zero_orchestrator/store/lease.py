@@ -144,21 +144,15 @@ class LeaseKeeper:
             _log.exception("a keep-alive could not be sent")
             self._enter(LeaseState.SILENT, f"a keep-alive could not be sent: {error!r}")
         else:
-            if self._heard(sent):
+            silent_s, self._confirmed = self.unconfirmed_s, sent
+            if self._move(LeaseState.HELD) is LeaseState.SILENT:
+                _tell(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
                 return self._phase_s
         return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
 
     def _enter(self, state: LeaseState, reason: str) -> None:
         if self._move(state) not in (state, *_FINAL):
             _tell(self._told[state], reason)
-
-    def _heard(self, sent: float) -> bool:
-        """Whether that is the end of a silence."""
-        silent_s, self._confirmed = self.unconfirmed_s, sent
-        again = self._move(LeaseState.HELD) is LeaseState.SILENT
-        if again:
-            _tell(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
-        return again
 
     def _move(self, state: LeaseState) -> LeaseState:
         """Go to a state unless one of the final ones is reached; returns the state before."""

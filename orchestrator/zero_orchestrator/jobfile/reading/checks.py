@@ -74,7 +74,10 @@ def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
 def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
     """Without room nothing is kept in memory: the job works."""
     file = job.file
-    copies = _copies_in_memory(_saving(job))
+    # Of a node's share of the state: two for checkpoints in memory, and two for each replica.
+    ram = _saving(job).get("ram")
+    replicas = _count(ram if isinstance(ram, Mapping) else {}, "replicas", 1)
+    copies = 2 * (1 + replicas) if ram else 0
     if file.parameters is None or not copies:
         return
     share = file.parameters * BYTES_PER_PARAMETER / file.nodes.min
@@ -97,13 +100,6 @@ def _saving(job: Job) -> Mapping[str, Any]:
 def _count(values: Mapping[str, Any], name: str, default: int) -> int:
     found = values.get(name)
     return found if isinstance(found, int) else default
-
-
-def _copies_in_memory(saving: Mapping[str, Any]) -> int:
-    """Of a node's share of the state: two for checkpoints in memory, and two for each replica."""
-    ram = saving.get("ram")
-    replicas = _count(ram if isinstance(ram, Mapping) else {}, "replicas", 1)
-    return 2 * (1 + replicas) if ram else 0
 
 
 def _shared_memory_holds_the_budget(job: Job) -> Iterator[Problem]:

@@ -119,7 +119,10 @@ class Walk:
         values = {}
         for name, where, value in self.items(node, path):
             if name not in fields:
-                self.wrong(where, _no_such_key(name, fields))
+                near = nearest(name, tuple(fields))
+                keys = f"the keys here are {', '.join(fields)}"
+                remedy = f"did you mean {near}?" if near else keys
+                self.wrong(where, f"there is no such key; {remedy}")
             elif not _is_null(value):
                 values[name] = fields[name].metadata["read"](self, value, where)
         for name, one in fields.items():
@@ -211,12 +214,6 @@ def entry(read: Read, help: str, default: Any = _MISSING) -> Any:
 
 
 # ---- words ----
-
-
-def _no_such_key(name: str, known: Iterable[str]) -> str:
-    near = nearest(name, tuple(known))
-    remedy = f"did you mean {near}?" if near else f"the keys here are {', '.join(known)}"
-    return f"there is no such key; {remedy}"
 
 
 def _is_needed(one: dataclasses.Field[Any]) -> bool:

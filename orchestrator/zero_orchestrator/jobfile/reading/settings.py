@@ -22,21 +22,17 @@ FLAGS = (
 def settings(file: JobFile) -> dict[str, str]:
     """What every agent of the job is told, etcd excepted."""
     reproducible = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if file.resources.gpu else {}
+    given = {key: getattr(file, key) for key in FLAGS} | {"ram_budget": file.checkpoint.ram_budget}
     return {
         "PET_NNODES": file.nnodes,
         "PET_NPROC_PER_NODE": file.processes_per_node,
         "PET_MAX_RESTARTS": str(file.max_restarts),
         "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:g}",
-        **_flags(file),
+        **{variable(key): str(value) for key, value in given.items() if value is not None},
         "OMP_NUM_THREADS": str(file.threads_per_worker),
         **reproducible,  # without it cuBLAS may add in another order from run to run
         **file.environment,
     }
-
-
-def _flags(file: JobFile) -> dict[str, str]:
-    given = {key: getattr(file, key) for key in FLAGS} | {"ram_budget": file.checkpoint.ram_budget}
-    return {variable(key): str(value) for key, value in given.items() if value is not None}
 
 
 def variable(key: str) -> str:

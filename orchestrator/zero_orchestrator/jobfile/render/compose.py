@@ -53,7 +53,9 @@ def render(job: Job) -> str:
     }
     agent["environment"] |= {name: f"${{{name}:?{_MISSING}}}" for name in file.secrets}
     agent["deploy"] = {"replicas": file.start, **_devices(file)}
-    agent["volumes"] += _files(job)
+    # What the agents read of this machine, at the same paths; the config at its own
+    config = [f"{job.config_path}:{CONFIG}:ro"] if job.config is not None else []
+    agent["volumes"] += config + [f"{path}:{path}:ro" for path in job.file.etcd.files.values()]
     return yaml.safe_dump(found, sort_keys=False)
 
 
@@ -75,9 +77,3 @@ def _devices(file: JobFile) -> dict[str, Any]:
         return {}
     device = {"driver": "nvidia", "count": file.resources.gpu, "capabilities": ["gpu"]}
     return {"resources": {"reservations": {"devices": [device]}}}
-
-
-def _files(job: Job) -> list[str]:
-    """What the agents read of this machine, at the same paths; the config at its own."""
-    config = [f"{job.config_path}:{CONFIG}:ro"] if job.config is not None else []
-    return config + [f"{path}:{path}:ro" for path in job.file.etcd.files.values()]

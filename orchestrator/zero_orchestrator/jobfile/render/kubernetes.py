@@ -93,6 +93,13 @@ def files(job: Job, directory: Path) -> dict[str, str]:
 
 def _kustomization(job: Job) -> Object:
     file = job.file
+    flags = settings(job.file) | _endpoint(job.file)
+    agent = {
+        "name": "agent",
+        "behavior": "merge",
+        "literals": [_literal(name, value) for name, value in flags.items()],
+    }
+    training = {"name": "training", "behavior": "merge", "files": [CONFIG_NAME]}
     return {
         **_HEAD,
         **({"namespace": file.kubernetes.namespace} if file.kubernetes.namespace else {}),
@@ -101,7 +108,7 @@ def _kustomization(job: Job) -> Object:
         "resources": [_PARTS],
         "images": [_image(file.image)],
         "generatorOptions": {"immutable": True},
-        "configMapGenerator": _config_maps(job),
+        "configMapGenerator": ([agent, training] if job.config is not None else [agent]),
         "patches": [{"patch": yaml.safe_dump(one, sort_keys=False)} for one in named(file)]
         + operations(file),
     }
@@ -127,17 +134,6 @@ def _components(file: JobFile) -> list[str]:
         "kueue": file.kubernetes.queue is not None,
     }
     return [name for name, is_asked in asked.items() if is_asked]
-
-
-def _config_maps(job: Job) -> list[Object]:
-    flags = settings(job.file) | _endpoint(job.file)
-    agent = {
-        "name": "agent",
-        "behavior": "merge",
-        "literals": [_literal(name, value) for name, value in flags.items()],
-    }
-    training = {"name": "training", "behavior": "merge", "files": [CONFIG_NAME]}
-    return [agent, training] if job.config is not None else [agent]
 
 
 def _literal(name: str, value: str) -> str:

@@ -30,7 +30,13 @@ def named(file: JobFile) -> list[Object]:
     """Patches that name what they change; lists of named things are merged by name."""
     found = [_job(file)]
     if file.checkpoint.makes_a_claim:
-        found.append(_claim(file))
+        wanted = file.checkpoint
+        spec = {
+            "accessModes": [wanted.access],
+            "resources": {"requests": {"storage": str(wanted.size)}},
+            **({"storageClassName": wanted.storage_class} if wanted.storage_class else {}),
+        }
+        found.append(_object("v1", "PersistentVolumeClaim", "checkpoints", spec=spec))
     if not file.etcd.endpoints:
         found.append(_etcd(file))
     budget = {"minAvailable": file.nodes.min}
@@ -48,16 +54,27 @@ def _job(file: JobFile) -> Object:
         *_checkpoints(file),
         *_secrets(file),
     ]
+    # The variables that Secrets hold: pods refer to them, and no object of ours has a value
+    references = {name: text.split("/") for name, text in file.secrets.items()}
+    found = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in references.items()
+    ]
+    place = file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
     pod = {
         "subdomain": f"{file.name}-train",
         "terminationGracePeriodSeconds": int(file.grace),
         "containers": [
             {
                 "name": "agent",
-                "args": _arguments(file),
+                "args": [
+                    *_IDENTITY,
+                    file.script,
+                    *file.arguments(config=CONFIG, checkpoints=place),
+                ],
                 "resources": _resources(file),
                 **_opening(file),
-                **_secret_variables(file),
+                **({"env": found} if found else {}),
             }
         ],
         "volumes": volumes,
@@ -86,16 +103,6 @@ def _opening(file: JobFile) -> Object:
     return {"envFrom": [{"configMapRef": {"name": "agent"}}, secret]}
 
 
-def _secret_variables(file: JobFile) -> Object:
-    """The variables that Secrets hold: pods refer to them, and no object of ours has a value."""
-    references = {name: text.split("/") for name, text in file.secrets.items()}
-    found = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-        for name, (secret, key) in references.items()
-    ]
-    return {"env": found} if found else {}
-
-
 def _placement(file: JobFile) -> Object:
     """On which machines the agents run, and with which rights."""
     asked = file.kubernetes
@@ -105,11 +112,6 @@ def _placement(file: JobFile) -> Object:
         "imagePullSecrets": [{"name": name} for name in asked.pull_secrets],
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _arguments(file: JobFile) -> list[str]:
-    place = file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
-    return [*_IDENTITY, file.script, *file.arguments(config=CONFIG, checkpoints=place)]
 
 
 def _resources(file: JobFile) -> Object:
@@ -129,16 +131,6 @@ def _secrets(file: JobFile) -> list[Object]:
     names = {"etcd-client-tls": f"{file.name}-etcd-client-tls"} if file.etcd.tls else {}
     names |= {"etcd-credentials": file.etcd.secret} if file.etcd.secret else {}
     return [{"name": volume, "secret": {"secretName": secret}} for volume, secret in names.items()]
-
-
-def _claim(file: JobFile) -> Object:
-    wanted = file.checkpoint
-    spec = {
-        "accessModes": [wanted.access],
-        "resources": {"requests": {"storage": str(wanted.size)}},
-        **({"storageClassName": wanted.storage_class} if wanted.storage_class else {}),
-    }
-    return _object("v1", "PersistentVolumeClaim", "checkpoints", spec=spec)
 
 
 def _etcd(file: JobFile) -> Object:

@@ -26,7 +26,10 @@ def files(job: Job) -> dict[str, str]:
     words = [file.script, *places(job)]
     variables = settings(file) | etcd_settings(file)
     for text in (*words, *variables.values()):
-        _check(job, text, among=" \t\n\"'\\" if text in words else "\n\"'\\")
+        among = " \t\n\"'\\" if text in words else "\n\"'\\"
+        if any(letter in text for letter in among):
+            wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"
+            raise JobFileError(job.source.tell(Problem(key="", text=wrong)))
     variables["ZERO_SCRIPT"] = " ".join(words)
     return {
         f"etc/systemd/system/{UNIT}": read(f"systemd/{UNIT}"),
@@ -35,12 +38,6 @@ def files(job: Job) -> dict[str, str]:
             f"{name}={value}\n" for name, value in variables.items()
         ),
     }
-
-
-def _check(job: Job, text: str, *, among: str) -> None:
-    if any(letter in text for letter in among):
-        wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"
-        raise JobFileError(job.source.tell(Problem(key="", text=wrong)))
 
 
 def _limits(job: Job) -> str:

@@ -22,7 +22,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor_pb2 import FileDescriptorProto, MethodDescriptorProto
+    from google.protobuf.descriptor_pb2 import MethodDescriptorProto
 
 _STANDS_FOR = "etcd3.etcdrpc"
 _PACKAGE = "etcdserverpb"
@@ -39,20 +39,18 @@ def build() -> ModuleType:
     data = resources.files(__package__).joinpath("etcd_api.binpb").read_bytes()
     (api,) = FileDescriptorSet.FromString(data).file
     module = ModuleType(_STANDS_FOR, __doc__)
-    vars(module).update(_message_classes(api))
+    pool = DescriptorPool()
+    pool.AddSerializedFile(api.SerializeToString())
+    vars(module).update(
+        {
+            message.name: GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}"))
+            for message in api.message_type
+        }
+    )
     for service in api.service:
         stub = _stub_class(service.name, service.method, vars(module))
         setattr(module, stub.__name__, stub)
     return module
-
-
-def _message_classes(api: FileDescriptorProto) -> dict[str, Any]:
-    pool = DescriptorPool()
-    pool.AddSerializedFile(api.SerializeToString())
-    return {
-        message.name: GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{message.name}"))
-        for message in api.message_type
-    }
 
 
 def _stub_class(service: str, methods: Any, classes: dict[str, Any]) -> type:
