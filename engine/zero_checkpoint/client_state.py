@@ -24,7 +24,13 @@ from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
 LARGEST_BYTES = 1 << 20
 """Of one tensor or array: the manifest holds it, which every rank reads."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_MARKS = frozenset({"$tensor", "$array", "$tuple", "$items"})
+_MARKS = frozenset({"$tensor", "$array", "$tuple", "$items", "$stored"})
+
+
+class Stored(str):
+    """In the place of a tensor that is in the checkpoint's files: its name there."""
+
+    __slots__ = ()
 
 
 def pack(value: Any, path: str = "client_state") -> Any:
@@ -72,6 +78,8 @@ def _unpacked(value: Any) -> Any:
 
 def _marked(value: Any, path: str) -> dict[str, Any]:
     match value:
+        case Stored():
+            return {"$stored": str(value)}
         case Tensor():
             data = byte_view(value.detach().cpu().contiguous().flatten()).numpy()
             return {"$tensor": [name_of(value.dtype), list(value.shape), _text(data, path)]}
@@ -91,6 +99,8 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
 
 def _unmarked(value: dict[str, Any]) -> Any:
     match [*value.items()]:
+        case [("$stored", name)]:
+            return Stored(name)
         case [("$tensor", [dtype, shape, text])]:
             return torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
         case [("$array", [dtype, shape, text])]:

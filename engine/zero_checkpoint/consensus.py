@@ -24,13 +24,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from torch._C._distributed_c10d import HashStore, Store
 
 from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import PeerLost
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +87,11 @@ class Ballot:
         self._refused: set[str] = set()
         self._told: list[str] = []
         """Keys of what rank 0 has said and not taken back yet."""
+
+    @classmethod
+    def alone(cls) -> Ballot:
+        """Of a process that is in no group: its vote is the verdict."""
+        return cls(HashStore(), 0, 1)
 
     def ask(self, vote: Record, judge: Judge) -> Record:
         """Cast this rank's vote and return rank 0's verdict on all of them.

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import zero_checkpoint as checkpoint
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import SMALL
-from zero_checkpoint import Loaded, Manifest, find
+from zero_checkpoint import Manifest, find, restore
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import BUFFER
+from zero_checkpoint.restore import Loaded
 from zero_engine.core.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 
@@ -60,7 +60,7 @@ def load_all(base: str, stage: int) -> list[tuple[int, int]]:
     for world in SAVED_BY:
         for saved_stage in STAGES:
             spoil(engine)
-            with mock.patch.object(checkpoint, "load", wraps=checkpoint.load) as load:
+            with mock.patch.object(restore, "load", wraps=restore.load) as load:
                 spy = Spy(load)
                 engine.load_checkpoint(root_of(base, world, saved_stage))
             check(engine, truth, f"{base}/hash")

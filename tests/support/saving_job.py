@@ -18,7 +18,8 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
-from zero_checkpoint import Ballot, save
+from zero_checkpoint import Ballot
+from zero_checkpoint.commit import save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.place import Place

@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import Ballot
@@ -25,17 +23,10 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.place import Place
+from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.tools.foreign import Foreign
 from zero_checkpoint.weight_hash import weight_hash
 
-_UNKNOWN: dict[str, Any] = {
-    "step": 0,
-    "samples": 0,
-    "skipped": 0,
-    **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
-    **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler")),
-}
-"""What the engine keeps in a checkpoint; None where only the engine could have known."""
 _SHOWN_NAMES = 6
 
 
@@ -72,7 +63,7 @@ def adopt(
         raise CheckpointError(f"{source}: there are no parameters in it")
     tensors = dict(_tensors(foreign, dtypes))
     params = {t.fqn: data for t, data in tensors.items() if t.kind == PARAM}
-    run = _UNKNOWN | dict(foreign.run)
+    run = {**UNKNOWN_RUN, **foreign.run}
     if step is not None:
         run["step"] = step
     engine = run | {"groups": list(foreign.groups), "weight_hash": weight_hash(params.items())}
@@ -82,8 +73,7 @@ def adopt(
         aliases=dict(foreign.aliases),
         meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
     )
-    alone = Ballot(HashStore(), 0, 1)
-    committed = save(root, state, alone, step=run["step"], tag=tag, round=0, fence=None)
+    committed = save(root, state, Ballot.alone(), step=run["step"], tag=tag, round=0, fence=None)
     tidy(root, committed, Keep())  # what an import that was killed has left
     return committed
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from zero_checkpoint import Ballot, Loaded, Manifest, load, save
+from zero_checkpoint import Ballot, Manifest
+from zero_checkpoint.commit import save
 from zero_checkpoint.files.object_disk import ObjectDisk
 from zero_checkpoint.files.objects import ObjectPath, file_system
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.dtypes import DTYPES, byte_view
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.place import Place
+from zero_checkpoint.restore import Loaded, load
 
 T = TypeVar("T")
 Full = dict[TensorId, Tensor]

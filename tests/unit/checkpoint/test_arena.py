@@ -22,7 +22,7 @@ from tests.unit.checkpoint.support import (
     random_bits,
     share,
 )
-from zero_checkpoint import own_layout, save
+from zero_checkpoint.commit import own_layout, save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.slabs import SLAB_BYTES
 from zero_checkpoint.files.storage import Disk

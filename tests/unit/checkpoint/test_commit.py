@@ -23,7 +23,8 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_checkpoint import find, save
+from zero_checkpoint import find
+from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import Ballot
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId

@@ -19,11 +19,12 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_checkpoint import find, load
+from zero_checkpoint import find
 from zero_checkpoint.candidates import Why
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.read_retry import MAY_PASS, TRIES
 from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.restore import load
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_checkpoint import own_layout
+from zero_checkpoint.commit import own_layout
 from zero_checkpoint.format.layout import parts
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
 

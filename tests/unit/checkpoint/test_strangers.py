@@ -9,7 +9,8 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.support import SMALL, blank, load_all, on_ranks, same_bits, share
-from zero_checkpoint import Ballot, save
+from zero_checkpoint import Ballot
+from zero_checkpoint.commit import save
 from zero_checkpoint.format.pieces import PARAM, TensorId
 
 KEY = "of the ranks"

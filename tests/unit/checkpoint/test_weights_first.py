@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import adam_state, blank, flip, on_ranks, saved, share
-from zero_checkpoint import find, load
+from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import PARAM
+from zero_checkpoint.restore import load
 
 WORLD = 3
 LONGER_THAN_A_READ = 150_000

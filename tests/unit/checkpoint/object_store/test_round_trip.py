@@ -20,8 +20,9 @@ from tests.unit.checkpoint.support import (
     saved,
     share,
 )
-from zero_checkpoint import find, save
+from zero_checkpoint import find
 from zero_checkpoint.candidates import Why
+from zero_checkpoint.commit import save
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files import objects
 from zero_checkpoint.place import open_source, place

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, same_bits, share
 from zero_agent.node.memory import Ram
-from zero_checkpoint import Ballot, Loaded, load, own_layout
+from zero_checkpoint import Ballot
+from zero_checkpoint.commit import own_layout
 from zero_checkpoint.memory.commit import Kept, RamSave, commit_in_ram
 from zero_checkpoint.memory.node import RamNode, home_of
 from zero_checkpoint.memory.peers import Neighbours
 from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.restore import Loaded, load
 from zero_checkpoint.room import SharedRoom
 from zero_checkpoint.staging import Arena
 from zero_contract.worker import RamRequest

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tests.unit.checkpoint.ram.nodes import FULL, Cluster, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, on_ranks, same_bits, saved, share
-from zero_checkpoint import Ballot, Loaded, load
+from zero_checkpoint import Ballot
 from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.restore import Loaded, load
 
 
 def flip(path: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.unit.checkpoint.ram.nodes import FULL
 from tests.unit.checkpoint.support import on_ranks, share
-from zero_checkpoint import Ballot, own_layout
+from zero_checkpoint import Ballot
+from zero_checkpoint.commit import own_layout
 from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
 from zero_checkpoint.memory.node import home_of
 

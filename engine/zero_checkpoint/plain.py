@@ -1,0 +1,295 @@
+"""Checkpoints of a plain `state_dict`-like structure, in two calls; for any torch script.
+
+    zero_checkpoint.save("checkpoints", {"model": model.state_dict(), "epoch": 3}, step=100)
+    found = zero_checkpoint.load("checkpoints")
+
+A structure is dictionaries, lists and tuples of tensors and of what `client_state` can keep. Its
+tensors become tensors of the universal format, named by the way to them (`model.layer.weight`); the
+rest goes into the manifest. In a process group every rank calls both, with the part that it has;
+without one, a process is alone. The commit, its verification and its fallback are those of
+`commit` and `restore`.
+
+Must always hold: what is held by several ranks is written once; a tensor that no rank has whole is
+saved only if the parts of all ranks cover it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_checkpoint import commit, restore
+from zero_checkpoint.client_state import Stored, pack, unpack
+from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.dtypes import DTYPES, name_of
+from zero_checkpoint.format.manifest import Manifest
+from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.place import Place, place
+from zero_comm.agent_link import current_round
+from zero_comm.distributed import group_store
+from zero_contract import worker as contract
+
+UNKNOWN_RUN: Mapping[str, Any] = {
+    "step": 0,
+    "samples": 0,
+    "skipped": 0,
+    **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
+    **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler", "weight_hash")),
+}
+"""What the engine says of its run in a checkpoint; None where only the engine could have known."""
+_STATE = "state"
+"""The key of the structure in `meta`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """In place of a tensor: the elements of it that this rank has."""
+
+    data: Tensor
+    """Elements [start, start + data.numel()) of the whole tensor, flattened in row-major order."""
+    start: int
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `load` has found."""
+
+    state: dict[str, Any]
+    """The structure; of an engine's checkpoint, its parameters and buffers by name."""
+    step: int
+    tag: str
+    path: Place
+
+
+def save(
+    root: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    tag: str | None = None,
+    keep_last: int | None = None,
+    ballot: Ballot | None = None,
+) -> Place:
+    """Save a structure under `root`; every rank calls it, and returns when it is committed.
+
+    Args:
+        root: A directory on storage that all ranks share, or a URL (s3://bucket/dir).
+        state: What this rank has. Ranks may have different tensors, the same ones, or `Part`s of
+            them; where they differ in anything else, rank 0's counts.
+        step: Steps done. Of two checkpoints, the one with more steps is newer.
+        tag: A name to load it by; by default global_step<N>.
+        keep_last: How many of the newest checkpoints stay, at least 2; None: all.
+        ballot: How the ranks agree; None: through the default process group, or alone.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: Something in the structure cannot be stored, the ranks contradict each
+            other, or a rank failed: nothing was published. On every rank.
+        PeerLost: A rank is gone.
+    """
+    ballot, where = ballot or _default_ballot(), place(root)
+    own: dict[str, Part] = {}
+    try:
+        skeleton = _mapped(state, "", lambda value, name: _taken_out(value, name, own))
+        vote: Record = {
+            "state": pack(skeleton, "state"),
+            "tensors": {
+                name: [name_of(part.data.dtype), list(part.shape), part.start, part.data.numel()]
+                for name, part in own.items()
+            },
+        }
+    except CheckpointError as error:
+        vote = {"problem": str(error)}
+    agreed = ballot.ask(vote, agree)
+    if "problem" in agreed:
+        raise CheckpointError(f"{where} was not saved: {agreed['problem']}")
+    whole = State(
+        tensors={
+            TensorId(PARAM, name): TensorInfo(tuple(shape), DTYPES[dtype])
+            for name, (dtype, shape) in agreed["tensors"].items()
+        },
+        pieces=tuple(
+            Piece(TensorId(PARAM, name), own[name].start, own[name].data)
+            for name in agreed["writes"][ballot.rank]
+        ),
+        meta={
+            "engine": {**UNKNOWN_RUN, "step": step, "groups": []},
+            "client": {},
+            _STATE: agreed["state"],
+        },
+    )
+    path = commit.save(
+        where,
+        whole,
+        ballot,
+        step=step,
+        tag=tag or f"global_step{step}",
+        round=current_round(),
+        fence=None,
+    )
+    if ballot.rank == COORDINATOR:
+        tidy(where, path, Keep(last=keep_last))
+    return path
+
+
+def load(
+    root: str | os.PathLike[str],
+    into: Mapping[str, Any] | None = None,
+    *,
+    tag: str | None = None,
+    ballot: Ballot | None = None,
+) -> Restored | None:
+    """Load the newest checkpoint that is whole; every rank calls it, in a group of any size.
+
+    Args:
+        root: As given to `save`.
+        into: A structure with tensors and `Part`s that are filled in place, on any device; what
+            else the checkpoint holds is not read. None: every rank gets all tensors, on the CPU.
+        tag: Only a checkpoint of this name.
+        ballot: As for `save`.
+
+    Returns:
+        What was found; None if nothing was ever saved here.
+
+    Raises:
+        DamagedCheckpoint: There are checkpoints, and none is whole; names them all.
+        ModelMismatch: The newest does not have a tensor of `into`, or has it in another shape or
+            dtype; `into` is as it was.
+        CheckpointError: No checkpoint has this name, or a rank could not read: `into` may be half
+            filled.
+        PeerLost: A rank is gone.
+    """
+    filled: dict[str, Part] = {}
+    originals: dict[str, Tensor | Part] = {}
+    if into is not None:
+        _mapped(into, "", lambda value, name: _taken_out(value, name, filled, originals))
+
+    def wanted(manifest: Manifest) -> State:
+        ids = {t.fqn: t for t in manifest.tensors if t.kind in (PARAM, BUFFER)}
+        if into is None:
+            infos = {name: manifest.tensors[tensor] for name, tensor in ids.items()}
+            filled.clear()  # of a checkpoint that was tried before
+            filled.update(
+                (n, _whole(torch.empty(i.shape, dtype=i.dtype))) for n, i in infos.items()
+            )
+        parts = {ids.get(name, TensorId(PARAM, name)): part for name, part in filled.items()}
+        tensors = {t: TensorInfo(part.shape, part.data.dtype) for t, part in parts.items()}
+        pieces = tuple(Piece(t, part.start, part.data) for t, part in parts.items())
+        return State(tensors, pieces, spare=frozenset(manifest.tensors.keys() - tensors.keys()))
+
+    loaded = restore.load(place(root), ballot or _default_ballot(), wanted, tag=tag)
+    if loaded is None:
+        return None
+    values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
+    for name, value in originals.items():
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            value.detach().copy_(filled[name].data.view(value.shape))
+    manifest = loaded.manifest
+    skeleton = manifest.meta.get(_STATE, {name: pack(Stored(name)) for name in filled})
+    state = _mapped(unpack(skeleton), "", lambda v, _: values.get(v) if type(v) is Stored else v)
+    return Restored(state=state, step=manifest.step, tag=manifest.tag, path=loaded.path)
+
+
+def agree(votes: Sequence[Record | None]) -> Record:
+    """What all ranks save together, a pure function: every tensor, and which rank writes what.
+
+    Of those that hold the same elements, the one writes them that has the fewest bytes so far.
+
+    Args:
+        votes: By rank: "state", the packed structure, and "tensors", name -> dtype, shape, start
+            and count of the elements; or "problem". None where a rank did not answer.
+
+    Returns:
+        "state", "tensors" (name -> dtype and shape) and "writes" (by rank, names); or "problem".
+    """
+    state: Any = None
+    tensors: dict[str, list[Any]] = {}
+    holders: dict[tuple[str, int, int], list[int]] = {}
+    for rank, vote in enumerate(votes):
+        if vote is None:
+            return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+        if "problem" in vote:
+            return {"problem": f"rank {rank}: {vote['problem']}"}
+        state = _joined(state, unpack(vote["state"])) if rank else unpack(vote["state"])
+        for name, (dtype, shape, start, count) in vote["tensors"].items():
+            known = tensors.setdefault(name, [dtype, shape])
+            if known != [dtype, shape]:
+                here, there = f"{dtype} {shape}", f"{known[0]} {known[1]}"
+                return {"problem": f"{name} is {here} on rank {rank} and {there} on one before it"}
+            holders.setdefault((name, start, count), []).append(rank)
+    bytes_of, writes = [0] * len(votes), [list[str]() for _ in votes]
+    for (name, _, count), ranks in holders.items():
+        writer = min(ranks, key=bytes_of.__getitem__)
+        writes[writer].append(name)
+        bytes_of[writer] += count * DTYPES[tensors[name][0]].itemsize
+    return {"state": pack(state, "state"), "tensors": tensors, "writes": writes}
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """A structure with what only another one has; where both have something, the first counts."""
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return first
+    both = {key: _joined(value, second.get(key)) for key, value in first.items()}
+    return {**both, **{key: value for key, value in second.items() if key not in both}}
+
+
+def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+    """The same structure with all that is no dictionary, list or tuple changed, given its name."""
+    prefix = name and f"{name}."
+    match value:
+        case Mapping():
+            return {key: _mapped(inner, f"{prefix}{key}", change) for key, inner in value.items()}
+        case list():
+            return [_mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value)]
+        case tuple():
+            return tuple(_mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value))
+        case _:
+            return change(value, name)
+
+
+def _taken_out(
+    value: Any,
+    name: str,
+    parts: dict[str, Part],
+    originals: dict[str, Tensor | Part] | None = None,
+) -> Any:
+    """What stands for a tensor in the structure; it itself goes to the others."""
+    if not isinstance(value, Tensor | Part):
+        return value
+    if name in parts:
+        raise CheckpointError(f"two tensors are called {name}; rename one of the keys on the way")
+    if hasattr(value, "to_local"):
+        raise CheckpointError(
+            f"{name} is a {type(value).__name__}; give the elements that this rank has, as a "
+            "zero_checkpoint.Part"
+        )
+    parts[name] = value if isinstance(value, Part) else _whole(value)
+    if originals is not None:
+        originals[name] = value
+    return Stored(name)
+
+
+def _whole(tensor: Tensor) -> Part:
+    """All of it; a copy, if its elements do not lie one after the other."""
+    return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
+
+
+def _default_ballot() -> Ballot:
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ballot.alone()
+    store = group_store("plain")
+    key = os.environ.get(contract.ENV_VOTE_KEY, "")
+    key = key and contract.derived_key(key, store.path)
+    return Ballot(store, dist.get_rank(), dist.get_world_size(), key=key)
