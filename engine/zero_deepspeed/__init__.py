@@ -1,5 +1,7 @@
 """DeepSpeed's API on the ZeRO engine: `import zero_deepspeed as deepspeed`."""
 
+from typing import TYPE_CHECKING
+
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
@@ -12,6 +14,7 @@ from zero_deepspeed.comm import init_distributed
 from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.initialize import initialize
 from zero_deepspeed.utils.logging import log_dist, logger
+from zero_engine.former_names import explain_imports, raising_getattr
 
 __version__ = "0.19.8+zero.elastic"
 """Whose API this is: scripts and libraries compare it with the DeepSpeed that they need."""
@@ -44,3 +47,7 @@ __all__ = [
     "verify",
     "zero",
 ]
+
+explain_imports(__name__)
+if not TYPE_CHECKING:  # for which every name would be there
+    __getattr__ = raising_getattr(__name__)

@@ -18,13 +18,12 @@ from torch import Tensor
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
 from zero_engine.core.choose_tiers import UnitSize, kept_in_cpu, offloaded
-from zero_engine.errors import TierError
 from zero_engine.optim.rows import GRAIN
 from zero_engine.optim.sub_groups import Pace
 from zero_engine.tiers.ahead import ReadAhead
 from zero_engine.tiers.buffers import Buffers
 from zero_engine.tiers.nvme import Nvme
-from zero_engine.tiers.places import done, wait
+from zero_engine.tiers.places import TierError, done, wait
 from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
 
 # ---- the scratch file ----
@@ -91,7 +90,7 @@ def test_a_full_disk_is_an_error_by_name_before_anything_is_written(tmp_path: Pa
     source = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from zero_engine.errors import TierError\n"
+        "from zero_engine.tiers.places import TierError\n"
         "from zero_engine.tiers.scratch import ScratchFile\n"
         "file = ScratchFile(Path(sys.argv[1]))\n"
         "kept = file.reserve(1000, torch.float32).fill_(3)\n"

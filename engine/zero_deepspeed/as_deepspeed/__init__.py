@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 import zero_deepspeed
+from zero_engine.former_names import explain_imports
 
 _NAME = "deepspeed"
 _OURS = zero_deepspeed.__name__
@@ -110,6 +111,7 @@ def _install() -> None:
             "python -m zero_deepspeed.as_deepspeed SCRIPT"
         )
     sys.meta_path.insert(0, _Finder())
+    explain_imports(_OURS, _NAME)
 
 
 _install()

@@ -30,14 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine.errors import TierError
 from zero_engine.optim.low_precision import Moments, brought, widened
 from zero_engine.optim.rows import GRAIN, WEIGHTS, rows_of
 from zero_engine.optim.steps import StepAtOnce, only, step
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.segments import Segment, elementwise_keys
-from zero_engine.tiers.places import Lease, Tier, wait
+from zero_engine.tiers.places import Lease, Tier, TierError, wait
 
 _GRADIENT = ".gradient"
 

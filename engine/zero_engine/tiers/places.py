@@ -19,9 +19,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zero_engine.errors import TierError
+from zero_contract.errors import ZeroError
 
 T = TypeVar("T")
+
+
+class TierError(ZeroError):
+    """State could not be moved to or from the place where it rests between uses."""
+
 
 _DEADLINE_S = 600.0
 """After which a disk that does not answer is taken for broken."""

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint.format.dtypes import host_bytes
-from zero_engine.errors import TierError
+from zero_engine.tiers.places import TierError
 
 _log = logging.getLogger(__name__)
 
