@@ -395,6 +395,18 @@ class Engine(nn.Module):
         """
         self._persistence.client_source = source
 
+    def wait_for_checkpoint(self) -> bool:
+        """Wait for the save in flight, if any.
+
+        Returns:
+            Whether the last save was published.
+
+        Raises:
+            CheckpointError: It has failed, and no `step()` has said so yet.
+        """
+        with exit_on_peer_loss(self._link):
+            return self._persistence.wait()
+
     def load_checkpoint(
         self,
         load_dir: str | Path,
