@@ -1,4 +1,4 @@
-"""What ends an agent."""
+"""The error that ends an agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zero_contract.errors import ZeroError
 
 
 class AgentFailed(ZeroError):
-    """The agent itself cannot go on; `code` is its exit code."""
+    """The agent itself cannot continue; `code` is its exit code."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

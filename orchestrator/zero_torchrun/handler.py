@@ -8,7 +8,7 @@ A node that dies is noticed when its lease runs out, the others go on without it
 there is no node whose loss ends the job: each round has a TCPStore of its own, on its first node.
 
 Must always hold: everything runs on torchrun's own thread, in `num_nodes_waiting` and
-`next_rendezvous`; each wait ends. Who calls it: torchrun, through the entry point.
+`next_rendezvous`; each wait ends.
 
 Source of the interface: torch.distributed.elastic.rendezvous.api.
 """

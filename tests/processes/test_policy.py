@@ -180,7 +180,7 @@ def test_a_node_that_is_not_fit_does_not_join_and_says_why(etcd, tmp_path):
         check=False,
     )
     assert (done.returncode, done.stdout) == (8, "")
-    assert done.stderr.strip().endswith("ended with 9 and said: broken link")
+    assert done.stderr.strip().endswith("ended with 9 and printed: broken link")
     assert "(--join-timeout)" in done.stderr
     asked = ctl(etcd.endpoint, "status", "unfit")
     assert (asked.returncode, asked.stdout) == (2, ""), "nothing was written of such a job"
@@ -204,7 +204,7 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     last = sick.stdout.splitlines()[-1]
     assert last.split("  ")[0] == "health check"
     assert "NOT FIT" in last
-    assert "ended with 4 and said: one | two" in last
+    assert "ended with 4 and printed: one | two" in last
 
 
 @pytest.mark.full

@@ -131,8 +131,8 @@ def test_a_clock_that_is_far_from_etcds_is_a_finding():
     [
         ("echo all is well", True, "all is well"),
         ("true", True, "nothing"),
-        ("seq 9; exit 3", False, "`seq 9; exit 3` ended with 3 and said: 5 | 6 | 7 | 8 | 9"),
-        ("no-such-command-here", False, "ended with 127 and said: "),
+        ("seq 9; exit 3", False, "`seq 9; exit 3` ended with 3 and printed: 5 | 6 | 7 | 8 | 9"),
+        ("no-such-command-here", False, "ended with 127 and printed: "),
     ],
 )
 def test_a_users_command_decides_by_its_exit_code_and_its_last_lines_are_shown(command, fit, text):
@@ -146,8 +146,8 @@ def test_a_users_command_has_a_deadline_and_leaves_nothing_behind(tmp_path):
     command = f"sleep 60 & echo $! > {pids}; echo waiting; sleep 60"
     finding = found(replace(NODE, command=command, command_timeout_s=3.0))["health check"]
     assert not finding.fit
-    assert finding.found.endswith("did not end within 3 s; it said: waiting")
-    assert finding.remedy == "--health-check-timeout gives it longer"
+    assert finding.found.endswith("did not end within 3 s; it printed: waiting")
+    assert finding.remedy == "raise --health-check-timeout if it needs longer"
     wait_for(lambda: not _runs(int(pids.read_text())), 60, "the end of what it started")
 
 
@@ -182,7 +182,7 @@ def test_a_sick_node_waits_until_it_is_fit(monkeypatch):
 
 def test_a_node_that_does_not_become_fit_gives_up_with_its_reason_and_a_code_of_its_own():
     node = replace(NODE, command="echo broken; false")
-    with pytest.raises(AgentFailed, match=r"--join-timeout.*said: broken") as failed:
+    with pytest.raises(AgentFailed, match=r"--join-timeout.*printed: broken") as failed:
         fitness.await_fit(node, timeout_s=0.0, max_nodes=4, others=lambda: True)
     assert failed.value.code == AgentExit.UNFIT
 
@@ -190,7 +190,7 @@ def test_a_node_that_does_not_become_fit_gives_up_with_its_reason_and_a_code_of_
 def test_a_node_without_which_nothing_runs_says_at_once_that_it_is_not_healthy(monkeypatch):
     monkeypatch.setattr(fitness, "SINGLE_S", 0.01)
     node = replace(NODE, command="echo broken; false")
-    with pytest.raises(AgentFailed, match=r"there is no other node .*said: broken") as failed:
+    with pytest.raises(AgentFailed, match=r"there is no other node .*printed: broken") as failed:
         fitness.await_fit(node, timeout_s=3600.0, max_nodes=1, others=lambda: False)
     assert failed.value.code == AgentExit.UNFIT
 

@@ -14,11 +14,11 @@ def test_a_script_that_asks_is_heard_and_told_once_the_agent_asks_it(tmp_path, m
     file = tmp_path / "leave"
     askings = LeaveRequests({3: file, 4: tmp_path / "silent"})
     monkeypatch.setenv(ENV_FILE, str(file))
-    assert not askings.heard(3)
+    assert not askings.listens(3)
     assert not zero_agent.should_leave()
-    assert askings.heard(3)
-    assert not askings.heard(4)
-    assert not askings.heard(5)
+    assert askings.listens(3)
+    assert not askings.listens(4)
+    assert not askings.listens(5)
     assert not zero_agent.should_leave()
     assert askings.ask() == 1
     assert zero_agent.should_leave()

@@ -5,7 +5,7 @@ it has here or in torchrun, and set by torchrun's environment variable `PET_<FLA
 line wins over the environment.
 
 Must always hold: what follows the script belongs to the script, to the letter, whatever it looks
-like. Who calls it: `cli.py`.
+like.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ more to see: values that mean nothing, names of what is not there, and flags tha
 other.
 
 Must always hold: nothing is started and, but for --log-dir, nothing made; what is said of a flag is
-not the consequence of another mistake. Who calls it: `cli.py`, before `resolve.py` says what the
-flags mean.
+not the consequence of another mistake.
 """
 
 from __future__ import annotations

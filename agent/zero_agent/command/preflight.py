@@ -1,7 +1,4 @@
-"""`zero-agent --preflight`: every check of this node, as a table, and nothing else.
-
-Who calls it: `cli`.
-"""
+"""`zero-agent --preflight`: every check of this node, as a table, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From flags to an `AgentConfig`: what the words on the command line mean on this machine.
-
-Who calls it: `cli.py`, once `mistakes.py` has found nothing wrong with them.
-"""
+"""From flags to an `AgentConfig`: what the words on the command line mean on this machine."""
 
 from __future__ import annotations
 

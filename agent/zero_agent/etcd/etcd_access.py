@@ -2,7 +2,7 @@
 
 Must always hold: no password is on a command line, in a log or in an error; a refusal is one
 message with the flag that mends it, and nothing is tried again; an etcd that is not there yet is
-waited for, within a limit. Who calls it: `cli.py`.
+waited for, within a limit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ wrong one still trains: `--preflight` calls it unfit, an agent says so and goes 
 clock may as well be etcd's.
 
 Must always hold: an etcd that serves no HTTP there, or does not answer, is no complaint; nothing is
-waited for longer than `_TIMEOUT_S`. Who calls it: `cli`, `preflight`.
+waited for longer than `_TIMEOUT_S`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ been alive in any job for a while. When the keeper is killed its server dies wit
 
 Must always hold: one keeper per directory; it ends its server only while it holds the lock
 under which agents are given the server, so no agent is handed one that is about to go.
-Who calls it: `local_etcd.shared_server`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ zero, which neither HTTP nor TLS does. What is passed on is not looked at. Each 
 a port of its own; the next round's takes its place here.
 
 Must always hold: who says nothing, or whose target is gone, costs a connection and nothing else; a
-slow reader holds up its own connection alone. Who calls it: `meeting`, and the agent, which says
-where the round's store is.
+slow reader holds up its own connection alone.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ agent: all agents of this machine that name no endpoint meet there. The first on
 a detached keeper (`etcd_keeper`) whose data lasts, so a finished job stays finished.
 
 Must always hold: of any number of agents starting at once exactly one starts the shared server;
-a port held by something else is an error that names the remedy; every wait has a deadline.
-Who calls it: the agent, from its main thread.
+a port held by something else is an error that names the remedy; every wait has a deadline. Call it
+from the main thread.
 """
 
 from __future__ import annotations
@@ -226,38 +226,32 @@ def _start_unless_kept(
     with directory.keeping() as unkept:
         pass
     if unkept:
-        _start_keeper(endpoint, directory, idle_timeout_s, timeout_s)
-
-
-def _start_keeper(
-    endpoint: str, directory: SharedDirectory, idle_timeout_s: float, timeout_s: float
-) -> None:
-    """Run the keeper's command, which returns when its server serves."""
-    find_etcd()  # its absence is for the user to read here, not for the log
-    command = [sys.executable, "-m", "zero_agent.etcd.etcd_keeper"]
-    options = {
-        "client-port": endpoint.rpartition(":")[2],
-        "directory": str(directory.path),
-        "idle-timeout-s": f"{idle_timeout_s:g}",
-    }
-    command += [f"--{name}={value}" for name, value in options.items()]
-    with directory.log.open("wb") as log:
-        started = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
-    try:
-        status: object = started.wait(max(1.0, timeout_s))
-    except subprocess.TimeoutExpired:
-        started.kill()
-        started.wait()
-        status = f"no server after {timeout_s:g} s"
-    if status != 0:
-        raise StoreUnavailable(_complaint(endpoint, directory, f"keeper: {status}"))
+        # The keeper's command returns when its server serves.
+        find_etcd()  # raised here, where the user reads it, rather than in the keeper's log
+        command = [sys.executable, "-m", "zero_agent.etcd.etcd_keeper"]
+        options = {
+            "client-port": endpoint.rpartition(":")[2],
+            "directory": str(directory.path),
+            "idle-timeout-s": f"{idle_timeout_s:g}",
+        }
+        command += [f"--{name}={value}" for name, value in options.items()]
+        with directory.log.open("wb") as log:
+            started = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
+        try:
+            status: object = started.wait(max(1.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+            status = f"no server after {timeout_s:g} s"
+        if status != 0:
+            raise StoreUnavailable(_complaint(endpoint, directory, f"keeper: {status}"))
 
 
 def _complaint(endpoint: str, directory: SharedDirectory, why: str) -> str:

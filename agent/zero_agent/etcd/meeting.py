@@ -5,7 +5,7 @@ the one that all agents of this machine share; or, when the nodes are given rank
 of node 0 as to torchrun's static rendezvous, one that node 0 runs at that address for as long as
 the job lasts. In that last way the world is fixed and the nodes keep the order they were given.
 
-Must always hold: every wait ends; a server of our own ends with its agent. Who calls it: `cli.py`.
+Must always hold: every wait ends; a server of our own ends with its agent.
 """
 
 from __future__ import annotations

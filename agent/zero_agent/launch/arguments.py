@@ -1,6 +1,6 @@
 """The command line of `zero-ctl launch`: the flags of DeepSpeed's launcher, and ours.
 
-Must always hold: what follows the script belongs to the script. Who calls it: `command`.
+Must always hold: what follows the script belongs to the script.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Those whose names begin as DeepSpeed's launcher exports them, and those in the files
 `.deepspeed_env` and `.zero_env` of the home and of the working directory, a `NAME=VALUE` a line.
-
-Who calls it: `plan`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 A filter is `HOST[:SLOT,SLOT...]`, several are joined with `@`: `worker-1@worker-2:0,1`.
 
 Must always hold: the order of hosts is the hostfile's; what cannot be read is an error that
-names the line, and never a host less. Who calls it: `plan`.
+names the line, and never a host less.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Each agent is in a session of its own and gets every signal that comes here, so Ctrl-C drains them
 all. Must always hold: no agent starts after the first signal; no agent outlives this process for
 longer than it takes to drain. However it ends, the kernel sends them SIGTERM, and they leave as on
-any other. Who calls it: `zero-ctl run` becomes it.
+any other.
 """
 
 from __future__ import annotations

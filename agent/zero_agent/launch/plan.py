@@ -1,7 +1,7 @@
 """What is to run where: one record, from which every runner makes its commands.
 
 Must always hold: no value of a variable is on a command line, here or on a host: every user of a
-machine can read those. Who calls it: `command` makes it, `runners` read it.
+machine can read those.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ has said that its terminal does not echo; pdsh has none, so there the hosts read
 working directory that the user alone can read; the others hand on their own environment.
 
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
-Who calls it: `command`; `session` runs the commands.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 One thread decides; another for each process hands on what it prints. Must always hold: no process
 started here outlives the session, however it ends; every wait has a deadline; a host that is lost
 is said at once, and is tried again while others go on.
-
-Who calls it: `command`.
 """
 
 from __future__ import annotations

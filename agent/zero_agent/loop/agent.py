@@ -247,7 +247,17 @@ class Agent:
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
-            self._show()
+            # Publish the progress of the job and of this node's workers.
+            job = self._rdzv.snapshot
+            self.took_part |= job.state not in ENDED
+            self._journal.round, self._journal.nodes = job.n, len(job.members.nodes)
+            self._publisher.alive(nodes=len(job.members.nodes))
+            if self._crew.steps.begun:
+                self._rdzv.stepped(self._crew.round)
+            if (last := self._crew.steps.last) is not None:
+                nodes = len(job.members.nodes)
+                lease, use = self._rdzv.lease, self._ram.use
+                self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
             # Before this node says that it is quiet, the others know whether it is fit.
             if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
                 self._rdzv.set_unfit(self._fitness.complaint)
@@ -275,7 +285,11 @@ class Agent:
                 self._rest(pause_when_full_s(len(self._rdzv.snapshot.nodes)))
         if not self.ended:  # how it ended is said when the workers are gone
             self._say(self._rdzv.reason)
-        self._check_limits()
+        self._crew.check_limits()
+        self._leaving.check_limit()
+        alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
+        self._fitness.check_limit(needed=not alone)
+        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason, self._rdzv.confirm)
         self._handle_events()
         return None
 
@@ -320,13 +334,6 @@ class Agent:
             hosting=crew.hosts_store_of(job.n),
         )
 
-    def _check_limits(self) -> None:
-        self._crew.check_limits()
-        self._leaving.check_limit()
-        alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
-        self._fitness.check_limit(needed=not alone)
-        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason, self._rdzv.confirm)
-
     # ---- actions ----
 
     def _start(self, reason: str) -> None:
@@ -354,19 +361,6 @@ class Agent:
             self._fitness.examine()  # ends before this node says that it is quiet
 
     # ---- what is said ----
-
-    def _show(self) -> None:
-        """Note how the job and this node's workers are getting on, for those who look at it."""
-        job = self._rdzv.snapshot
-        self.took_part |= job.state not in ENDED
-        self._journal.round, self._journal.nodes = job.n, len(job.members.nodes)
-        self._publisher.alive(nodes=len(job.members.nodes))
-        if self._crew.steps.begun:
-            self._rdzv.stepped(self._crew.round)
-        if (last := self._crew.steps.last) is not None:
-            nodes = len(job.members.nodes)
-            lease, use = self._rdzv.lease, self._ram.use
-            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
 
     def _say_over(self) -> None:
         """Once, on every node: which failure the round has ended with, and what it costs.

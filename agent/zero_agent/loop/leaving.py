@@ -5,9 +5,8 @@ A node leaves because of a signal, or because somebody asked it to.
 Must always hold: the first wish decides about the exit code; the same signal once more, or the
 deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
 after the one of `--signal`, and systemd SIGHUP after SIGTERM; a wish that etcd does not take is
-told when it answers, and until then nobody is left without a word. Who calls it: the agent's loop;
-`signalled` and `check_limit` also while a call to etcd is under way; what ends is told when
-`supervise` says REPORT_FAILURE or EXIT.
+told when it answers, and until then nobody is left without a word. `signalled` and `check_limit`
+may also run while a call to etcd is under way.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Must always hold: each wait has one limit, each limit a flag, and the message at its end names it.
 An etcd that is full has no limit: it answers, nobody is lost, and a person can make room; a job
 that ended instead would be lost for want of a few commands.
-Who calls it: the agent's loop, once a turn.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class NodeWorkers:
         """Every worker has said that it can: our engine under it, or its script."""
         if self._group is None:
             return False
-        return all(r in self._can_leave or self._askings.heard(r) for r in self._group.ranks)
+        return all(r in self._can_leave or self._askings.listens(r) for r in self._group.ranks)
 
     @property
     def overdue(self) -> bool:

@@ -5,8 +5,7 @@ any other call; it runs on another thread, and until the answer is there the loo
 what arrives: ends of workers, signals, limits.
 
 Must always hold: what goes on meanwhile makes no call itself, since it would find the caller's work
-half done; calls of other threads (the lease's keeper) pass straight through. Who calls it: the
-rendezvous of an agent.
+half done; calls of other threads (the lease's keeper) pass straight through.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 While the workers of many nodes stop, the sentence that names them changes with every one of them:
 it is said when it begins, and again every `AGAIN_S`, with those that are left then.
-
-Who calls it: the agent's loop.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in its next turn, before it looks at the job.
 
 Must always hold: a worker that asks whether its checkpoint may be published gets an answer within
 its patience and the time of one call; only an answer of etcd's publishes; nothing is published for
-workers that are gone. Who calls it: the agent's loop.
+workers that are gone.
 """
 
 from __future__ import annotations

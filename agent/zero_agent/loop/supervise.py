@@ -97,16 +97,12 @@ def _active(now: Situation) -> Step:
         return _kill(now, f"round {now.round} is over, round {job.n} runs")
     index = job.members.index(now.node)
     if index is None:
-        return _outside(now)
+        if now.node.draining:
+            return Action.EXIT, "drained"
+        return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
     if now.round != job.n and not now.reported:
         return _enter(now, index)
     return _IN_ROUND[now.workers](now)
-
-
-def _outside(now: Situation) -> Step:
-    if now.node.draining:
-        return Action.EXIT, "drained"
-    return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
 
 
 def _enter(now: Situation, index: int) -> Step:

@@ -10,7 +10,6 @@ of that time, is dead: removed about a second after its death, where the lease a
 costs at most one restart for each agent process, and the recovery from a real death a second.
 
 Must always hold: nobody is removed whose lease was refreshed after the suspicion arose.
-Who calls it: the agent's loop.
 """
 
 from __future__ import annotations

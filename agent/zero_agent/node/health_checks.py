@@ -1,18 +1,18 @@
-"""What makes a node fit to take part: a table of checks, run all at once, each with a deadline.
+"""Health checks of a node: a table of checks, all run at once, each with a deadline.
 
 A check looks at one thing and returns what it found, or raises `HealthCheckFailed` with what is
-wrong and what to do about it. It runs on a thread of its own, so that a call that never returns is
-a finding and not a hang: it is left behind, and named.
+wrong and the remedy. Each check runs on its own thread: a call that never returns becomes a
+finding and not a hang. The thread is abandoned, and the finding names the check.
 
-Before it has joined, an unhealthy node waits, tries again at growing intervals, and gives up after
---join-timeout; or much sooner, if no other node is there to train without it (`patience`). After a
-failure of its own workers the checks run on a thread beside the agent's loop; the node says "quiet"
-only when they have ended, so the next round begins with it, or, if it is unfit, without it. An
-unfit node stays in the job as a spare that is not eligible.
+Before it has joined, an unhealthy node waits, checks again with exponential backoff, and gives up
+after --join-timeout; or much sooner, if no other node can train without it (`patience`). After a
+failure of the node's workers the checks run on a thread beside the agent's loop. The node reports
+"quiet" only when the checks have ended, so the next round begins with the node, or, if it is
+unhealthy, without it. An unhealthy node stays in the job as a spare that is not eligible.
 
 Must always hold: a check changes nothing, except that it makes --log-dir, and leaves no process
 behind; `examine` returns within the longest deadline of its checks; the agent's loop never waits
-for a check. Who calls it: `cli` and the agent's loop; `preflight`, for the user.
+for a check.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ log = logging.getLogger("zero")
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
-"""Between two examinations of an unhealthy node; each pause is twice the one before."""
+"""Exponential backoff of the checks of an unhealthy node: each pause is twice the one before."""
 ALONE_S = 30.0
-"""So long an unhealthy node waits that sees no other of its job: others may be starting, but
-without any nothing goes on, and whoever has started it should know..."""
+"""How long an unhealthy node waits that sees no other node of its job. Other nodes may be starting,
+but without any of them the job makes no progress, and the user should learn of it."""
 SINGLE_S = 5.0
-"""...and so long where there can be no other: it is looked at once or twice more."""
+"""How long an unhealthy node waits that is the job's only node (--nnodes=1)."""
 DEADLINE_S = 10.0
-"""For a check of ours; each takes milliseconds on a machine that is well."""
+"""Deadline of a built-in check, seconds; a check takes milliseconds on a healthy machine."""
 _GPU_S = 30.0
 _MIB = 1 << 20
 _SHM_PER_WORKER = 32 * _MIB
@@ -59,7 +59,7 @@ _DISK = 256 * _MIB
 _FILES_PER_WORKER = 64
 _FILES = 1024
 _NOT_BEFORE = 1_735_689_600
-"""2025-01-01: a clock that says less was never set."""
+"""2025-01-01, in Unix seconds: a clock that shows an earlier time was never set."""
 _LAST_LINES = 5
 _TAIL_BYTES = 4096
 
@@ -71,17 +71,18 @@ class Surroundings:
     slots: int
     """Workers on this node."""
     gpus: bool
-    """Each of them is to have a GPU."""
+    """Whether each worker needs its own GPU."""
     address: str
-    """Of this node, for the others; empty: not known yet."""
+    """This node's address, as the other nodes dial it; empty if it is not known yet."""
     log_dir: Path | None = None
     command: str = ""
-    """The user's own check; empty: there is none."""
+    """The command of --health-check; empty if there is none."""
     command_timeout_s: float = 60.0
     ask_etcd: Callable[[], str] | None = None
-    """Says how etcd is, or raises HealthCheckFailed; None: it is not asked."""
+    """Returns the state of etcd or raises HealthCheckFailed; None: etcd is not checked."""
     ask_clock: Callable[[], str] | None = None
-    """Says what is wrong with this clock beside another one; empty: nothing. None: unknown."""
+    """Returns how this clock differs from another one, empty if it does not; None: no other clock
+    is known."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
 
@@ -102,22 +103,13 @@ def _shared_memory(node: Surroundings) -> str:
     if free < need:
         raise HealthCheckFailed(
             f"{_mib(free)} free in /dev/shm, {_mib(need)} needed",
-            "remove what is left there; in a container give it more (docker run --shm-size)",
+            "remove what is left there; in a container make it larger (docker run --shm-size)",
         )
     return f"{_mib(free)} free"
 
 
-def _logs(node: Surroundings) -> str:
-    assert node.log_dir is not None
-    return _room("--log-dir", node.log_dir)
-
-
-def _temporary(node: Surroundings) -> str:
-    return _room("TMPDIR", Path(tempfile.gettempdir()))
-
-
 def _room(name: str, path: Path) -> str:
-    """Whether a directory can be written to, and has room."""
+    """Check that a directory can be written to and has free space; `name` sets the directory."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -136,27 +128,21 @@ def _room(name: str, path: Path) -> str:
 
 
 def _memory(node: Surroundings) -> str:
-    free, need = _available(), node.slots * _MEMORY_PER_WORKER
+    """Check the bytes that processes can still allocate: of the machine, and of its container."""
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    facts = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in meminfo)}
+    free, need = int(facts["MemAvailable"]) * 1024, node.slots * _MEMORY_PER_WORKER
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        free = free if limit == "max" else min(free, max(0, int(limit) - used))
     if free < need:
         raise HealthCheckFailed(
             f"{_mib(free)} available, {_mib(need)} needed for {node.slots} workers",
             "end what uses it, or start fewer workers with --nproc-per-node",
         )
     return f"{_mib(free)} available"
-
-
-def _available() -> int:
-    """Bytes that processes can still have: of the machine, and of the container it is in."""
-    meminfo = Path("/proc/meminfo").read_text().splitlines()
-    facts = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in meminfo)}
-    free = int(facts["MemAvailable"]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
 
 
 def _open_files(node: Surroundings) -> str:
@@ -172,7 +158,7 @@ def _open_files(node: Surroundings) -> str:
 def _clock(node: Surroundings) -> str:
     shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     if time.time() < _NOT_BEFORE:
-        raise HealthCheckFailed(f"it says {shown}", "set it: certificates and logs depend on it")
+        raise HealthCheckFailed(f"it shows {shown}", "set it: certificates and logs depend on it")
     if node.ask_clock is not None and (wrong := node.ask_clock()):
         raise HealthCheckFailed(f"{shown} UTC: {wrong}")
     return f"{shown} UTC"
@@ -191,23 +177,23 @@ def _gpus(node: Surroundings) -> str:
 
 
 def _count_gpus() -> int:
-    """Those that the driver can talk to; without its tool, those that have a device file."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    """Count the GPUs that the driver can reach; without nvidia-smi, the GPUs' device files."""
+    if (tool := shutil.which("nvidia-smi")) is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
     done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_GPU_S, check=False)
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
+        printed = (done.stdout + done.stderr).strip().splitlines()
         raise HealthCheckFailed(
-            f"nvidia-smi: {said[-1] if said else done.returncode}", "look at dmesg"
+            f"nvidia-smi: {printed[-1] if printed else done.returncode}", "look at dmesg"
         )
     return sum(1 for line in done.stdout.splitlines() if line.startswith("GPU "))
 
 
 def _address(node: Surroundings) -> str:
-    """Whether what this node tells the others leads here."""
+    """Check that the address which this node publishes leads to this node."""
     try:
-        with socket.create_server((node.address, 0), family=_family(node.address)) as server:
+        family = socket.getaddrinfo(node.address, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((node.address, 0), family=family) as server:
             host, port = server.getsockname()[:2]
             with socket.create_connection((host, port), timeout=DEADLINE_S / 2):
                 return f"{node.address} leads here"
@@ -216,18 +202,9 @@ def _address(node: Surroundings) -> str:
         raise HealthCheckFailed(f"{node.address}: {error.strerror or error}", remedy) from error
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-
-
-def _etcd(node: Surroundings) -> str:
-    assert node.ask_etcd is not None
-    return node.ask_etcd()
-
-
 def _health_check(node: Surroundings) -> str:
-    """The user's command; it and all that it starts are gone when this returns."""
-    with tempfile.TemporaryFile() as output:  # not a pipe: something left behind may hold that
+    """Run the command of --health-check; it and all of its children have ended on return."""
+    with tempfile.TemporaryFile() as output:  # a process left behind could hold a pipe open
         process = subprocess.Popen(
             dying_with_parent(["/bin/sh", "-c", node.command], to_thread=True),
             stdin=subprocess.DEVNULL,
@@ -241,8 +218,8 @@ def _health_check(node: Surroundings) -> str:
         except subprocess.TimeoutExpired as expired:
             limit = f"{node.command_timeout_s:g} s"
             raise HealthCheckFailed(
-                f"`{node.command}` did not end within {limit}; it said: {_last_lines(output)}",
-                "--health-check-timeout gives it longer",
+                f"`{node.command}` did not end within {limit}; it printed: {_last_lines(output)}",
+                "raise --health-check-timeout if it needs longer",
             ) from expired
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -250,7 +227,7 @@ def _health_check(node: Surroundings) -> str:
             process.wait()
         if code != 0:
             raise HealthCheckFailed(
-                f"`{node.command}` ended with {code} and said: {_last_lines(output)}"
+                f"`{node.command}` ended with {code} and printed: {_last_lines(output)}"
             )
         return _last_lines(output)
 
@@ -263,7 +240,7 @@ def _last_lines(output: IO[bytes]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row of the table."""
+    """One row of `CHECKS`."""
 
     look: Callable[[Surroundings], str]
     applies: Callable[[Surroundings], bool] = lambda node: True
@@ -273,30 +250,36 @@ class Check:
 CHECKS: Mapping[str, Check] = {
     "shared memory": Check(look=_shared_memory),
     "memory": Check(look=_memory),
-    "temporary files": Check(look=_temporary),
-    "logs": Check(look=_logs, applies=lambda node: node.log_dir is not None),
+    "temporary files": Check(look=lambda node: _room("TMPDIR", Path(tempfile.gettempdir()))),
+    "logs": Check(
+        look=lambda node: _room("--log-dir", node.log_dir) if node.log_dir else "",
+        applies=lambda node: node.log_dir is not None,
+    ),
     "open files": Check(look=_open_files),
     "clock": Check(look=_clock),
     "GPUs": Check(
         look=_gpus, applies=lambda node: node.gpus, limit_s=lambda node: _GPU_S + DEADLINE_S
     ),
     "address": Check(look=_address, applies=lambda node: bool(node.address)),
-    "etcd": Check(look=_etcd, applies=lambda node: node.ask_etcd is not None),
+    "etcd": Check(
+        look=lambda node: node.ask_etcd() if node.ask_etcd else "",
+        applies=lambda node: node.ask_etcd is not None,
+    ),
     "health check": Check(
         look=_health_check,
         applies=lambda node: bool(node.command),
         limit_s=lambda node: node.command_timeout_s + DEADLINE_S,
     ),
 }
-"""In the order of `--preflight`."""
+"""Every check by its name, in the order in which `--preflight` prints them."""
 
 
-# ---- all of them ----
+# ---- all checks ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     fit: bool
@@ -308,13 +291,13 @@ class Finding:
 
 
 def examine(node: Surroundings) -> tuple[Finding, ...]:
-    """Run every check that applies; takes as long as the slowest of them."""
+    """Run every check that applies, in parallel; returns within the longest of their deadlines."""
     runs = [_Run(name, check, node) for name, check in CHECKS.items() if check.applies(node)]
     return tuple(run.finding() for run in runs)
 
 
 def complaint(findings: Sequence[Finding]) -> str:
-    """Why a node is not fit, in one line; empty if it is."""
+    """Why a node is unhealthy, in one line; empty if the node is healthy."""
     return "; ".join(str(finding) for finding in findings if not finding.fit)
 
 
@@ -332,33 +315,33 @@ class _Run:
         self._thread.start()
 
     def finding(self) -> Finding:
-        """What it found, when it has or when its time is up."""
+        """Wait for the check until its deadline; its finding, or the finding that it hangs."""
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         hangs = f"no answer within {self._limit_s:g} s"
-        return self._result or self._told(False, hangs, "the machine or a disk of it hangs")
+        return self._result or self._finding(False, hangs, "the machine or a disk of it hangs")
 
     def _look(self, check: Check, node: Surroundings) -> None:
         try:
-            self._result = self._told(True, check.look(node))
+            self._result = self._finding(True, check.look(node))
         except HealthCheckFailed as failed:
-            self._result = self._told(False, failed.found, failed.remedy)
+            self._result = self._finding(False, failed.found, failed.remedy)
         except Exception as error:
-            self._result = self._told(False, str(error))
+            self._result = self._finding(False, str(error))
 
-    def _told(self, fit: bool, found: str, remedy: str = "") -> Finding:
+    def _finding(self, fit: bool, found: str, remedy: str = "") -> Finding:
         return Finding(check=self._name, fit=fit, found=found, remedy=remedy)
 
 
-# ---- what an agent does about them ----
+# ---- what an agent does about the findings ----
 
 
 def patience(timeout_s: float, *, max_nodes: int, others: bool) -> tuple[float, str]:
-    """How long an unhealthy node waits to become healthy, and what limits that.
+    """How long an unhealthy node waits to become healthy, in seconds, and what sets that limit.
 
     Args:
         timeout_s: --join-timeout.
-        max_nodes: Of the job: where it is 1, nobody else will come.
-        others: Another node of the job is alive.
+        max_nodes: The job's largest number of nodes; if it is 1, no other node will come.
+        others: Whether another node of the job is alive.
     """
     alone_s = SINGLE_S if max_nodes == 1 else ALONE_S
     if others or timeout_s <= alone_s:
@@ -369,7 +352,7 @@ def patience(timeout_s: float, *, max_nodes: int, others: bool) -> tuple[float, 
 def await_fit(
     node: Surroundings,
     timeout_s: float,
-    tell: Callable[[str], None] = lambda why: None,
+    on_unhealthy: Callable[[str], None] = lambda why: None,
     *,
     max_nodes: int,
     others: Callable[[], bool],
@@ -377,14 +360,14 @@ def await_fit(
     """Return when this node is healthy, and may join.
 
     Args:
-        node: What is looked at.
-        timeout_s: How long to be patient while others run the job.
-        tell: Told why it is not healthy, each time.
-        max_nodes: Of the job.
+        node: What the checks look at.
+        timeout_s: --join-timeout: how long to wait while other nodes run the job.
+        on_unhealthy: Receives the complaint after each examination that finds one.
+        max_nodes: The job's largest number of nodes.
         others: Whether another node of the job is alive.
 
     Raises:
-        AgentFailed: It has not become so in time.
+        AgentFailed: The node has not become healthy in time.
     """
     began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while why := complaint(examine(node)):
@@ -398,7 +381,7 @@ def await_fit(
             left_s,
             limit,
         )
-        tell(why)
+        on_unhealthy(why)
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -410,7 +393,7 @@ def _unfit(why: str, limit_s: float, limit: str) -> AgentFailed:
 
 
 class HealthChecks:
-    """The fitness of a node that has joined."""
+    """The health of a node that has joined, examined beside the agent's loop."""
 
     def __init__(
         self,
@@ -422,14 +405,14 @@ class HealthChecks:
         journal: Journal,
         post: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
-        """It was fit when it joined.
+        """The node was healthy when it joined.
 
         Args:
-            node: What to look at.
+            node: What the checks look at.
             timeout_s: --join-timeout.
-            max_nodes: Of the job.
+            max_nodes: The job's largest number of nodes.
             clock: Paces the examinations of an unhealthy node.
-            journal: Told when the node falls ill and when it is well again.
+            journal: Receives an event when the node becomes unhealthy or healthy again.
             post: Wraps a handler so that it runs on the agent's thread.
         """
         self._node = node
@@ -442,23 +425,27 @@ class HealthChecks:
         self.checking = False
         """An examination is under way."""
         self.complaint = ""
-        """Why the node is not fit; empty: it is."""
+        """Why the node is unhealthy; empty if it is healthy."""
 
     def examine(self) -> None:
         """Begin an examination, unless one is under way."""
         if not self.checking:
             self.checking = True
             self._paused.stop()
-            threading.Thread(target=self._run, name="fitness", daemon=True).start()
+            threading.Thread(
+                target=lambda: self._done(complaint(examine(self._node))),
+                name="health checks",
+                daemon=True,
+            ).start()
 
     def check_limit(self, *, needed: bool) -> None:
         """Examine an unhealthy node again when it is time.
 
         Args:
-            needed: Another node is alive, or this one holds checkpoints in memory: it may wait.
+            needed: Another node is alive, or this one holds in-memory checkpoints: it may wait.
 
         Raises:
-            AgentFailed: It has been unhealthy for too long.
+            AgentFailed: The node has been unhealthy for too long.
         """
         limit_s, limit = patience(self._timeout_s, max_nodes=self._max_nodes, others=needed)
         if self._ill.past(limit_s):
@@ -467,14 +454,11 @@ class HealthChecks:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self.examine()
 
-    def _run(self) -> None:
-        self._done(complaint(examine(self._node)))
-
     def _examined(self, why: str) -> None:
         self.checking = False
         if bool(why) != bool(self.complaint):  # amounts in a complaint change all the time
             self.complaint = why
-            text = f"this node is unfit: {why}" if why else "this node is fit again"
+            text = f"this node is unhealthy: {why}" if why else "this node is healthy again"
             self._journal.tell("health", text, level=logging.WARNING if why else logging.INFO)
         if why:
             self._ill.start()

@@ -1,11 +1,11 @@
-"""`--health-port`: how this agent is, for a supervisor that asks over HTTP.
+"""`--health-port`: liveness and readiness of this agent over HTTP, for a supervisor.
 
-`/healthz` says whether the agent works: its loop turns. `/readyz` says whether this node does
-what it is here for: its workers run in the job's current round. Both answer in JSON, with the
-state and the reason, 200 for yes and 503 for no.
+`/healthz` answers whether the agent is alive: its loop turns. `/readyz` answers whether this node
+is ready: its workers run in the job's current round. Both answer in JSON, with the state and the
+reason, 200 for yes and 503 for no.
 
 Must always hold: nothing here changes anything or waits for the agent; a slow client costs its
-own connection. Who calls it: `cli.py`. The server is the standard library's.
+own connection.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from zero_orchestrator.errors import SpecError
 log = logging.getLogger("zero")
 
 STALLED_S = 30.0
-"""A loop that has not turned for so long hangs: it turns ten times a second, also while it
-waits for etcd."""
+"""A loop that has not turned for this long hangs: it turns ten times a second, even while it waits
+for etcd."""
 _CLIENT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """An agent, as it is seen from outside."""
+    """The state of an agent, as `/healthz` and `/readyz` report it."""
 
     job: str
     node: str
     round: int
     state: str
-    """Of the job: FORMING, ACTIVE, ..."""
+    """The job's state: FORMING, ACTIVE, ..."""
     reason: str
     """What the job is doing or waiting for."""
     workers: Workers
     workers_round: int
-    """The round in which they run, or ran."""
+    """The round in which the workers run, or ran."""
     turned_s: float
     """Seconds since the agent's loop last turned."""
     store_silent_s: float | None
-    """For how long etcd has not answered; None while it does."""
+    """Seconds since etcd's last answer; None while etcd answers."""
 
 
 STARTING = Status(
@@ -93,13 +93,13 @@ _QUESTIONS: dict[str, Callable[[Status], Answer]] = {"/healthz": healthy, "/read
 
 
 class Health:
-    """The server; `watch` tells it whose health to report."""
+    """The server; `watch` sets the agent whose state it reports."""
 
     def __init__(self, host: str, port: int) -> None:
         """Listen, and answer from now on.
 
         Raises:
-            SpecError: That address cannot be had.
+            SpecError: It cannot listen at that address.
         """
         self._look: Callable[[], Status] = lambda: STARTING
         try:
@@ -117,16 +117,16 @@ class Health:
         log.info("health: http://%s/healthz and http://%s/readyz", where, where)
 
     def watch(self, look: Callable[[], Status]) -> None:
-        """Report what `look` sees; it is called on other threads and must only read."""
+        """Report what `look` returns; it is called on other threads and must only read."""
         self._look = look
 
     def waits(self, why: str) -> None:
-        """Report that there is no agent yet, because this node is not fit to join."""
+        """Report that there is no agent yet, because this node is unhealthy and cannot join."""
         waiting = replace(STARTING, reason=f"this node does not join yet: {why}")
         self.watch(lambda: waiting)
 
     def answer(self, path: str) -> tuple[HTTPStatus, dict[str, Any]]:
-        """The answer to a request."""
+        """The HTTP status and the JSON object for a request of this path."""
         question = _QUESTIONS.get(path.partition("?")[0])
         if question is None:
             return HTTPStatus.NOT_FOUND, {"reason": f"ask for {' or '.join(_QUESTIONS)}"}
@@ -160,11 +160,11 @@ class _Server(PatientServer, ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look-up of this host's full name: it may take a minute."""
+        """Skip HTTPServer's look-up of this host's full name, which may take a minute."""
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no error of ours."""
+        """A client that hangs up is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -181,4 +181,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A probe a second is no news."""
+        """A probe each second is not logged."""

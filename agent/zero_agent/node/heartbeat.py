@@ -1,12 +1,12 @@
-"""`zero_agent.heartbeat()`: any script may say that it gets on, and is found out when it hangs.
+"""`zero_agent.heartbeat()`: with it the agent detects that any script, in any language, hangs.
 
-A worker's pulse is a file whose name is in its environment, ZERO_HEARTBEAT_FILE: each change of its
-modification time is a beat, whatever made it (`touch` in a shell script will do), and what it
-contains, if anything, is the number of the last finished step. The agent looks at the files of its
-workers at each turn of its loop.
+The environment of a worker names its heartbeat file, ZERO_HEARTBEAT_FILE. Each change of the file's
+modification time is a heartbeat, whatever made it (`touch` in a shell script will do). The file may
+contain the number of the last finished step. The agent looks at the files of its workers at each
+turn of its loop.
 
-Must always hold: `heartbeat` costs microseconds, raises nothing and outside of an agent does
-nothing. Who calls it: users' scripts; `Heartbeats`: the node's workers.
+Must always hold: `heartbeat` costs microseconds, raises nothing, and does nothing outside of an
+agent.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENV_FILE = "ZERO_HEARTBEAT_FILE"
-"""As `contract.ENV_HEARTBEAT`; nothing is imported for a script's heartbeat."""
+"""As `zero_contract.worker.ENV_HEARTBEAT`; a script's heartbeat imports nothing for it."""
 _LONGEST_NUMBER = 20
 
 
 def heartbeat(step: int | None = None) -> None:
-    """Say that this worker gets on; call it once per step.
+    """Send a heartbeat: this worker makes progress. Call it once per step.
 
     Args:
-        step: The step that has just ended, if steps have numbers. It is shown by `zero-ctl status`
-            and tells a job that makes progress from one in a crash loop.
+        step: The number of the step that has just ended, if steps have numbers. `zero-ctl status`
+            shows it, and it distinguishes a job that makes progress from one in a crash loop.
     """
     path = os.environ.get(ENV_FILE)
     if path is None:
@@ -42,19 +42,19 @@ def heartbeat(step: int | None = None) -> None:
 
 
 class Heartbeats:
-    """The agent's side: the pulses of a round's workers."""
+    """The agent's side: the heartbeat files of a round's workers."""
 
     def __init__(self, files: dict[int, Path]) -> None:
-        """Nothing has been felt yet.
+        """No heartbeat has been seen yet.
 
         Args:
-            files: Of each worker, by rank; it need not exist before the first beat.
+            files: The heartbeat file of each rank; it need not exist before the first heartbeat.
         """
         self._files = files
         self._seen_ns: dict[int, int] = {}
 
     def beats(self) -> Iterator[tuple[int, int | None]]:
-        """Ranks whose pulse has beaten since the last look, with their step if they say it."""
+        """The ranks with a heartbeat since the last call, with the step that the file contains."""
         for rank, file in self._files.items():
             try:
                 at_ns = file.stat().st_mtime_ns
@@ -64,4 +64,4 @@ class Heartbeats:
                         text = content.read(_LONGEST_NUMBER + 1).strip()
                     yield rank, (int(text) if text.isdigit() else None)
             except OSError:
-                continue  # it has not begun to beat
+                continue  # this worker has not sent a heartbeat yet

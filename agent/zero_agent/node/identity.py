@@ -1,7 +1,6 @@
 """Which process this is, so that another agent of the same machine can see its end for certain.
 
-Must always hold: a process is said to be gone only by one that would see it. Who calls it: the
-agent, for its registration; `ring`, for that of a neighbour.
+Must always hold: a process is reported gone only by a process that would see it in /proc.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ from pathlib import Path
 def own() -> str:
     """`MACHINE/PID/START`: the kernel and its pid namespace, the process, its start there.
 
-    Empty where /proc is not that of this process's own pid namespace.
+    Empty if /proc is not that of this process's own pid namespace.
     """
     pid = os.getpid()
     try:
         if os.readlink("/proc/self") != str(pid):
             return ""
-        return f"{_machine()}/{pid}/{_start(pid)}"
+        # The machine: the same for all processes that see each other in /proc, and for no others.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        machine = hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:12]
+        return f"{machine}/{pid}/{_start(pid)}"
     except OSError:
         return ""
 
@@ -38,13 +41,6 @@ def is_gone(identity: str) -> bool | None:
         return True
     except (OSError, ValueError):
         return None
-
-
-def _machine() -> str:
-    """The same for all processes that see each other in /proc, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:12]
 
 
 def _start(pid: int) -> str:

@@ -1,7 +1,7 @@
-"""Whether the files of this package are those that this agent was started from.
+"""Detects that the installed packages were upgraded under a running agent.
 
-`pip install -U` replaces them under a running agent, which would start the new version of a child
-process and misunderstand it. Who calls it: `node_workers`, before it starts such a process.
+`pip install -U` replaces the files of a running agent, which would then start a child process of
+the new version and misunderstand it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Installed:
     """The files as they were at the beginning."""
 
     def __init__(self, *directories: Path) -> None:
-        """Take note of them.
+        """Record each file's time of modification and size.
 
         Args:
-            directories: Of the packages whose code agents run; none: of agent and orchestrator.
+            directories: The packages to watch; none given: zero_agent and zero_orchestrator.
         """
         own = [Path(package.__path__[0]) for package in (zero_agent, zero_orchestrator)]
         self._directories = directories or tuple(own)

@@ -1,12 +1,12 @@
-"""`zero_agent.should_leave()`: any script may be asked to save and leave, and is waited for.
+"""`zero_agent.should_leave()`: the agent asks any script to save and leave, and waits for it.
 
-A worker's file for it is named in its environment, ZERO_LEAVE_FILE. A script that asks for the
-first time makes it, empty, by which the agent knows that it will be heard; the agent writes into it
-when the worker is to leave. A shell script does `touch $ZERO_LEAVE_FILE` first, and
+On a drain, a preemption or a rebalancing a worker is to save and exit. The environment of a worker
+names its file for that, ZERO_LEAVE_FILE. The script's first call of `should_leave` makes the file,
+empty, by which the agent knows that the script will notice a request; the agent writes into the
+file when the worker is to leave. A shell script runs `touch $ZERO_LEAVE_FILE` first, and
 `[ -s $ZERO_LEAVE_FILE ]` after each step.
 
 Must always hold: `should_leave` costs microseconds, raises nothing, and is False outside an agent.
-Who calls it: users' scripts; `LeaveRequests`: the node's workers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 ENV_FILE = "ZERO_LEAVE_FILE"
 LEFT = 76
-"""Both as in the contract; nothing is imported for a script's question."""
+"""Both as in `zero_contract.worker`; `should_leave` imports nothing for them."""
 
 
 def should_leave() -> bool:
-    """Whether the agent wants this worker to save and to call `leave()`; ask after each step.
+    """Whether the agent wants this worker to save and to call `leave()`; call it after each step.
 
-    Ranks hear of it one after the other. Let them agree before they act, so that all of them save
-    after the same step.
+    The request reaches the ranks one after the other. Let them agree before they act (an
+    all-reduce of the answer), so that all of them save after the same step.
     """
     path = os.environ.get(ENV_FILE)
     if path is None:
@@ -41,9 +41,9 @@ def should_leave() -> bool:
 
 
 def leave() -> None:
-    """End this worker, which has saved: the job goes on, and no restart is charged.
+    """End this worker, which has saved: the job continues, and no restart is charged.
 
-    A shell script does `exit 76`. An exit with 0 says that the job is done.
+    A shell script runs `exit 76`. An exit with 0 means that the job is done.
 
     Raises:
         SystemExit: Always.
@@ -52,25 +52,25 @@ def leave() -> None:
 
 
 class LeaveRequests:
-    """The agent's side: what a round's workers can be asked."""
+    """The agent's side: the leave files of a round's workers."""
 
     def __init__(self, files: Mapping[int, Path]) -> None:
-        """Nobody has been asked yet.
+        """No worker has been asked to leave yet.
 
         Args:
-            files: Of each worker, by rank; it need not exist before the script asks.
+            files: The leave file of each rank; it need not exist before the script's first call.
         """
         self._files = files
 
-    def heard(self, rank: int) -> bool:
-        """Whether this worker asks, and so will hear that it is to leave."""
+    def listens(self, rank: int) -> bool:
+        """Whether this worker's script calls `should_leave`, and so will notice a request."""
         file = self._files.get(rank)
         return file is not None and file.exists()
 
     def ask(self) -> int:
-        """Ask all workers that will hear it to leave; how many those are."""
-        heard = [file for rank, file in self._files.items() if self.heard(rank)]
-        for file in heard:
-            with contextlib.suppress(OSError):  # it is waited for no longer than it may take
+        """Ask all workers that listen to leave; returns how many those are."""
+        listening = [file for rank, file in self._files.items() if self.listens(rank)]
+        for file in listening:
+            with contextlib.suppress(OSError):  # the wait for this worker is bounded anyway
                 file.write_bytes(b"1")
-        return len(heard)
+        return len(listening)

@@ -1,17 +1,16 @@
-"""The node's memory for checkpoints: a directory in /dev/shm that outlives the workers.
+"""In-memory checkpoints of a node: a directory in /dev/shm that outlives the workers.
 
-Workers freeze their state into files here; when one dies, its last image is still there for the
-next round, because the directory belongs to the agent. It is made when a worker first asks for
-it, and removed when the agent ends. `memory_server` serves it to the other nodes.
+Workers write snapshots of their state into files here. When a worker dies, its last snapshot is
+still there for the next round, because the directory belongs to the agent. The directory is made
+when a worker first asks for it, and removed when the agent ends. `memory_server` serves it to the
+other nodes.
 
-An agent that crashes leaves it behind, and the next one of that machine in the same run of the job
-(whose secret marks the name) adopts it: what is in it is verified by its digests, as ever.
+An agent that crashes leaves the directory behind, and the next agent of that machine in the same
+run of the job (the job's secret marks the name) adopts it: readers verify its checksums, as ever.
 
 Must always hold: the directory is owned (`owned_dir`) for as long as its agent lives, so `sweep`
-removes exactly what dead agents have left: when an agent starts, some time after it was last used;
-when it ends, all of its job.
-
-Called by the agent's loop.
+removes exactly what dead agents have left: at the start of an agent, what was not used for
+`GRACE_S`; at its end, everything of its job.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ log = logging.getLogger("zero")
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "zero-ram."
 GRACE_S = 60.0
-"""Others leave the memory of a crashed agent alone for so long: it may be started again."""
+"""How long other agents spare the memory of a crashed agent, which may be started again."""
 
 
 class Ram:
-    """One agent's memory for checkpoints; nothing is taken before a worker asks."""
+    """One agent's in-memory checkpoints; no memory is allocated before a worker asks for it."""
 
     def __init__(
         self,
@@ -54,17 +53,17 @@ class Ram:
         ports: range = ANY_PORT,
         advertised: str = "",
     ) -> None:
-        """Remove what dead agents have left, but for what a successor may still come for.
+        """Remove what dead agents have left, except what a successor may still adopt.
 
         Args:
-            job: With `node`, what the directory is called: people see whose memory it is.
-            node: This agent's, or its machine: by it a successor knows what is its own.
-            address: The node's own; the server listens there and nowhere else.
+            job: The job's name; with `node` it names the directory.
+            node: The id of the node, or its machine's name, by which a successor finds its own.
+            address: The node's own address; the server listens there and nowhere else.
             directory: A tmpfs.
-            limit_bytes: The node gives no more, whatever workers ask for; None: half of the room
-                there is, or what they ask for.
-            ports: One of them is the server's.
-            advertised: Under which the other nodes reach the server, if not by `address`.
+            limit_bytes: Upper limit of the budget, whatever workers ask for; None: no limit, and
+                half of the free space for workers that name no budget.
+            ports: The server takes the first free one of them.
+            advertised: The address under which other nodes reach the server, if not `address`.
         """
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"
@@ -75,16 +74,19 @@ class Ram:
         self._server: RamServer | None = None
         self._limit_bytes = limit_bytes
         self._half_bytes = 0
-        """Half of the room that there was in the beginning."""
+        """Half of the space that was free in the beginning."""
         self._of_job = f"{job}.*"
         sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
     def open(self, request: RamRequest, secret: str) -> RamReply:
-        """What a worker needs to know to keep its images here.
+        """Give a worker the directory, the address and the key for its snapshots.
 
         Args:
-            request: The worker's; the budget of the last one counts.
+            request: The worker's; the budget of the last request counts.
             secret: The job's.
+
+        Returns:
+            What the worker needs, or the reason why there is no memory.
         """
         key = key_of(secret)
         try:
@@ -95,7 +97,9 @@ class Ram:
                 self._half_bytes = room_bytes // 2  # training needs memory, too
                 log.info("checkpoints in memory are kept in %s", self._memory.path)
             path = self._memory.path
-            budget = self._budget_bytes(request.budget_bytes)
+            budget = request.budget_bytes or self._limit_bytes or self._half_bytes
+            if self._limit_bytes is not None:
+                budget = min(budget, self._limit_bytes)
             if self._server is None:
                 self._server = RamServer(path, self._address, key, budget, self._ports)
             self._server.budget_bytes = budget
@@ -110,7 +114,11 @@ class Ram:
         )
 
     def _adopt_or_make(self, key: str) -> OwnedDir:
-        """That of a crashed agent of this machine and run, or a new one. Raises OSError."""
+        """The directory of a crashed agent of this machine and run, or a new one.
+
+        Raises:
+            OSError: The directory cannot be made.
+        """
         name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
         sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")  # of earlier runs of the job
         for path in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
@@ -122,20 +130,15 @@ class Ram:
 
     @property
     def is_open(self) -> bool:
-        """Whether a worker has asked for memory: what it kept there is lost with this agent."""
+        """Whether a worker has asked for memory: its snapshots are lost with this agent."""
         return self._memory is not None
 
     def use(self) -> RamUse | None:
-        """How much of the node's memory is taken; None if no worker has asked for any."""
+        """How much memory the snapshots take; None if no worker has asked for any."""
         if self._memory is None or self._server is None:
             return None
         budget = self._server.budget_bytes
         return RamUse(used_bytes=used_bytes(self._memory.path), budget_bytes=budget)
-
-    def _budget_bytes(self, wanted: int | None) -> int:
-        if self._limit_bytes is None:
-            return wanted or self._half_bytes
-        return min(wanted or self._limit_bytes, self._limit_bytes)
 
     def close(self) -> None:
         """Stop serving and give the memory back; the workers must be gone."""
@@ -150,13 +153,13 @@ class Ram:
 def sweep(
     directory: Path = DIRECTORY, names: str = "*", *, spare: str = "", grace_s: float = 0.0
 ) -> None:
-    """Remove the memory of agents that are dead; never raises.
+    """Remove the in-memory checkpoints of dead agents; never raises.
 
     Args:
-        directory: Where it is.
-        names: A pattern, of the job and what follows it.
-        spare: Another, of what is left alone.
-        grace_s: What was in use so recently is left for a successor.
+        directory: The tmpfs with the agents' directories.
+        names: The pattern of names to remove: the job and what follows it.
+        spare: The pattern of names to keep.
+        grace_s: A directory that was in use less than this long ago is kept for a successor.
     """
     spare = _PREFIX + spare if spare else ""
     for path in owned_dir.sweep(directory, _PREFIX + names, spare=spare, grace_s=grace_s):

@@ -1,11 +1,11 @@
-"""Serves the node's memory for checkpoints to the workers of the job: ranges out, copies in.
+"""Server of a node's in-memory checkpoints (peer memory): serves ranges, receives replicas.
 
-Must always hold: a copy appears under its name only when it is whole and every block of it has
-the digest that came with it; what is refused or breaks off leaves nothing; no more is taken than
-the budget; a caller that does not know the key, or stops in mid-sentence, costs a thread for
-seconds and nothing else.
+Must always hold: a replica appears under its name only when it is complete and the checksum of
+every block is right; a refused or interrupted transfer leaves nothing; the files never take more
+than the budget; a client that does not know the key, or stops in the middle of a message, costs a
+thread for seconds and nothing else.
 
-Called by `memory`. The protocol is `zero_contract.peer_memory`.
+The protocol is `zero_contract.peer_memory`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ log = logging.getLogger("zero")
 
 _DIGEST_CHARACTERS = 16
 _BLOCK_LIMIT_BYTES = 64 << 20
-"""One block is in memory while it is verified."""
+"""The largest block of a replica: one block is held in memory while it is verified."""
 _SLAB_BYTES = 1 << 20
-"""Received, verified and stored at once: blocks may be short."""
+"""Bytes that are received, verified and written at once, because blocks may be short."""
 
 
 class RamServer:
-    """Serves one directory, on threads of its own, until closed."""
+    """Serves one directory on daemon threads until it is closed."""
 
     def __init__(
         self, directory: Path, address: str, key: str, budget_bytes: int, ports: range = ANY_PORT
     ) -> None:
-        """Listen on one of these ports of the node's own address. Raises OSError."""
+        """Listen on the first free one of `ports` at the node's own address.
+
+        Raises:
+            OSError: It cannot listen there.
+        """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
         self._server: _Server = first_free(ports, lambda port: server((address, port), _Caller))
@@ -56,7 +60,7 @@ class RamServer:
 
     @property
     def budget_bytes(self) -> int:
-        """What all files here may take together."""
+        """How many bytes all files of the directory may take together."""
         return self._server.budget_bytes
 
     @budget_bytes.setter
@@ -80,7 +84,7 @@ class _Server(PatientServer):
 
     def __init__(self, *args: object) -> None:
         self.taking = threading.Lock()
-        """Held while room is reserved: two callers must not be given the same bytes."""
+        """Held while space is reserved: two clients must not reserve the same bytes."""
         super().__init__(*args)  # type: ignore[arg-type]
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -111,9 +115,7 @@ class _Caller(socketserver.BaseRequestHandler):
                     case Put():
                         self._take(record)
                     case Reply():
-                        raise WireError("a reply to nothing")
-
-    # ---- ranges out ----
+                        raise WireError("a reply without a request")
 
     def _send_range(self, wish: Get) -> None:
         connection = self.request
@@ -129,9 +131,8 @@ class _Caller(socketserver.BaseRequestHandler):
             if length:
                 connection.sendfile(file, wish.offset, length)
 
-    # ---- copies in ----
-
     def _take(self, wish: Put) -> None:
+        """Receive a replica into a hidden file; rename it once every checksum is right."""
         try:
             path = self._path(wish.path)
             if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
@@ -146,7 +147,17 @@ class _Caller(socketserver.BaseRequestHandler):
             digests = [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
             path.parent.mkdir(parents=True, exist_ok=True)
             incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            descriptor = self._reserve(incoming, wish.size_bytes)
+            with self.server.taking:
+                used, budget = used_bytes(self.server.directory), self.server.budget_bytes
+                if used + wish.size_bytes > budget:
+                    raise WireError(
+                        f"{wish.size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed "
+                        f"the budget of {budget >> 20} MiB (checkpoint.ram.budget_bytes, "
+                        "--ram-budget)"
+                    )
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                descriptor = os.open(incoming, flags, 0o600)
+                os.truncate(descriptor, wish.size_bytes)  # pages are allocated as they are written
         except (OSError, WireError) as error:
             ram_wire.send(self.request, Reply(ok=False, reason=str(error)))
             return
@@ -160,22 +171,8 @@ class _Caller(socketserver.BaseRequestHandler):
             incoming.unlink(missing_ok=True)
         ram_wire.send(self.request, Reply(ok=not problem, reason=problem))
 
-    def _reserve(self, path: Path, size_bytes: int) -> int:
-        """A file of this size within the budget; its descriptor. Pages come as it is written."""
-        with self.server.taking:
-            used = used_bytes(self.server.directory)
-            if used + size_bytes > self.server.budget_bytes:
-                raise WireError(
-                    f"{size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed the "
-                    f"budget of {self.server.budget_bytes >> 20} MiB (checkpoint.ram.budget_bytes, "
-                    "--ram-budget)"
-                )
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.truncate(descriptor, size_bytes)
-            return descriptor
-
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
-        """Take in all blocks; what is wrong with them, if anything."""
+        """Write all blocks to the file; the first wrong checksum in words, empty if none is."""
         size = wish.block_bytes
         slab_bytes = max(_SLAB_BYTES // size, 1) * size
         buffer = memoryview(bytearray(min(slab_bytes, wish.size_bytes)))
@@ -197,7 +194,7 @@ class _Caller(socketserver.BaseRequestHandler):
 
 
 def used_bytes(directory: Path) -> int:
-    """What the files below a directory take; one with several names counts once."""
+    """The bytes of all files below a directory; a file with several hard links counts once."""
     sizes: dict[int, int] = {}
     for path in directory.rglob("*"):
         with suppress(OSError):  # gone meanwhile

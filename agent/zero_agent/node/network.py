@@ -1,4 +1,4 @@
-"""Which address of this machine the other nodes can reach it by; servers that listen there."""
+"""The address by which other nodes reach this machine, and servers that listen there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from zero_orchestrator.addresses import split_host_port
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""What a process that may open nothing more is told."""
+"""Errors of a process that is out of file descriptors or socket memory."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACES_SIX = Path("/proc/net/if_inet6")
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def first_free(ports: range, listen: Callable[[int], T]) -> T:
-    """What listens at the first of these ports that nobody else has.
+    """Listen on the first free one of these ports; returns what `listen` returned.
 
     Raises:
-        OSError: There is none, or listening fails for another reason.
+        OSError: No port is free, or listening fails for another reason.
     """
     for port in ports:
         try:
@@ -44,12 +44,12 @@ def first_free(ports: range, listen: Callable[[int], T]) -> T:
 
 
 class PatientServer(socketserver.ThreadingTCPServer):
-    """Accepts again after a pause when it is out of descriptors: who knocks stays to be heard."""
+    """Pauses when it is out of descriptors, then accepts again: no client is turned away."""
 
     exhausted_pause_s = 0.2
 
     def get_request(self) -> Any:
-        """As socketserver; whoever could not be accepted waits in the kernel's queue."""
+        """As socketserver; a client that could not be accepted waits in the kernel's queue."""
         try:
             return super().get_request()
         except OSError as error:
@@ -59,12 +59,12 @@ class PatientServer(socketserver.ThreadingTCPServer):
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of a numeric address, or of a name."""
+    """The address family of a numeric address or of a host name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def loopback() -> str:
-    """127.0.0.1, or ::1 on a machine that has IPv6 alone."""
+    """127.0.0.1, or ::1 on a machine that has only IPv6."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def route_towards(endpoint: str) -> str | None:
-    """The same; None if there is no such host, or no way to it. Nothing is sent."""
+    """The local address of the route to `host:port`; None without a route. Sends nothing."""
     target, port = split_host_port(endpoint)
     try:
         with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
@@ -90,7 +90,7 @@ def route_towards(endpoint: str) -> str | None:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address, or what a name stands for, is one of this machine's."""
+    """Whether an address, or the address of a host name, is one of this machine's."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -101,7 +101,7 @@ def is_local(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address, or None."""
+    """The name of the network interface that has an address, or None."""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         try:

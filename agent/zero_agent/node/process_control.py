@@ -8,7 +8,7 @@ threads.
 
 Must always hold: the command runs only with the tie in place. The kernel ties a child to the
 *thread* that started it: start it from a thread that lives as long as the command is to, normally
-the main thread. Who calls it: the forkserver, `etcd_process`, `health_checks`, `launch`.
+the main thread.
 
 Source: prctl(2), proc(5).
 """
@@ -31,8 +31,8 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that forked it ends.
 
     Args:
-        parent: The pid of the parent as it was before the fork; if it is gone by now, its
-            death will not be signalled any more, so this process ends at once.
+        parent: The pid of the parent before the fork. If the parent is gone by now, the kernel
+            will not signal its death any more, so this process ends at once.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -63,24 +63,17 @@ def children(pid: int) -> list[int]:
 def dying_with_parent(
     command: list[str], *, to_thread: bool = False, by: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """The command line that runs `command` (its first word a path) as long as this process.
+    """The command line that runs `command` for no longer than this process lives.
 
     Args:
-        command: What to run.
-        to_thread: It may die with the thread that calls this; otherwise that is the main one.
-        by: What the kernel sends it then; it must end of that.
+        command: What to run; its first word is a path.
+        to_thread: The command may die with the calling thread, which need not be the main one.
+        by: The signal that the kernel sends to the command then; it must end the command.
     """
     main = threading.current_thread() is threading.main_thread()
     assert main or to_thread, "it would die with this thread"
     # Isolated and without site packages the interpreter is up in some 10 ms.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(by)), *command]
-
-
-def _become(parent: int, by: int, command: list[str]) -> None:
-    _prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent:  # it died before the tie was in place
-        sys.exit(f"process {parent}, which started {command[0]}, is gone")
-    os.execv(command[0], command)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -90,4 +83,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    _become(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    _prctl(_PR_SET_PDEATHSIG, int(sys.argv[2]))
+    if os.getppid() != int(sys.argv[1]):  # the parent died before the tie was in place
+        sys.exit(f"process {sys.argv[1]}, which started {sys.argv[3]}, is gone")
+    os.execv(sys.argv[3], sys.argv[3:])

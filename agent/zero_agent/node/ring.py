@@ -1,17 +1,16 @@
-"""The liveness ring: each agent holds a TCP connection to the next, and hears at once if it ends.
+"""The liveness ring, a failure detector: each agent holds a TCP connection to the next node's.
 
-A lease says that a node is gone some seconds after it is; a kernel says so in a millisecond, by
-closing the sockets of a dead process. A closed connection alone says nothing: networks and
-middle boxes close connections of healthy nodes. So the agent dials again. If another process of
-the same node answers (its successor, or the forkserver that it has left behind), or the process was
-one of this machine and is gone, its death is *certain*.
-If nothing listens there (connection refused) that is a *suspicion*: a firewall that rejects looks
-the same, and the lease is the counter-evidence (`suspects`). Anything else (no answer, no route)
-proves nothing and is left to the lease.
+A lease expires some seconds after its node has died; the kernel closes the sockets of a dead
+process within a millisecond. A closed connection alone proves nothing: networks and middle boxes
+close connections of healthy nodes. So the agent dials again. If another process of the same node
+answers (its successor, or the forkserver that it has left behind), or the process was one of this
+machine and is gone, its death is *certain*. If nothing listens there (connection refused) that is
+a *suspicion*: a firewall that rejects looks the same, and the lease is the counter-evidence
+(`suspects`). Any other error (no answer, no route) proves nothing, and the lease decides.
 
-Must always hold: only a process that this very agent has talked to, at that address, is reported,
-and as long as it is not talked to again only once. Both ends prove that they know the job's secret
-(`handshake`); nothing else is ever sent. Who calls it: the agent's loop.
+Must always hold: only a process that this agent has completed a handshake with, at that address, is
+reported, and only once until the next handshake with it. Both ends prove that they know the job's
+secret (`handshake`); nothing else is ever sent.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -37,33 +36,33 @@ from zero_orchestrator.membership.job_state import Node
 log = logging.getLogger("zero")
 
 RETRY_S = 1.0
-"""Between two attempts to reach a neighbour that was never met."""
+"""Pause between two attempts to reach a neighbour that was never reached."""
 CONFIRM_S = 0.02
-"""The same for one whose connection has just ended..."""
+"""The first pause before a neighbour is dialled again whose connection has just ended."""
 CONFIRM_GROWTH = 1.2
-"""...and so many times longer after each attempt, up to `RETRY_S`."""
+"""Factor of that pause's exponential backoff, up to `RETRY_S`."""
 
 
 def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
-    """Whom to watch: the next live node in the order of ids, or None when alone."""
+    """The node to watch: the next live node in the order of ids; None if there is no other."""
     others = sorted((node for node in nodes if node.id != me.id and node.ring), key=lambda n: n.id)
     after = [node for node in others if node.id > me.id]
     return next(iter(after or others), None)
 
 
 class Ring:
-    """This agent's place in the ring: one listener, one connection to a neighbour."""
+    """This agent's part of the ring: one listener, one connection to a neighbour."""
 
     def __init__(
         self, address: str, on_dead: Callable[[Node, bool], None], ports: range = ANY_PORT
     ) -> None:
-        """Listen; nobody is answered or watched before `start`.
+        """Listen; no connection is answered and no node is watched before `start`.
 
         Args:
             address: The node's own address; the ring listens there and nowhere else.
-            on_dead: Called with a neighbour that seems to be dead, and whether that is certain, on
+            on_dead: Receives a neighbour that seems to be dead, and whether that is certain, on
                 the ring's thread.
-            ports: One of them.
+            ports: The ring listens on the first free one of them.
 
         Raises:
             OSError: It cannot listen there.
@@ -79,9 +78,9 @@ class Ring:
         self._open = True
         self._connection: socket.socket | None = None
         self._met: tuple[str, str] | None = None
-        """The last process that was talked to, and not reported since."""
+        """The process of the last handshake, unless it was reported since."""
         self._misses = 0
-        """Attempts in vain since then."""
+        """Failed attempts since that handshake."""
 
     def start(self, me: Node, secret: str) -> None:
         """Answer and watch from now on."""
@@ -91,7 +90,7 @@ class Ring:
             threading.Thread(target=work, name=f"zero-ring-{name}", daemon=True).start()
 
     def follow(self, me: Node, nodes: Sequence[Node]) -> None:
-        """Watch whoever is next among the live nodes."""
+        """Watch this node's neighbour among the live nodes."""
         target = neighbour(me, nodes)
         with self._changed:
             before, self._target = self._target, target
@@ -102,7 +101,7 @@ class Ring:
 
     @property
     def listener(self) -> int:
-        """The descriptor of the socket at which it is dialled."""
+        """The descriptor of the listening socket."""
         return self._server.fileno()
 
     def close(self) -> None:
@@ -118,13 +117,18 @@ class Ring:
     # ---- watching ----
 
     def _hang_up(self) -> None:
-        """End the connection under the watching thread, which then looks at the target again."""
+        """Shut the watching thread's connection down; that thread then reads the target again."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
-        while (target := self._wait_for_target()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._target is not None or not self._open)
+                target = self._target
+                if target is None or not self._open:
+                    return
             refused, by = False, ""
             try:
                 with self._dial(target) as connection:
@@ -139,41 +143,30 @@ class Ring:
                 log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
             if self._met == _key(target):
                 gone = by == target.id or identity.is_gone(target.process)
-                self._report(target, refused=refused, gone=gone)
+                # None: it is not of this machine. A neighbour that is not known to be gone and does
+                # not refuse may be dying: it is dialled again soon.
+                if gone or (gone is None and refused):
+                    if self._is_target(target):
+                        self._on_dead(target, bool(gone))
+                    self._met = None
             self._misses += 1
             quick_s = CONFIRM_S * CONFIRM_GROWTH ** min(self._misses, 100)
             self._pause(min(quick_s, RETRY_S) if self._met == _key(target) else RETRY_S)
 
-    def _report(self, target: Node, *, refused: bool, gone: bool | None) -> None:
-        """Say once what is known of a neighbour that was met; None: it is not of this machine.
-
-        One that is neither known to be gone nor refuses may be dying: it is dialled again soon.
-        """
-        if not gone and (gone is False or not refused):
-            return
-        if self._wants(target):
-            self._on_dead(target, bool(gone))
-        self._met = None
-
-    def _wait_for_target(self) -> Node | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._target is not None or not self._open)
-            return self._target if self._open else None
-
     def _pause(self, seconds: float) -> None:
-        """Wait a moment, or until there is another neighbour to watch."""
+        """Wait for this time, or until there is another neighbour to watch."""
         with self._changed:
             before = _key(self._target)
             self._changed.wait_for(lambda: _key(self._target) != before or not self._open, seconds)
 
-    def _wants(self, target: Node) -> bool:
+    def _is_target(self, node: Node) -> bool:
         with self._changed:
-            return self._open and _key(self._target) == _key(target)
+            return self._open and _key(self._target) == _key(node)
 
     def _stay_on(self, connection: socket.socket, target: Node) -> None:
-        """Until the connection ends, for whatever reason."""
+        """Wait until the connection ends, for whatever reason."""
         with self._changed:
-            if not self._open or _key(self._target) != _key(target):
+            if not self._is_target(target):
                 return
             self._connection = connection
         try:
@@ -187,11 +180,11 @@ class Ring:
                 self._connection = None
 
     def _dial(self, target: Node) -> socket.socket:
-        """A connection to the very process that `target` describes.
+        """Connect to exactly the process that `target` describes.
 
         Raises:
-            _AnotherProcess: Somebody of this job answers, but not that process.
-            OSError: It cannot be reached, or does not know the secret.
+            _AnotherProcess: Another process of this job answers.
+            OSError: The address cannot be reached, or its process does not know the secret.
         """
         where = split_host_port(target.ring)
         connection = socket.create_connection(where, TIMEOUT_S)
@@ -224,7 +217,7 @@ class _AnotherProcess(ConnectionError):
 
 
 class _Server(PatientServer):
-    """Answers whoever watches this agent; one thread per watcher, normally one."""
+    """Answers the nodes that watch this agent, normally one; one thread for each."""
 
     daemon_threads = True
     allow_reuse_address = False
@@ -236,7 +229,7 @@ class _Server(PatientServer):
 
 
 class _Answer(socketserver.BaseRequestHandler):
-    """One watcher: prove who we are to one that knows the secret, then hold the line."""
+    """One watcher: prove this agent's identity to it, then keep the connection open."""
 
     def handle(self) -> None:
         server: _Server = self.server  # type: ignore[assignment]

@@ -1,7 +1,4 @@
-"""Temporary directories that go with their process, or, if that was killed, with the next.
-
-Who calls it: the agent, and `local_etcd`.
-"""
+"""Temporary directories, removed with their process, or by the next one if it was killed."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ class Scratch:
         """Remove what dead processes of this user have left under this prefix, and make one."""
         parent = Path(tempfile.gettempdir())
         owned_dir.sweep(parent, f"{prefix}*")
-        with held():  # from then on it goes with this object, however far that has come
+        with held():  # no signal comes between the making and the note of it
             owned = owned_dir.make(parent, prefix)
             self.close = weakref.finalize(self, owned.remove)
-            """Remove it, with all that is in it; safe to call twice."""
+            """Remove the directory and its contents; safe to call twice."""
         self.path = owned.path

@@ -1,11 +1,11 @@
-"""Who hears this process's signals, and when what a handler raises may come.
+"""Signal handlers of this process, and when the exception of a handler may come.
 
 A handler may raise at any point of the main thread: between the start of a process and the note
-of it, and within a `__del__`, where Python drops it. So whatever cannot bear that is `held`, and
-a call that may wait for long inside a library has a thread of its own (`call_until_signal`).
+of it, and within a `__del__`, where Python drops the exception. So code that must not be
+interrupted runs in `held`, and a call that may wait for long inside a library runs on its own
+thread (`call_until_signal`).
 
-Must always hold: no signal is lost; no wait for one is without an end. Who calls it: `cli`,
-`scratch`, `etcd_process`, `local_etcd`.
+Must always hold: no signal is lost; every wait for one is bounded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LOOK_S = 0.1
 
 
 def install(handle: Handle, numbers: Sequence[int]) -> list[Any]:
-    """From now on these signals go there; the handlers before. Main thread only."""
+    """Install `handle` for these signals; returns the former handlers. Main thread only."""
     return [signal.signal(number, lambda got, frame: handle(got)) for number in numbers]
 
 
 def ignore(numbers: Sequence[int]) -> None:
-    """From now on these signals do nothing."""
+    """Ignore these signals from now on."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def installed(handle: Handle, numbers: Sequence[int]) -> Iterator[None]:
-    """These signals go there while the context lasts."""
+    """Install `handle` for these signals while the context lasts."""
     before = install(handle, numbers)
     try:
         yield
@@ -45,7 +45,7 @@ def installed(handle: Handle, numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Handlers run when the context ends: it is for what must not stay half done, and is short."""
+    """Delay all handlers to the end of the context: for short work that must not be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread
         return
@@ -60,7 +60,14 @@ def held() -> Iterator[None]:
 
 
 def call_until_signal(call: Callable[[], object], numbers: Sequence[int]) -> int | None:
-    """The signal that came before the call ended, which then goes on alone; raises as it does."""
+    """Run `call` on a thread until it ends or one of these signals comes.
+
+    Returns:
+        The signal that came first, while the call continues on its thread; None if it ended.
+
+    Raises:
+        Exception: Whatever the call raised.
+    """
     came: list[int] = []
     failed: list[Exception] = []
 
@@ -74,7 +81,7 @@ def call_until_signal(call: Callable[[], object], numbers: Sequence[int]) -> int
     with installed(came.append, numbers):
         thread.start()
         while thread.is_alive() and not came:
-            thread.join(_LOOK_S)  # without an end, it would miss a signal that comes as it begins
+            thread.join(_LOOK_S)  # an unbounded join would miss a signal that comes as it begins
     if came:
         return came[0]
     for error in failed:

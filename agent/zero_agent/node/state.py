@@ -1,4 +1,4 @@
-"""How this node's workers stand, taken together."""
+"""The state of this node's workers, taken together."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class Workers(StrEnum):
 
 
 BUSY = frozenset({Workers.RUNNING, Workers.STOPPING})
-"""Processes are there."""
+"""States in which worker processes exist."""

@@ -4,7 +4,7 @@ The forkserver does not listen while it imports, and the agent never waits for t
 are held until then.
 
 Must always hold: orders arrive in the order in which they were given, from whichever thread;
-descriptors that go along are open until then, and closed after. Who calls it: the node's workers.
+descriptors that go along are open until then, and closed after.
 """
 
 from __future__ import annotations

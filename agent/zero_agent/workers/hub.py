@@ -115,7 +115,10 @@ class Hub:
 
     def _run(self) -> None:
         while self._open:
-            for key, _ in self._selector.select(self._until_due_s()):
+            due = [one.due_s for one in self._listeners.values() if one.due_s is not None]
+            for key, _ in self._selector.select(
+                max(0.0, min(due) - time.monotonic()) if due else None
+            ):
                 listener = self._listeners.get(key.fd)
                 if listener is key.data and listener.due_s is None:  # not removed, in this batch
                     self._call(key.fd, listener)
@@ -143,10 +146,6 @@ class Hub:
             log.error("zero-agent: fd %d: %s; trying again", fd, _described(error), exc_info=error)
         listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
         self.pause(fd, listener.pause_s)
-
-    def _until_due_s(self) -> float | None:
-        due = [one.due_s for one in self._listeners.values() if one.due_s is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _resume(self) -> None:
         now_s = time.monotonic()

@@ -5,7 +5,6 @@ counts such kills, of the cgroup (a container, a Slurm step, a systemd unit) and
 which is asked only where there is no cgroup: others run there, too.
 
 Must always hold: whatever of these files is missing or odd, reading them raises nothing.
-Who calls it: `group`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ far, saves included, times a factor is the limit, and some minutes at least: kil
 is worse than noticing a hang late. A user who knows better says so with --hang-timeout. Before the
 second step nothing is known and nothing is judged: the first one compiles, loads and warms up.
 
-Must always hold: nothing is judged of a worker that has said nothing. Who calls it: the node's
-workers.
+Must always hold: nothing is judged of a worker that has said nothing.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen).
 """

@@ -2,7 +2,7 @@
 
 A process in an uninterruptible wait (a GPU that fell off the bus, a hung NFS server), in a frozen
 cgroup or held by a tracer keeps SIGKILL pending for as long as that lasts, perhaps for ever.
-Must always hold: nothing here waits, and nothing raises. Who calls it: `group`, once it gives up.
+Must always hold: nothing here waits, and nothing raises.
 """
 
 from __future__ import annotations
