@@ -3,13 +3,11 @@
 Must always hold: what the source does not say is left open in the new checkpoint (None, or no
 param groups at all), never guessed; a parameter of a group that has moments has all of them,
 because the engine keeps them for every element that it trains.
-
-Called by `cli`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -37,7 +35,7 @@ class Dtypes:
     trained: torch.dtype | None = torch.float32
     """Parameters. The engine trains fp32 masters, whatever it computes in."""
     computed: torch.dtype | None = None
-    """Buffers and parameters that are not trained: the engine has them in what it computes in."""
+    """Buffers and frozen parameters: the engine has them in the dtype that it computes in."""
 
 
 def adopt(
@@ -47,11 +45,11 @@ def adopt(
 
     Args:
         root: The directory of checkpoints; created if need be.
-        foreign: What was read.
-        source: Where from, for people.
+        foreign: The model, and perhaps the optimizer, that an import has read.
+        source: Where the model comes from, for people.
         tag: The name of the checkpoint.
-        step: Counts as this step; None: as the source says, or 0.
-        dtypes: What to convert to.
+        step: The step of the checkpoint; None: the step that the source names, or 0.
+        dtypes: The dtypes to convert to.
 
     Returns:
         The committed checkpoint.
@@ -61,7 +59,16 @@ def adopt(
     """
     if not foreign.params:
         raise CheckpointError(f"{source}: there are no parameters in it")
-    tensors = dict(_tensors(foreign, dtypes))
+    moments_of = _completed(foreign)
+    tensors: dict[TensorId, Tensor] = {}
+    for name, data in foreign.params.items():
+        dtype = dtypes.computed if name in foreign.frozen else dtypes.trained
+        tensors[TensorId(PARAM, name)] = _plain(data, dtype)
+        for key, moments in moments_of.items():
+            if name in moments:
+                tensors[TensorId(key, name)] = _plain(moments[name], None)
+    for name, data in foreign.buffers.items():
+        tensors[TensorId(BUFFER, name)] = _plain(data, dtypes.computed)
     params = {t.fqn: data for t, data in tensors.items() if t.kind == PARAM}
     run = {**UNKNOWN_RUN, **foreign.run}
     if step is not None:
@@ -74,12 +81,12 @@ def adopt(
         meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
     )
     committed = save(root, state, Ballot.alone(), step=run["step"], tag=tag, round=0, fence=None)
-    tidy(root, committed, Keep())  # what an import that was killed has left
+    tidy(root, committed, Keep())  # removes what a killed import has left
     return committed
 
 
 def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:
-    """The same with further parameters that are not trained, and so in no group.
+    """The same model with further parameters frozen: they are not trained, so they are in no group.
 
     Raises:
         CheckpointError: A pattern matches no parameter.
@@ -89,7 +96,7 @@ def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:
         matching = {name for name in foreign.params if fnmatchcase(name, pattern)}
         if not matching:
             raise CheckpointError(
-                f"--frozen {pattern}: matches no parameter; there are: {_some(foreign.params)}"
+                f"--frozen {pattern}: matches no parameter; parameters are: {_some(foreign.params)}"
             )
         frozen |= matching
     groups = [
@@ -106,7 +113,7 @@ def unexplained(foreign: Foreign) -> list[str]:
 
 
 def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
-    """The same with further ties, other name -> name that stays.
+    """The same model with further tied parameters, other name -> name that stays.
 
     Raises:
         CheckpointError: A name is no parameter, or the two differ.
@@ -115,7 +122,8 @@ def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
     for other, name in ties.items():
         if name not in params:
             raise CheckpointError(
-                f"--tie {other}={name}: there is no parameter {name!r}; there are: {_some(params)}"
+                f"--tie {other}={name}: there is no parameter {name!r}; parameters are: "
+                f"{_some(params)}"
             )
         if other in params and not torch.equal(params[other], params[name]):
             raise CheckpointError(f"--tie {other}={name}: the two differ, so they are not tied")
@@ -125,21 +133,9 @@ def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
 
 
 def _some(names: Collection[str]) -> str:
-    """The first names, so that one sees how they are written."""
+    """The first names, which show how names are written."""
     shown = sorted(names)[:_SHOWN_NAMES]
     return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
-
-
-def _tensors(foreign: Foreign, dtypes: Dtypes) -> Iterator[tuple[TensorId, Tensor]]:
-    whole = _completed(foreign)
-    for name, data in foreign.params.items():
-        dtype = dtypes.computed if name in foreign.frozen else dtypes.trained
-        yield TensorId(PARAM, name), _plain(data, dtype)
-        for key, moments in whole.items():
-            if name in moments:
-                yield TensorId(key, name), _plain(moments[name], None)
-    for name, data in foreign.buffers.items():
-        yield TensorId(BUFFER, name), _plain(data, dtypes.computed)
 
 
 def _plain(data: Tensor, dtype: torch.dtype | None) -> Tensor:

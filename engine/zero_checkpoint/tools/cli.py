@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, Why, find
+from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.place import Place, place
 from zero_checkpoint.tools import arguments, convert, locate, output, upkeep
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: whoever tidies up after Ctrl-C does so after this."""
+    """SIGTERM: it ends a command as Ctrl-C does, cleaning up on the way."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _terminate(*_: object) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """The command's exit code; only KeyboardInterrupt comes out of it."""
+    """The command's exit code. Nothing but KeyboardInterrupt is raised."""
     command: Callable[[argparse.Namespace], int | None] = options.run
     try:
         code = command(options)
@@ -71,19 +71,19 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBLE) -> int:
-    """People read the message on stderr; with --json, tools find it on stdout as well."""
+    """Print a message to stderr, for people, and with --json to stdout as well, for tools."""
     print(f"zero-ckpt: {message}", file=sys.stderr)
     try:
         if options.json:
             output.print_json({"error": message, "exit_code": code})
         sys.stdout.flush()
-    except OSError:  # it may be what the message is about: a full disk
+    except OSError:  # perhaps the very full disk that the message is about
         _give_up_stdout()
     return code
 
 
 def _give_up_stdout() -> None:
-    """What it cannot take is not tried again when the process ends."""
+    """Point stdout at /dev/null: the interpreter flushes stdout again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -106,10 +106,18 @@ def make_parser() -> argparse.ArgumentParser:
         )
         return made
 
-    _add_ls(command("ls", _ls, "List the checkpoints of a directory, newest first."))
-    _add_show(command("show", _show, "Show what is in a checkpoint."))
+    ls = command("ls", _ls, "List the checkpoints of a directory, newest first.")
+    ls.add_argument("dir", metavar="DIR", help="directory of checkpoints")
+    ls.add_argument("--verify", action="store_true", help="read every block of all checkpoints")
+    show = command("show", _show, "Show what is in a checkpoint.")
+    show.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
+    show.add_argument(
+        "--norms", action="store_true", help="read all tensors and show their L2 norms"
+    )
     _add_verify(command("verify", _verify, "Read every block and name all damage."))
-    _add_diff(command("diff", _diff, "Compare two checkpoints tensor by tensor."))
+    diff = command("diff", _diff, "Compare two checkpoints tensor by tensor.")
+    diff.add_argument("left", metavar="A[@TAG]", help="checkpoint to compare")
+    diff.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
     convert.add_export(
         command(
             "export", convert.run_export, "Write the model of a checkpoint for other libraries."
@@ -134,24 +142,12 @@ def make_parser() -> argparse.ArgumentParser:
 # ---- looking ----
 
 
-def _add_ls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read every block of all checkpoints")
-
-
 def _ls(options: argparse.Namespace) -> int:
     roots = locate.all_roots(options.dir)
     check = _checker(options) if options.verify else None
     rows = list_roots(place(options.dir), roots, now_s=time.time(), check=check)
     (output.print_json if options.json else output.show_rows)(rows)
     return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
-    parser.add_argument(
-        "--norms", action="store_true", help="read all tensors and show their L2 norms"
-    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -175,10 +171,20 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    chosen, unusable = _to_verify(options)
+    chosen: Sequence[Candidate]
+    if options.all:
+        found = [find(root) for root in locate.all_roots(options.checkpoint)]
+        chosen = [each for one in found for each in one.candidates]
+        # A checkpoint that was committed and whose manifest cannot be used is damage as well.
+        unusable = [each for one in found for each in one.rejected if each.why in WAS_COMMITTED]
+        if not chosen and not unusable:
+            raise CheckpointError(f"{options.checkpoint}: there is no committed checkpoint here")
+    else:
+        newest, unusable = locate.newest(options.checkpoint)
+        chosen = [newest]
     check, results = _checker(options), []
 
-    def tell(path: Place, size: int, damages: list[Damage]) -> None:
+    def report(path: Place, size: int, damages: list[Damage]) -> None:
         results.append({"path": path, "size_bytes": size, "damage": damages})
         if not options.json:
             output.show_damage(path, damages, size)
@@ -186,27 +192,14 @@ def _verify(options: argparse.Namespace) -> int:
     for entry in unusable:
         if entry.why is Why.DAMAGED:
             damage = of_manifest(entry)
-            tell(entry.path, damage.end, [damage])
+            report(entry.path, damage.end, [damage])
         else:
             _log.warning("passed over: %s", entry.reason)
     for checkpoint in chosen:
-        tell(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
+        report(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
     if options.json:
         output.print_json(results)
     return CkptExit.FOUND if any(result["damage"] for result in results) else CkptExit.OK
-
-
-def _to_verify(options: argparse.Namespace) -> tuple[Sequence[Candidate], list[Rejected]]:
-    """What has a manifest to go by, and what was committed and has none that can be used."""
-    if not options.all:
-        chosen, passed_over = locate.newest(options.checkpoint)
-        return [chosen], passed_over
-    found = [find(root) for root in locate.all_roots(options.checkpoint)]
-    candidates = [each for one in found for each in one.candidates]
-    unusable = [each for one in found for each in one.rejected if each.why in WAS_COMMITTED]
-    if not candidates and not unusable:
-        raise CheckpointError(f"{options.checkpoint}: there is no committed checkpoint here")
-    return candidates, unusable
 
 
 def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:
@@ -217,11 +210,6 @@ def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]
             return verify(checkpoint, threads=threads, progress=progress)
 
     return check
-
-
-def _add_diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("left", metavar="A[@TAG]", help="checkpoint to compare")
-    parser.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -252,14 +240,14 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
         "--keep-every",
         type=arguments.positive,
         metavar="M",
-        help="keep the checkpoints of steps that M divides as well",
+        help="keep the checkpoints whose step is a multiple of M as well",
     )
     parser.add_argument(
         "--keep-best",
         type=arguments.best,
         metavar="METRIC:min[:N]",
-        help="keep the N checkpoints with the smallest METRIC of the client_state as well; with "
-        "the largest for METRIC:max[:N] (default of N: 1)",
+        help="keep the N checkpoints with the smallest METRIC of the client_state as well "
+        "(default of N: 1); METRIC:max[:N] keeps those with the largest",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
@@ -284,8 +272,8 @@ def _add_repair(parser: argparse.ArgumentParser) -> None:
         type=arguments.duration_s,
         default="1h",
         metavar="AGE",
-        help="age of an unfinished save, since it was last written to, from which it is swept: "
-        "90s, 30m, 1h, 2d (default 1h)",
+        help="delete unfinished saves that nothing was written to for this long: 90s, 30m, 1h, 2d "
+        "(default 1h)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done, and do nothing"
@@ -299,8 +287,8 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
-    told = plan.actions if options.json else output.show_plan(plan, dry_run=options.dry_run)
-    for action in told:  # a failure leaves the actions before it done, and announced
+    announced = plan.actions if options.json else output.show_plan(plan, dry_run=options.dry_run)
+    for action in announced:  # a failure leaves the actions before it done, and announced
         if not options.dry_run:
             action.act()
     if options.json:

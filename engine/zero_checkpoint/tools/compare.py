@@ -1,15 +1,13 @@
 """Where two checkpoints differ, tensor by tensor.
 
 Tensors are equal if their bits are: two NaNs of the same bits are, -0.0 and 0.0 are not. Numbers
-are compared in float64, so a bf16 tensor can be held against its fp32 original.
-
-Called by `cli`.
+are compared in float64, so a bf16 tensor can be compared with its fp32 original.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.format.dtypes import byte_view
+from zero_checkpoint.format.match import stored_id
 from zero_checkpoint.format.pieces import TensorId
 from zero_checkpoint.tools.tensors import read_tensors
 from zero_checkpoint.tools.verify import Progress
@@ -55,67 +54,42 @@ class Difference:
 def compare(
     left: Candidate, right: Candidate, *, progress: Progress = lambda _: None
 ) -> Iterator[Difference]:
-    """All tensors of both checkpoints, in the order of the first, then what only the second has.
+    """All tensors of both checkpoints, in the order of the first, then those only in the second.
 
     Raises:
         DamagedCheckpoint: One of them is not what was saved.
         OSError: One of them could not be read.
     """
-    partner = {t: _stored(t, right) for t in left.manifest.tensors}
-    same = [t for t in partner if _same_shape(t, partner[t], left, right)]
-    ours = read_tensors(left, same, batch_bytes=_BATCH_BYTES)
-    theirs = read_tensors(right, [partner[t] for t in same], batch_bytes=_BATCH_BYTES)
-    for tensor in left.manifest.tensors:
-        if partner[tensor] not in right.manifest.tensors:
-            yield _only(tensor, Relation.MISSING)
-        elif not _same_shape(tensor, partner[tensor], left, right):
-            yield _reshaped(tensor, partner[tensor], left, right)
-        else:
-            (_, a), (_, b) = next(ours), next(theirs)
-            progress(a.numel() * a.element_size())
-            yield _measured(tensor, a, b)
+    ours, theirs = left.manifest.tensors, right.manifest.tensors
+    # A tensor may be stored under its tied name in the other checkpoint.
+    partner = {t: stored_id(t, right.manifest) for t in ours}
+    same = [t for t, p in partner.items() if p in theirs and theirs[p].shape == ours[t].shape]
+    left_data = read_tensors(left, same, batch_bytes=_BATCH_BYTES)
+    right_data = read_tensors(right, [partner[t] for t in same], batch_bytes=_BATCH_BYTES)
+    for tensor, info in ours.items():
+        other = theirs.get(partner[tensor])
+        if other is None:
+            yield _difference(tensor, Relation.MISSING)
+            continue
+        if other.shape != info.shape:
+            shapes = f"{list(info.shape)} / {list(other.shape)}"
+            yield _difference(tensor, Relation.RESHAPED, detail=shapes)
+            continue
+        (_, a), (_, b) = next(left_data), next(right_data)
+        progress(a.numel() * a.element_size())
+        if a.dtype == b.dtype and torch.equal(byte_view(a.reshape(-1)), byte_view(b.reshape(-1))):
+            yield _difference(tensor, Relation.EQUAL)
+            continue
+        max_abs, max_rel = distance(a, b)
+        dtypes = "" if a.dtype == b.dtype else f"{a.dtype} / {b.dtype}".replace("torch.", "")
+        found = _difference(tensor, Relation.DIFFERENT, detail=dtypes)
+        yield replace(found, max_abs=max_abs, max_rel=max_rel)
     used = set(partner.values())
-    yield from (_only(t, Relation.EXTRA) for t in right.manifest.tensors if t not in used)
+    yield from (_difference(t, Relation.EXTRA) for t in theirs if t not in used)
 
 
-def _stored(tensor: TensorId, other: Candidate) -> TensorId:
-    """Under which name the other checkpoint stores a tensor: it may be a tied one there."""
-    if tensor in other.manifest.tensors:
-        return tensor
-    return TensorId(tensor.kind, other.manifest.aliases.get(tensor.fqn, tensor.fqn))
-
-
-def _same_shape(tensor: TensorId, partner: TensorId, left: Candidate, right: Candidate) -> bool:
-    theirs = right.manifest.tensors.get(partner)
-    return theirs is not None and theirs.shape == left.manifest.tensors[tensor].shape
-
-
-def _only(tensor: TensorId, relation: Relation) -> Difference:
-    return Difference(kind=tensor.kind, name=tensor.fqn, relation=relation)
-
-
-def _reshaped(tensor: TensorId, partner: TensorId, left: Candidate, right: Candidate) -> Difference:
-    ours, theirs = left.manifest.tensors[tensor], right.manifest.tensors[partner]
-    return Difference(
-        kind=tensor.kind,
-        name=tensor.fqn,
-        relation=Relation.RESHAPED,
-        detail=f"{list(ours.shape)} / {list(theirs.shape)}",
-    )
-
-
-def _measured(tensor: TensorId, a: Tensor, b: Tensor) -> Difference:
-    if a.dtype == b.dtype and torch.equal(byte_view(a.reshape(-1)), byte_view(b.reshape(-1))):
-        return _only(tensor, Relation.EQUAL)
-    max_abs, max_rel = distance(a, b)
-    return Difference(
-        kind=tensor.kind,
-        name=tensor.fqn,
-        relation=Relation.DIFFERENT,
-        max_abs=max_abs,
-        max_rel=max_rel,
-        detail="" if a.dtype == b.dtype else f"{a.dtype} / {b.dtype}".replace("torch.", ""),
-    )
+def _difference(tensor: TensorId, relation: Relation, *, detail: str = "") -> Difference:
+    return Difference(kind=tensor.kind, name=tensor.fqn, relation=relation, detail=detail)
 
 
 def distance(a: Tensor, b: Tensor) -> tuple[float, float]:

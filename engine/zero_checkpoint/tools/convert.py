@@ -1,7 +1,4 @@
-"""`zero-ckpt export` and `import`: their flags, and from flags to readers and writers.
-
-Called by `cli`.
-"""
+"""`zero-ckpt export` and `zero-ckpt import`: flags, and which reader or writer each one runs."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.place import place
 from zero_checkpoint.tools import adopt, arguments, export, locate, output
@@ -21,20 +17,30 @@ from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _DTYPE = (
-    "dtype of the parameters, which the engine trains in float32 whatever it computes in (default "
-    "float32; keep: as stored)"
+    "dtype of the trained parameters (default float32, in which the engine trains whatever it "
+    "computes in; keep: as stored)"
 )
 _COMPUTE_DTYPE = (
-    "dtype of buffers and frozen parameters (default: what SOURCE computed in, else as stored)"
+    "dtype of buffers and frozen parameters (default: the dtype that SOURCE computed in, else as "
+    "stored)"
 )
 _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
-    "frozen, say so with --buffer NAME, --tie NAME=OTHER or --frozen NAME"
+    "frozen, pass --buffer NAME, --tie NAME=OTHER or --frozen NAME"
 )
 _SHARD_BYTES = 5 * 10**9
-_LEFT_OUT = "not imported, because there is no place for it, or it does not fit the model: %s%s"
+_LEFT_OUT = (
+    "not imported, because a checkpoint has no place for it or it does not fit the model: %s%s"
+)
 _KEYS = ". If the model or its optimizer is among these, name it with --model-key, --optimizer-key"
-_NO_STEP = "it is not said how many steps were trained: counts as step 0; else say --step N"
+_NO_STEP = "SOURCE does not name the step that it was saved at: taken as step 0; else pass --step N"
+_FLAGS = {
+    "key": ("torch",),
+    "buffer": ("torch", "hf", "dcp"),
+    "model_key": ("dcp",),
+    "optimizer_key": ("dcp",),
+}
+"""Flags that only some formats of SOURCE use."""
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +86,19 @@ def run_export(options: argparse.Namespace) -> None:
         if getattr(options, flag) is not None and options.to != "hf":
             raise CheckpointError(f"--{flag.replace('_', '-')} is for --to hf only; leave it out")
     checkpoint = locate.one(options.checkpoint)
-    config = options.hf_config or (_config_beside(checkpoint) if options.to == "hf" else None)
+    config: Path | None = options.hf_config
+    if config is None and options.to == "hf":
+        # The Trainer saves the model's config with each checkpoint. Without it, from_pretrained
+        # would take the weights for another model's.
+        beside = checkpoint.path.parent
+        if not (isinstance(beside, Path) and (beside / export.CONFIG).is_file()):
+            raise CheckpointError(
+                f"{checkpoint.path}: the model of these weights is named by a {export.CONFIG}, and "
+                f"there is none in {beside}; name the directory of one with --hf-config, such as "
+                "that of the model that the training began with. For weights alone use --to "
+                "torch, or python -m zero_deepspeed.utils.zero_to_fp32 --safe_serialization"
+            )
+        config = beside
     dtype = getattr(torch, options.dtype) if options.dtype else None
     selection = export.select(checkpoint, dtype=dtype, strip_prefix=options.strip_prefix)
     with output.progress(checkpoint, quiet=options.json) as progress:
@@ -96,25 +114,8 @@ def run_export(options: argparse.Namespace) -> None:
                 progress=progress,
             )
     record = {"checkpoint": checkpoint.path, "tensors": len(selection.names), "files": files}
-    output.say(
+    output.show(
         options.json, record, f"{checkpoint.path}: {len(selection.names)} tensors to {options.out}"
-    )
-
-
-def _config_beside(checkpoint: Candidate) -> Path:
-    """Where the Trainer has saved the model's config with this checkpoint.
-
-    Raises:
-        CheckpointError: There is none; from_pretrained would take the weights for another model's.
-    """
-    directory = checkpoint.path.parent
-    if isinstance(directory, Path) and (directory / export.CONFIG).is_file():
-        return directory
-    raise CheckpointError(
-        f"{checkpoint.path}: which model these weights are of is said by a {export.CONFIG}, and "
-        f"there is none in {directory}; name the directory of one with --hf-config, such as that "
-        "of the model that the training began with. For weights alone use --to torch, or python "
-        "-m zero_deepspeed.utils.zero_to_fp32 --safe_serialization"
     )
 
 
@@ -133,7 +134,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
         type=arguments.not_negative,
-        help="step of the new checkpoint (default: what SOURCE says, else 0)",
+        help="step of the new checkpoint (default: the step that SOURCE names, else 0)",
     )
     parser.add_argument("--dtype", choices=(*_DTYPES, "keep"), default="float32", help=_DTYPE)
     parser.add_argument("--compute-dtype", choices=_DTYPES, help=_COMPUTE_DTYPE)
@@ -201,10 +202,10 @@ _READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
 
 
 def _read(options: argparse.Namespace) -> Foreign:
-    """What is to be imported.
+    """The model of SOURCE.
 
     Raises:
-        CheckpointError: It cannot be read; says what it looks like instead.
+        CheckpointError: SOURCE cannot be read; the message names what SOURCE looks like instead.
     """
     try:
         return _READERS[options.kind](options)
@@ -217,13 +218,18 @@ def _read(options: argparse.Namespace) -> Foreign:
             ) from error
         meant = locate.hint(source) if source.is_dir() else ""
         if meant.endswith(f" import {source} DIR --from {options.kind}"):
-            raise  # as it was typed
+            raise  # the hint would repeat the command that was typed
         raise CheckpointError(f"{error}{meant}") from error
 
 
 def run_import(options: argparse.Namespace) -> None:
     """Carry out `import`; raises CheckpointError or OSError."""
-    _check_flags(options)
+    for name, formats in _FLAGS.items():
+        if getattr(options, name) and options.kind not in formats:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(
+                f"{flag} is for --from {' or '.join(formats)}, not {options.kind}; leave it out"
+            )
     root = place(options.dir)
     if root.exists() and not root.is_dir():
         raise CheckpointError(
@@ -238,41 +244,16 @@ def run_import(options: argparse.Namespace) -> None:
         _log.warning(_NO_STEP)
     if loose := adopt.unexplained(foreign):
         _log.warning(_UNEXPLAINED, ", ".join(loose))
+    computed = options.compute_dtype or str(foreign.run.get("dtype")).removeprefix("torch.")
+    dtypes = adopt.Dtypes(
+        trained=None if options.dtype == "keep" else getattr(torch, options.dtype),
+        computed=getattr(torch, computed) if computed in _DTYPES else None,
+    )
+    source = f"{options.kind}: {options.source}"
     path = adopt.adopt(
-        root,
-        foreign,
-        source=f"{options.kind}: {options.source}",
-        tag=options.tag,
-        step=options.step,
-        dtypes=_dtypes(options, foreign),
+        root, foreign, source=source, tag=options.tag, step=options.step, dtypes=dtypes
     )
     kinds = sorted(foreign.moments)
     record = {"path": path, "parameters": len(foreign.params), "optimizer_kinds": kinds}
     also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"
-    output.say(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")
-
-
-_FLAGS = {
-    "key": ("torch",),
-    "buffer": ("torch", "hf", "dcp"),
-    "model_key": ("dcp",),
-    "optimizer_key": ("dcp",),
-}
-"""Flags that only some sources have a use for."""
-
-
-def _check_flags(options: argparse.Namespace) -> None:
-    for name, kinds in _FLAGS.items():
-        if getattr(options, name) and options.kind not in kinds:
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(
-                f"{flag} is for --from {' or '.join(kinds)}, not {options.kind}; leave it out"
-            )
-
-
-def _dtypes(options: argparse.Namespace, foreign: Foreign) -> adopt.Dtypes:
-    computed = options.compute_dtype or str(foreign.run.get("dtype")).removeprefix("torch.")
-    return adopt.Dtypes(
-        trained=None if options.dtype == "keep" else getattr(torch, options.dtype),
-        computed=getattr(torch, computed) if computed in _DTYPES else None,
-    )
+    output.show(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")

@@ -6,8 +6,6 @@ names it. The optimizer is expected as `torch.distributed.checkpoint.state_dict`
 without `flatten_optimizer_state_dict`.
 
 Must always hold: a tensor is used only if its chunks cover all of it.
-
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import io
 import math
 import pathlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,13 +63,14 @@ def read_dcp(
 
     Args:
         source: The directory.
-        allow_pickle: For values that are no plain ones, see `pickles.load_torch`.
-        model_key: Where the model's state_dict is, "": it is all; None: to be found.
-        optimizer_key: Where the optimizer's is; None: to be found.
+        allow_pickle: Whether values other than plain ones may be read, see `pickles.load_torch`.
+        model_key: Key of the model's state_dict; "": the whole table; None: to be found.
+        optimizer_key: Key of the optimizer's state_dict; None: to be found.
         buffers: Patterns of further names that are buffers.
 
     Raises:
-        CheckpointError: It is none, is damaged, or has no model under that key.
+        CheckpointError: The directory is no DCP checkpoint, is damaged, or has no model under that
+            key.
     """
     store = _Store.open(source, allow_pickle)
     layout = store.layout(model_key, optimizer_key)
@@ -85,7 +84,10 @@ def read_dcp(
             f"{source}: the optimizer has state for {strange[0]!r}, which is no parameter of "
             "the model; name the keys of both with --model-key and --optimizer-key"
         )
-    step = _step({key: plain(store.value(key)) for key in layout.steps})
+    # The step, if all keys that count steps agree.
+    counts = {plain(store.value(key)) for key in layout.steps}
+    count = counts.pop() if len(counts) == 1 else None
+    step = count if isinstance(count, int) else None
     return Foreign(
         params=params,
         buffers={name: whole[name] for name in sorted(aside)},
@@ -94,13 +96,6 @@ def read_dcp(
         run={} if step is None else {"step": step},
         left_out=(*layout.left_out, *(layout.steps if step is None else ())),
     )
-
-
-def _step(values: Mapping[str, Any]) -> int | None:
-    """The number of steps, if all who count them agree."""
-    counts = set(values.values())
-    step = counts.pop() if len(counts) == 1 else None
-    return step if isinstance(step, int) else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ class _Store:
         return _Store(source, records, tuple(records.state_dict_metadata), allow_pickle)
 
     def layout(self, model_key: str | None, optimizer_key: str | None) -> Layout:
-        """What is where."""
+        """The keys of the model, of its optimizer and of the step; see `find_layout`."""
         records = self.records.state_dict_metadata
         dtypes = {
             key: record.properties.dtype
@@ -162,7 +157,7 @@ class _Store:
         return whole
 
     def value(self, key: str) -> Any:
-        """Anything under a key; None if there is nothing."""
+        """The tensor or plain value under a key; None if the key is missing."""
         record = self.records.state_dict_metadata.get(key)
         if record is None:
             return None
@@ -173,9 +168,13 @@ class _Store:
     def _read(self, index: Any) -> Any:
         info = self.records.storage_data.get(index)
         if info is None:
-            raise CheckpointError(f"{self.directory}: {index.fqn}: the metadata do not say where")
+            raise CheckpointError(
+                f"{self.directory}: {index.fqn}: the metadata do not name the file that holds it"
+            )
         if getattr(info, "transform_descriptors", None):  # torch before 2.7 has none
-            raise CheckpointError(f"{self.directory}: {index.fqn} is compressed; save it without")
+            raise CheckpointError(
+                f"{self.directory}: {index.fqn} is compressed; save it without compression"
+            )
         name = str(info.relative_path)
         if Path(name).name != name:
             raise CheckpointError(f"{self.directory}: {index.fqn} lies outside, at {name}")
@@ -193,7 +192,7 @@ class _Store:
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """An optimizer's state_dict by names, its two forms brought to one."""
+    """An optimizer's state_dict by names; its plain and its flattened form become the same."""
 
     state: Mapping[str, Mapping[str, Any]]
     """Parameter -> key -> value."""
@@ -218,25 +217,20 @@ class _Optimizer:
 
     def groups(self, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """The param groups in the engine's form."""
-        return [
-            group_record(names, options, next(self._states(names), {}))
-            for names, options in self._groups(params)
-        ]
-
-    def _states(self, names: list[str]) -> Iterator[Mapping[str, Any]]:
-        return (self.state[name] for name in names if name in self.state)
-
-    def _groups(
-        self, params: Mapping[str, Tensor]
-    ) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+        groups: list[tuple[list[str], Mapping[str, Any]]] = []
         by_options: dict[str, list[str]] = defaultdict(list)
         for key, options in self.options.items():
             if "params" in options:
-                yield list(options["params"]), options
-            elif key in params:  # flattened: what has the same options was one group
+                groups.append((list(options["params"]), options))
+            elif key in params:  # flattened: parameters with the same options were one group
                 by_options[repr(sorted((k, plain(v)) for k, v in options.items()))].append(key)
-        for names in by_options.values():
-            yield names, self.options[names[0]]
+        groups += [(names, self.options[names[0]]) for names in by_options.values()]
+        return [
+            group_record(
+                names, options, next((self.state[n] for n in names if n in self.state), {})
+            )
+            for names, options in groups
+        ]
 
 
 def _nested(store: _Store, prefix: str) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,12 @@
-"""Where in a DCP checkpoint the model, its optimizer and the step are: decided from keys alone.
+"""Which keys of a DCP checkpoint are the model, its optimizer and the step: a pure decision.
 
-A DCP checkpoint is one flat table; what the user called things, and how deep they lie, is in the
-keys: `{"app": AppState(...)}`, as in PyTorch's own tutorial, makes `app.model.0.weight` and
+A DCP checkpoint is one flat table. The names that the user chose, and how deep they are nested, are
+in the keys: `{"app": AppState(...)}`, as in PyTorch's own tutorial, makes `app.model.0.weight` and
 `app.optim.state.0.weight.exp_avg`. An optimizer is known by its form, `state` and `param_groups`;
-the model lies where the parameters are of which an optimizer has state, or under `model`.
+the model is at the prefix of the parameters that an optimizer has state for, or at `model`.
 
-Must always hold: nothing of an optimizer is taken for weights; what is used for nothing is named
-in `left_out`; where two answers are possible, the user is asked.
-
-Called by `dcp`.
+Must always hold: no key of an optimizer is taken for weights; keys that are not used are named in
+`left_out`; if two answers are possible, the error asks the user to choose.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ _STEPS = ("step", "global_step", "global_steps", "iteration")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What is where. A prefix ends with a dot, or is empty: then it is the whole table."""
+    """Which keys are what. A prefix ends with a dot; an empty one is the whole table."""
 
     model: str
     tensors: Collection[str]
     """The keys of the model."""
     optimizer: str | None
-    """None: there is none that can be used."""
+    """None: no optimizer can be used."""
     steps: Collection[str]
-    """Keys under which the steps are counted."""
+    """Keys that count steps."""
     left_out: Collection[str]
-    """What is used for nothing: the shortest beginnings that only such keys have."""
+    """The shortest prefixes that only unused keys have."""
 
 
 def find_layout(
@@ -53,17 +51,18 @@ def find_layout(
     model_key: str | None,
     optimizer_key: str | None,
 ) -> Layout:
-    """What the keys of a DCP checkpoint stand for.
+    """Which keys of a DCP checkpoint are the model, the optimizer and the step.
 
     Args:
-        keys: All of them.
-        tensors: Those that hold tensors.
-        weights: Those of them that hold reals.
-        model_key: Where the model's state_dict is, "": it is the table; None: to be found.
-        optimizer_key: Where the optimizer's is; None: to be found.
+        keys: All keys.
+        tensors: The keys that hold tensors.
+        weights: The keys that hold tensors of floating-point or complex numbers.
+        model_key: Key of the model's state_dict; "": the whole table; None: to be found.
+        optimizer_key: Key of the optimizer's state_dict; None: to be found.
 
     Raises:
-        CheckpointError: There is no such key, no model, or more than one that could be meant.
+        CheckpointError: A given key does not exist, there is no model, or several models or
+            optimizers are possible.
     """
     optimizers = _optimizers(keys)
     if optimizer_key is not None:
@@ -118,7 +117,17 @@ def _given(key: str, keys: Collection[str], flag: str) -> str:
 
 def _find_model(weights: Collection[str], trained: Collection[Collection[str]]) -> str:
     """The prefix under which all parameters of an optimizer are, or else `model`, or nothing."""
-    found = {prefix for names in trained if names for prefix in _prefixes(weights, names)}
+    found: set[str] = set()
+    for names in filter(None, trained):
+        # Every prefix that makes a key of each of the names.
+        first = min(names)
+        ends = {key.removesuffix(first) for key in weights if key.endswith(first)}
+        found |= {
+            prefix
+            for prefix in ends
+            if (not prefix or prefix.endswith("."))
+            and all(prefix + name in weights for name in names)
+        }
     if len(found) > 1:
         found = {prefix for prefix in found if _MODEL.fullmatch(prefix)} or found
     elif not found:
@@ -126,7 +135,7 @@ def _find_model(weights: Collection[str], trained: Collection[Collection[str]]) 
         if outside := [key for key in weights if not key.startswith(tuple(found))]:
             raise CheckpointError(
                 f"a model may be under {_listed(found)}, and there are other tensors, such as "
-                f"{min(outside)}; name the model's key with --model-key, or say --model-key '' if "
+                f"{min(outside)}; name the model's key with --model-key, or pass --model-key '' if "
                 "all of them are one model"
             )
     if len(found) > 1:
@@ -136,18 +145,10 @@ def _find_model(weights: Collection[str], trained: Collection[Collection[str]]) 
     return found.pop()
 
 
-def _prefixes(weights: Collection[str], names: Collection[str]) -> set[str]:
-    """What, before each of the names, makes a key."""
-    first = min(names)
-    found = {key.removesuffix(first) for key in weights if key.endswith(first)}
-    whole = {prefix for prefix in found if not prefix or prefix.endswith(".")}
-    return {prefix for prefix in whole if all(prefix + name in weights for name in names)}
-
-
 def _choose(
     wanted: Mapping[str, Collection[str]], names: Collection[str], key: str | None
 ) -> str | None:
-    """The optimizer of a model; None if none is for it."""
+    """The optimizer that has state for a model's parameters; None if there is none."""
     if key is not None:
         return next(iter(wanted))
     fitting = {
@@ -161,7 +162,7 @@ def _choose(
 
 
 def _beginnings(unused: Collection[str], used: Collection[str]) -> list[str]:
-    """The shortest beginnings that the unused keys have and no used one."""
+    """The shortest prefixes that unused keys have and used keys have not."""
     taken = {begin for key in used for begin in _cuts(key)}
     return sorted({next((b for b in _cuts(key) if b not in taken), key) for key in unused})
 

@@ -11,7 +11,7 @@ The layouts (a directory per tag, `latest` names one):
 Must always hold: fp32 masters and moments come from the optimizer files, frozen parameters and
 buffers from the model files; a parameter that is not covered whole is an error.
 
-Called by `cli`. Source of the layouts: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19.8.
+Source of the layouts: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _INERT = (
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(?:model|optim)_states\.pt$")
 _MASTER = "param"
 _NO_PLACE = ("data_sampler", "random_ltd")
-"""What DeepSpeed keeps for features that are not there."""
+"""State of DeepSpeed's features that this engine does not have."""
 _DEEPSPEEDS = frozenset(
     {
         *(
@@ -58,7 +58,7 @@ _DEEPSPEEDS = frozenset(
         *("skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info", *_NO_PLACE),
     }
 )
-"""What DeepSpeed writes into a model file; the rest is the script's."""
+"""Keys that DeepSpeed writes into a model file; the other keys are the script's."""
 _COMPUTE = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,8 +66,8 @@ def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
     """A checkpoint directory of DeepSpeed, or one tag in it: optimizer, schedule, client state.
 
     Raises:
-        CheckpointError: It is none, it is of a layout that is not read here, or files of it are
-            missing; says which and what to do.
+        CheckpointError: The directory is no DeepSpeed checkpoint, has a layout that is not
+            supported, or lacks files; the message names which, and the remedy.
     """
     directory = _tag_directory(source)
     try:
@@ -75,7 +75,7 @@ def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{directory}: not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
-            f"{error}); load and save it with that, or import its weights --from torch"
+            f"{error}); load and save it with DeepSpeed 0.19, or import its weights --from torch"
         ) from error
 
 
@@ -87,7 +87,15 @@ def _read(parts: _Parts) -> Foreign:
     params = {name: data for (kind, name), data in flats.items() if kind == _MASTER}
     elsewhere = {*params, *shared, *model["buffer_names"]}
     frozen = parts.frozen(elsewhere)
-    client, left_out = _of_the_script(model)
+    client: dict[str, Any] = {}
+    left_out = [name for name in _NO_PLACE if model.get(name)]
+    for name in model.keys() - _DEEPSPEEDS:  # the script's own state
+        try:
+            client[str(name)] = pack(model[name])
+        except CheckpointError:
+            left_out.append(str(name))
+    if model.get("lr_scheduler") is not None and _schedule(model) is None:
+        left_out.append("lr_scheduler")
     return Foreign(
         params=params | frozen,
         buffers={name: model["module"][name] for name in model["buffer_names"]},
@@ -101,26 +109,12 @@ def _read(parts: _Parts) -> Foreign:
         frozen=frozenset(frozen),
         run=parts.run(),
         client=client,
-        left_out=left_out,
+        left_out=sorted(left_out),
     )
 
 
-def _of_the_script(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The script's own state, and what of it, or of DeepSpeed's, cannot come along."""
-    client = {}
-    left_out = [name for name in _NO_PLACE if model.get(name)]
-    for name in model.keys() - _DEEPSPEEDS:
-        try:
-            client[str(name)] = pack(model[name])
-        except CheckpointError:
-            left_out.append(str(name))
-    if model.get("lr_scheduler") is not None and _schedule(model) is None:
-        left_out.append("lr_scheduler")
-    return client, sorted(left_out)
-
-
 def _schedule(model: Mapping[str, Any]) -> Any:
-    """The state of its learning-rate schedule, if it is plain: ours have the same."""
+    """The state of the learning-rate schedule, if it is plain JSON: ours has the same keys."""
     state = model.get("lr_scheduler")
     try:
         return state if pack(state) == state else None
@@ -136,7 +130,7 @@ def _tag_directory(source: Path) -> Path:
         source = source / latest.read_text(errors="replace").strip()
     if (source / "zero").is_dir():
         raise CheckpointError(
-            f"{source}: a universal checkpoint; import the one that it was converted from"
+            f"{source}: a universal checkpoint; import the checkpoint that it was converted from"
         )
     if not source.is_dir() or not list(source.glob("*model_states.pt")):
         raise CheckpointError(
@@ -151,13 +145,17 @@ def _tag_directory(source: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The files of one tag, loaded when they are first needed; tensors stay mapped."""
+    """The files of one tag, loaded at their first use; tensors stay mapped."""
 
     directory: Path
     allow_pickle: bool
 
     def _load(self, pattern: str) -> list[Any]:
-        paths = sorted(self.directory.glob(pattern), key=_rank)
+        def rank_of(path: Path) -> int:
+            found = _RANK.search(path.name)
+            return int(found[1]) if found else 0
+
+        paths = sorted(self.directory.glob(pattern), key=rank_of)
         return [
             load_torch(path, str(path), allow_pickle=self.allow_pickle, inert=_INERT)
             for path in paths
@@ -202,7 +200,7 @@ class _Parts:
         if not isinstance(base, Mapping):
             raise CheckpointError(
                 f"{self.directory}: an elastic checkpoint of an old DeepSpeed; load and save it "
-                "with a newer one first"
+                "with a newer DeepSpeed first"
             )
         return base
 
@@ -225,16 +223,22 @@ class _Parts:
                     yield (kind, name), self._join(name, parts, tuple(shapes[name]))
 
     def _runs(self, number: int) -> dict[str, list[tuple[int, int, int]]]:
-        """Where each parameter of a sub-group lies: (rank, begin, end) in order."""
+        """Where each parameter of a sub-group is: (rank, begin, end) in order."""
         shapes = self.shapes[number]
-        if self.is_stage3:
-            return _equal_parts(shapes, len(self.optimizers))
         runs: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+        if self.is_stage3:
+            # Every rank holds an equal part of each parameter; the last one is padded.
+            world, at = len(self.optimizers), 0
+            for name, shape in shapes.items():
+                size = -(-math.prod(shape) // world)
+                runs[name] = [(rank, at, at + size) for rank in range(world)]
+                at += size
+            return runs
         for rank, optimizer in enumerate(self.optimizers):
             if "param_slice_mappings" not in optimizer:
                 raise CheckpointError(
-                    f"{self.directory}: written by a DeepSpeed too old to say where each "
-                    "parameter lies; import its weights, made with zero_to_fp32.py, --from torch"
+                    f"{self.directory}: written by a DeepSpeed too old to record where each "
+                    "parameter is; import its weights, made with zero_to_fp32.py, --from torch"
                 )
             for name, at in optimizer["param_slice_mappings"][number].items():
                 runs[name].append((rank, at.start, at.start + at.numel))
@@ -253,19 +257,16 @@ class _Parts:
         """Parameters that are not trained: whole in stages 1 and 2, in equal parts in stage 3.
 
         Args:
-            elsewhere: The names that are something else.
+            elsewhere: Names that are no frozen parameters.
         """
         if not self.is_stage3:
             module = self.models[0]["module"]
             return {name: data for name, data in module.items() if name not in elsewhere}
-        shapes = self.models[0].get("frozen_param_shapes") or {}
-        return {
-            name: self._join(name, self._frozen_parts(name), tuple(shape))
-            for name, shape in shapes.items()
-        }
-
-    def _frozen_parts(self, name: str) -> list[Tensor]:
-        return [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+        frozen = {}
+        for name, shape in (self.models[0].get("frozen_param_shapes") or {}).items():
+            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+            frozen[name] = self._join(name, parts, tuple(shape))
+        return frozen
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, by name; a group may have been cut into several sub-groups."""
@@ -286,6 +287,11 @@ class _Parts:
         world = len(self.optimizers)
         micro = _int(config.get("train_micro_batch_size_per_gpu"))
         accumulation = _int(config.get("gradient_accumulation_steps"))
+        dtype = None
+        for key, computed in _COMPUTE.items():
+            block = config.get(key)
+            if dtype is None and isinstance(block, Mapping) and block.get("enabled") is True:
+                dtype = str(computed)
         return {
             "step": int(model["global_steps"]),
             "samples": int(model["global_samples"]),
@@ -295,32 +301,10 @@ class _Parts:
             "leaves": world * accumulation if micro and accumulation else None,
             "micro_batch": micro if accumulation else None,
             "scheduler": _schedule(model),
-            "dtype": next((str(d) for k, d in _COMPUTE.items() if _enabled(config, k)), None),
+            "dtype": dtype,
         }
 
 
-def _enabled(config: Mapping[str, Any], key: str) -> bool:
-    block = config.get(key)
-    return isinstance(block, Mapping) and block.get("enabled") is True
-
-
 def _int(value: object) -> int | None:
-    """A number of a config, in which DeepSpeed also allows the word "auto"."""
+    """A number of a config; None for the word "auto", which DeepSpeed allows as well."""
     return value if isinstance(value, int) else None
-
-
-def _rank(path: Path) -> int:
-    found = _RANK.search(path.name)
-    return int(found[1]) if found else 0
-
-
-def _equal_parts(
-    shapes: Mapping[str, Sequence[int]], world: int
-) -> dict[str, list[tuple[int, int, int]]]:
-    """Stage 3: every rank holds as many elements of each parameter, the last ones padding."""
-    runs, at = {}, 0
-    for name, shape in shapes.items():
-        size = -(-math.prod(shape) // world)
-        runs[name] = [(rank, at, at + size) for rank in range(world)]
-        at += size
-    return runs

@@ -1,11 +1,10 @@
 """What is in a checkpoint: its tensors, param groups, position and hash, as plain values.
 
-Called by `cli`. Reads no data unless norms are asked for.
+Reads no data unless norms are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,16 +27,28 @@ def describe(
     """Everything worth knowing about a checkpoint.
 
     Args:
-        checkpoint: Which.
+        checkpoint: The checkpoint to describe.
         norms: Read every tensor and add its L2 norm.
-        progress: Told the bytes of each tensor that was read.
+        progress: Called with the bytes of each tensor that was read.
 
     Raises:
         DamagedCheckpoint: A tensor that was read is not what was saved.
-        OSError: It could not be read.
+        OSError: A file could not be read.
     """
     manifest, engine = checkpoint.manifest, engine_meta(checkpoint)
-    values = _norms(checkpoint, progress) if norms else {}
+    rows: dict[TensorId, dict[str, Any]] = {
+        tensor: {
+            "kind": tensor.kind,
+            "name": tensor.fqn,
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "shape": list(info.shape),
+        }
+        for tensor, info in manifest.tensors.items()
+    }
+    if norms:
+        for tensor, data in read_tensors(checkpoint, manifest.tensors):
+            rows[tensor]["norm"] = l2_norm(data)
+            progress(data.numel() * data.element_size())
     return {
         "path": str(checkpoint.path),
         "quarantined": (checkpoint.path / QUARANTINE).exists(),
@@ -53,36 +64,12 @@ def describe(
         "optimizer_kinds": sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER}),
         "aliases": dict(manifest.aliases),
         "client": manifest.meta.get("client", {}),
-        "tensors": [_tensor(checkpoint, tensor, values) for tensor in manifest.tensors],
+        "tensors": list(rows.values()),
     }
-
-
-def _tensor(
-    checkpoint: Candidate, tensor: TensorId, norms: Mapping[TensorId, float]
-) -> dict[str, Any]:
-    info = checkpoint.manifest.tensors[tensor]
-    row: dict[str, Any] = {
-        "kind": tensor.kind,
-        "name": tensor.fqn,
-        "dtype": str(info.dtype).removeprefix("torch."),
-        "shape": list(info.shape),
-    }
-    return row | ({"norm": norms[tensor]} if tensor in norms else {})
-
-
-def _norms(checkpoint: Candidate, progress: Progress) -> dict[TensorId, float]:
-    norms = {}
-    for tensor, data in read_tensors(checkpoint, checkpoint.manifest.tensors):
-        norms[tensor] = l2_norm(data)
-        progress(data.numel() * data.element_size())
-    return norms
 
 
 def l2_norm(data: Tensor) -> float:
     """The L2 norm, summed in float64 so that it does not overflow or lose small elements."""
-    squares = (_wide(chunk).abs().square().sum() for chunk in data.reshape(-1).split(_CHUNK))
+    wide = torch.complex128 if data.is_complex() else torch.float64
+    squares = (chunk.to(wide).abs().square().sum() for chunk in data.reshape(-1).split(_CHUNK))
     return float(sum(squares, torch.zeros((), dtype=torch.float64)).sqrt())
-
-
-def _wide(data: Tensor) -> Tensor:
-    return data.to(torch.complex128 if data.is_complex() else torch.float64)

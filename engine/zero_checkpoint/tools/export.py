@@ -1,13 +1,11 @@
 """The model of a checkpoint for others: one torch file, or a directory for Hugging Face.
 
-Only parameters and buffers go out, under every name that they have: a tied weight is in a torch
-file once, with two names, and in a Hugging Face directory once per name, because whether a
+Only parameters and buffers are exported, under every name that they have: a tied weight is in a
+torch file once, with two names, and in a Hugging Face directory once per name, because whether a
 reader ties it again depends on a config that this tool does not understand.
 
-Must always hold: what is written appears under its final name whole or not at all, and never
-replaces what is there.
-
-Called by `cli`.
+Must always hold: the output appears under its final name whole or not at all, and never replaces
+an existing file.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,7 @@ _COMPANIONS = (
     "chat_template*",
     "preprocessor_config.json",
 )
-"""What a Hugging Face directory holds beside the weights."""
+"""Files of a Hugging Face directory beside the weights."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -59,7 +57,7 @@ class Selection:
 
     names: Mapping[str, TensorId]
     dtype: torch.dtype | None = None
-    """None keeps what is stored, the highest precision there is."""
+    """None keeps the stored dtype, the highest precision there is."""
 
     def convert(self, data: Tensor) -> Tensor:
         """A tensor as it is written."""
@@ -78,8 +76,8 @@ def select(
     """All parameters and buffers of a model, tied names included.
 
     Args:
-        checkpoint: Which.
-        dtype: To convert to; integers, booleans and complex numbers stay.
+        checkpoint: The checkpoint to select from.
+        dtype: The dtype to convert to; integers, booleans and complex numbers stay.
         strip_prefix: Taken off every name, for a model that was trained inside a wrapper.
 
     Raises:
@@ -110,7 +108,7 @@ def read_state_dict(checkpoint: Candidate, selection: Selection) -> dict[str, Te
 def export_torch(
     checkpoint: Candidate, selection: Selection, out: Path, progress: Progress = lambda _: None
 ) -> list[Path]:
-    """Write a plain state_dict, for `torch.load(out, weights_only=True)`; returns what it wrote.
+    """Write a plain state_dict, for `torch.load(out, weights_only=True)`; returns its files.
 
     The whole model is in memory once.
 
@@ -149,13 +147,13 @@ def export_hf(
     One shard is in memory at a time.
 
     Args:
-        checkpoint: Which.
-        selection: What.
+        checkpoint: The checkpoint to export.
+        selection: The tensors to write.
         out: The new directory.
-        shard_bytes: No file holds more, unless one tensor does.
+        shard_bytes: The most that one file holds, unless one tensor is larger.
         config: A directory with `config.json` (and a tokenizer) to copy; its dtype becomes that
             of the weights.
-        progress: Told the bytes of each tensor read.
+        progress: Called with the bytes of each tensor read.
 
     Raises:
         CheckpointError: `out` exists, another export writes it, or there is no `config.json`.
@@ -163,7 +161,12 @@ def export_hf(
         OSError: Reading or writing failed.
     """
     _must_be_new(out)
-    companions = _companions(config)
+    companions: list[Path] = []
+    if config is not None:
+        if not (config / CONFIG).is_file():
+            raise CheckpointError(f"--hf-config {config}: there is no {CONFIG} in it")
+        found = {path for pattern in _COMPANIONS for path in config.glob(pattern) if path.is_file()}
+        companions = sorted(path for path in found if not path.name.endswith(".index.json"))
     with workplace(out) as directory:
         partial = directory / out.name
         partial.mkdir()
@@ -172,7 +175,10 @@ def export_hf(
             shutil.copyfile(path, partial / path.name)
         if config is not None:
             _set_dtype(partial / CONFIG, checkpoint, selection)
-        _sync_files(partial)
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        DISK.sync_directory(partial)
         _publish(partial, out)
     return sorted(out.iterdir())
 
@@ -187,32 +193,28 @@ def _write_shards(
     table = checkpoint.manifest.tensors
     sizes = {name: selection.size_bytes(table[t]) for name, t in selection.names.items()}
     shards = list(_shards(sizes, shard_bytes))
-    files = {number: _shard_name(number, len(shards)) for number in range(len(shards))}
-    for number, names in enumerate(shards):
-        data = _read_shard(checkpoint, selection, names, progress)
-        with _errors_of_libraries(directory / files[number]):
-            save_file(data, directory / files[number], metadata={"format": "pt"})
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path = directory / (file if len(shards) > 1 else "model.safetensors")
+        wanted = dict.fromkeys(selection.names[name] for name in names)
+        whole = {}
+        for tensor, data in read_tensors(checkpoint, wanted):
+            whole[tensor] = selection.convert(data)
+            progress(data.numel() * data.element_size())
+        shard: dict[str, Tensor] = {}
+        used: set[TensorId] = set()
+        for name in names:
+            tensor = selection.names[name]
+            # A tied tensor is copied, because safetensors shares no memory.
+            shard[name] = whole[tensor].clone() if tensor in used else whole[tensor]
+            used.add(tensor)
+            where[name] = path.name
+        with _errors_of_libraries(path):
+            save_file(shard, path, metadata={"format": "pt"})
     if len(shards) > 1:
-        where = {name: files[number] for number, names in enumerate(shards) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _read_shard(
-    checkpoint: Candidate, selection: Selection, names: Sequence[str], progress: Progress
-) -> dict[str, Tensor]:
-    """The tensors of one shard; a tied one is copied, because safetensors shares no memory."""
-    whole = {}
-    for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names[n] for n in names)):
-        whole[tensor] = selection.convert(data)
-        progress(data.numel() * data.element_size())
-    shard: dict[str, Tensor] = {}
-    used: set[TensorId] = set()
-    for name in names:
-        tensor = selection.names[name]
-        shard[name] = whole[tensor].clone() if tensor in used else whole[tensor]
-        used.add(tensor)
-    return shard
 
 
 def _shards(sizes: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
@@ -228,15 +230,9 @@ def _shards(sizes: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
     yield shard
 
 
-def _shard_name(number: int, count: int) -> str:
-    return (
-        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-    )
-
-
 @contextlib.contextmanager
 def _errors_of_libraries(path: Path) -> Iterator[None]:
-    """A full disk is an error of their own to torch and safetensors."""
+    """Turn the errors that torch and safetensors raise for a full disk into CheckpointError."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
@@ -255,17 +251,8 @@ def _publish(partial: Path, out: Path) -> None:
     DISK.sync_directory(out.parent)
 
 
-def _companions(config: Path | None) -> list[Path]:
-    if config is None:
-        return []
-    if not (config / CONFIG).is_file():
-        raise CheckpointError(f"--hf-config {config}: there is no {CONFIG} in it")
-    found = {path for pattern in _COMPANIONS for path in config.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if not path.name.endswith(".index.json"))
-
-
 def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
-    """Say in the config what the weights are: `from_pretrained` builds the model in that dtype."""
+    """Write the weights' dtype into the config: `from_pretrained` builds the model in it."""
     try:
         record: Any = json.loads(path.read_text())
     except ValueError as error:
@@ -276,10 +263,3 @@ def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
     for key in present if dtype is not None else ():
         record[key] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _sync_files(directory: Path) -> None:
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    DISK.sync_directory(directory)

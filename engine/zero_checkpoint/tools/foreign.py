@@ -1,9 +1,7 @@
 """What an import brings, and the two plain sources: a torch state_dict, a Hugging Face directory.
 
-Neither says which tensors are buffers. Those that hold no reals are, and so are the running
+Neither says which tensors are buffers. Tensors of integers and booleans are, and so are the running
 statistics of normalisation layers; the user names others.
-
-Called by `cli`; `adopt` turns the record into a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ class Foreign:
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the source knows of the engine's counters."""
+    """Those of the engine's counters that the source has."""
     client: Mapping[str, Any] = field(default_factory=dict)
-    """What the script had saved beside the model, as `client_state.pack` writes it."""
+    """State that the script had saved beside the model, as `client_state.pack` writes it."""
     left_out: Sequence[str] = ()
-    """What else is in the source, and no checkpoint of ours has a place for."""
+    """Names of the source that a checkpoint has no place for."""
 
 
 def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[str]) -> Foreign:
@@ -55,15 +53,18 @@ def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[st
     Args:
         path: The file.
         allow_pickle: See `pickles.load_torch`.
-        key: Where in the file the state_dict is, such as `model`; empty: it is the file.
+        key: Key of the state_dict in the file, such as `model`; empty: the file is the state_dict.
         buffers: Patterns of further names that are buffers.
 
     Raises:
-        CheckpointError: It is no state_dict.
+        CheckpointError: The file holds no state_dict under this key.
     """
     whole = content = load_torch(path, str(path), allow_pickle=allow_pickle)
     for part in key.split(".") if key else ():
-        content = _member(content, part, path)
+        if not (isinstance(content, Mapping) and part in content):
+            keys = ", ".join(map(str, content)) if isinstance(content, Mapping) else "none"
+            raise CheckpointError(f"{path}: there is no key {part!r}; keys are: {keys}")
+        content = content[part]
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a state_dict")
     odd = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
@@ -76,18 +77,11 @@ def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[st
     return replace(sort_out(content, buffers), left_out=[str(name) for name in beside])
 
 
-def _member(content: Any, name: str, path: Path) -> Any:
-    if isinstance(content, Mapping) and name in content:
-        return content[name]
-    keys = ", ".join(map(str, content)) if isinstance(content, Mapping) else "none"
-    raise CheckpointError(f"{path}: there is no key {name!r}; there are: {keys}")
-
-
 def read_hf(path: Path, *, buffers: Sequence[str]) -> Foreign:
     """The safetensors of a Hugging Face directory, or one safetensors file.
 
     Raises:
-        CheckpointError: There are none, one is missing, or one is damaged.
+        CheckpointError: There is no safetensors file, one is missing, or one is damaged.
     """
     tensors: dict[str, Tensor] = {}
     for file in _safetensors_files(path):
@@ -148,7 +142,7 @@ def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
 
 
 def is_buffer(name: str, data: Tensor, patterns: Sequence[str]) -> bool:
-    """Whether a tensor of a state_dict is a buffer, as far as one can tell."""
+    """Whether a tensor of a state_dict is a buffer, judged by its dtype and its name."""
     if not (data.is_floating_point() or data.is_complex()):
         return True
     return any(fnmatchcase(name, pattern) for pattern in (*STATISTICS, *patterns))

@@ -1,7 +1,4 @@
-"""Param groups of other programs, as the engine writes its own.
-
-Called by `deepspeed` and `dcp`.
-"""
+"""Param groups of other programs, as the engine writes its own."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 _OTHER = frozenset({"params", "step", "foreach", "fused", "capturable", "differentiable"})
-"""No hyperparameters: contents, a counter, and how the kernels of that program were chosen."""
+"""Keys that are no hyperparameters: contents, a counter, and the choice of kernels."""
 
 
 def group_record(
@@ -28,11 +25,18 @@ def group_record(
     counters = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim() > 0)}
     if "step" in options:
         counters.setdefault("step", options["step"])
-    return {
+    record: dict[str, Any] = {
         "params": list(names),
         "hyperparameters": {k: plain(v) for k, v in options.items() if k not in _OTHER},
-        "state": {key: _scalar(value) for key, value in counters.items()},
+        "state": {},
     }
+    for key, value in counters.items():
+        number = plain(value)
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            # torch's optimizers keep a counter as a 0-d fp32 tensor.
+            number = {"tensor": float(number), "dtype": "torch.float32", "shape": []}
+        record["state"][key] = number
+    return record
 
 
 def plain(value: Any) -> Any:
@@ -46,11 +50,3 @@ def plain(value: Any) -> Any:
             return [plain(inner) for inner in value]
         case _:
             return str(value)
-
-
-def _scalar(value: Any) -> Any:
-    """A counter as torch's optimizers keep it: a 0-d fp32 tensor."""
-    number = plain(value)
-    if isinstance(number, int | float) and not isinstance(number, bool):
-        return {"tensor": float(number), "dtype": "torch.float32", "shape": []}
-    return number

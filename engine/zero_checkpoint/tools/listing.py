@@ -1,6 +1,6 @@
 """What a directory of checkpoints holds, newest first, and what is wrong with the rest.
 
-Called by `cli`. Reads manifests and sizes of files, and no data unless asked to verify.
+Reads manifests and sizes of files, and no data unless asked to verify.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Status(StrEnum):
     COMMITTED = "committed"
     """Its manifest is whole and every file has its size; the data were not read."""
     VERIFIED = "verified"
-    """And every block was read and is what was saved."""
+    """Committed, and every block was read and is what was saved."""
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
     UNCOMMITTED = "uncommitted"
@@ -32,14 +32,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One directory. What its manifest would say is None if that cannot be read."""
+    """One directory. The fields of its manifest are None if the manifest cannot be read."""
 
     name: str
     status: Status
     reason: str
     """What is wrong; empty if nothing is."""
     age_s: float
-    """Since the commit, or since the last change of what was never committed."""
+    """Seconds since the commit, or since the last change of a directory never committed."""
     step: int | None = None
     tag: str | None = None
     size_bytes: int | None = None
@@ -61,7 +61,7 @@ Check = Callable[[Candidate], list[Damage]]
 def list_roots(
     top: Place, roots: Sequence[Place], *, now_s: float, check: Check | None = None
 ) -> list[Row]:
-    """As `list_root`, of several roots in their order; of those in `top` each name says which."""
+    """The rows of `list_root` of several roots; names begin with the root's, if it is not `top`."""
     rows = []
     for root in roots:
         prefix = "" if root == top else f"{root.name}/"
@@ -83,30 +83,30 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
     """
     rows = []
     for entry in scan(root):
-        if isinstance(entry, Candidate) or entry.why is not Why.OTHER:
-            with going(entry.path):
-                rows.append(_row(entry, now_s, check))
+        name = entry.path.name
+        with going(entry.path):
+            if isinstance(entry, Rejected):
+                if entry.why is not Why.OTHER:
+                    reason = entry.reason.removeprefix(f"{entry.path}: ")
+                    age_s = now_s - last_change_s(entry.path)
+                    status = _STATUS[entry.why]
+                    rows.append(Row(name=name, status=status, reason=reason, age_s=age_s))
+                continue
+            status, reason = _judge(entry, check)
+            rows.append(
+                Row(
+                    name=name,
+                    status=status,
+                    reason=reason,
+                    age_s=now_s - (entry.path / MANIFEST).stat().st_mtime,
+                    step=entry.manifest.step,
+                    tag=entry.manifest.tag,
+                    size_bytes=total_bytes(entry.manifest),
+                    world=entry.manifest.world,
+                    stage=engine_meta(entry).get("stage"),
+                )
+            )
     return rows
-
-
-def _row(entry: Candidate | Rejected, now_s: float, check: Check | None) -> Row:
-    if isinstance(entry, Rejected):
-        reason = entry.reason.removeprefix(f"{entry.path}: ")
-        age_s = now_s - last_change_s(entry.path)
-        return Row(name=entry.path.name, status=_STATUS[entry.why], reason=reason, age_s=age_s)
-    manifest = entry.manifest
-    status, reason = _judge(entry, check)
-    return Row(
-        name=entry.path.name,
-        status=status,
-        reason=reason,
-        age_s=now_s - (entry.path / MANIFEST).stat().st_mtime,
-        step=manifest.step,
-        tag=manifest.tag,
-        size_bytes=total_bytes(manifest),
-        world=manifest.world,
-        stage=engine_meta(entry).get("stage"),
-    )
 
 
 def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
@@ -124,6 +124,6 @@ def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
 
 
 def engine_meta(checkpoint: Candidate) -> dict[str, Any]:
-    """What the engine wrote into a checkpoint; empty if something else made it."""
+    """The engine's member of a manifest's meta; empty if another program wrote the checkpoint."""
     meta = checkpoint.manifest.meta.get("engine")
     return meta if isinstance(meta, dict) else {}

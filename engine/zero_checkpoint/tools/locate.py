@@ -2,8 +2,6 @@
 
 Libraries make a root for each save: the Trainer `checkpoint-10`, accelerate `checkpoint_0`. So the
 directory above such roots stands for all of them.
-
-Called by `cli`; everything behind it gets a `Candidate`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def one(name: str) -> Candidate:
-    """As `newest`; what is passed over is said."""
+    """The result of `newest`; logs a warning for each checkpoint that is passed over."""
     chosen, passed_over = newest(name)
     for entry in passed_over:
         _log.warning("passed over: %s", entry.reason)
@@ -41,18 +39,30 @@ def one(name: str) -> Candidate:
 
 
 def newest(name: str) -> tuple[Candidate, list[Rejected]]:
-    """The checkpoint that `name` means; a quarantined one only if it is named itself.
+    """The checkpoint that `name` means; a quarantined one only if `name` is its own directory.
 
     Returns:
-        It, and the newer ones that were committed and cannot be used.
+        The checkpoint, and the newer ones that were committed and cannot be used.
 
     Raises:
-        CheckpointError: There is none, or it is unusable; says why and what there is instead.
-        OSError: It could not be read.
+        CheckpointError: There is no such checkpoint, or it cannot be used; the message says why
+            and names what there is instead.
+        OSError: A manifest could not be read.
     """
     path, tag = split(name)
     if is_checkpoint(path):
-        return _named(path, tag), []
+        if tag is not None:
+            raise CheckpointError(
+                f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}"
+            )
+        path = path.resolve()
+        try:
+            return Candidate(path, read_manifest(path / MANIFEST)), []
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path}: no {MANIFEST}: it is being saved, or the save died; it was never a "
+                "checkpoint"
+            ) from None
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
     for entry in chain.from_iterable(scan(each) for each in roots(path)):
@@ -69,7 +79,8 @@ def root(name: str) -> Place:
     """The one directory of checkpoints that `name` means.
 
     Raises:
-        CheckpointError: It is no directory, is a single checkpoint, or holds none; with the remedy.
+        CheckpointError: `name` is no directory, is a single checkpoint, or holds no checkpoints;
+            the message names the remedy.
     """
     found = all_roots(name)
     if len(found) > 1:
@@ -81,7 +92,11 @@ def root(name: str) -> Place:
 
 
 def all_roots(name: str) -> list[Place]:
-    """The directories of checkpoints that `name` means, the newest first; raises as `root`."""
+    """The directories of checkpoints that `name` means, the newest first.
+
+    Raises:
+        CheckpointError: See `root`.
+    """
     path = place(name)
     if not path.is_dir():
         directory, sign, _ = name.rpartition("@")
@@ -102,7 +117,7 @@ _GIVE_THE_DIRECTORY = "; give the directory that save_checkpoint() was given, or
 
 
 def roots(path: Place) -> list[Place]:
-    """The directory itself if there are checkpoints in it; else those in it where there are."""
+    """The directory itself if there are checkpoints in it; else its directories that hold some."""
     if _steps(path):
         return [path]
     steps = {inner: _steps(inner) for inner in _directories(path)}
@@ -117,7 +132,7 @@ def _steps(path: Place) -> list[str]:
 def _directories(path: Place) -> list[Place]:
     try:
         return [inner for inner in path.iterdir() if inner.is_dir()]
-    except PermissionError:  # a neighbour that this user may not look into
+    except PermissionError:  # a directory beside the checkpoints that this user may not read
         return []
 
 
@@ -150,22 +165,14 @@ def is_checkpoint(path: Place) -> bool:
     return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()
 
 
-def _named(path: Place, tag: str | None) -> Candidate:
-    if tag is not None:
-        raise CheckpointError(f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}")
-    path = path.resolve()
-    try:
-        return Candidate(path, read_manifest(path / MANIFEST))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: no {MANIFEST}: it is being saved, or the save died; it was never a checkpoint"
-        ) from None
-
-
 def hint(path: Place) -> str:
-    """What a directory without a checkpoint of ours seems to hold instead, and the command."""
+    """The foreign format that a directory seems to hold, and the command that imports it; or ""."""
     others = (each for each in _directories(path) if not is_ours(each.resolve().name))
-    names = {each: _names(each) for each in (path, *sorted(others, key=str))}
+    names: dict[Place, list[str]] = {}
+    for each in (path, *sorted(others, key=str)):
+        names[each] = []
+        with suppress(PermissionError):
+            names[each] = [inner.name for inner in each.iterdir()]
     for kind, (pattern, what) in _FOREIGN.items():
         for directory, there in names.items():
             if any(fnmatchcase(name, pattern) for name in there):
@@ -175,19 +182,13 @@ def hint(path: Place) -> str:
     return ""
 
 
-def _names(directory: Place) -> list[str]:
-    with suppress(PermissionError):
-        return [inner.name for inner in directory.iterdir()]
-    return []
-
-
 _DEEPSPEED = "deepspeed"
 _FOREIGN = {
     "dcp": (".metadata", "a checkpoint of torch.distributed.checkpoint"),
     _DEEPSPEED: ("*_model_states.pt", "a checkpoint of DeepSpeed"),
     "hf": ("*.safetensors*", "a Hugging Face model"),
 }
-"""Kind of an import -> a file that tells it, and what it is called; what has most comes first."""
+"""Format of an import -> the pattern of its files, and its name; the richest format comes first."""
 
 
 def _nothing(

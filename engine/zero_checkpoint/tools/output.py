@@ -2,8 +2,6 @@
 
 Must always hold: results go to stdout, everything else to stderr; JSON is one document, and
 contains no NaN or infinity, which many readers refuse.
-
-Called by `cli`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from zero_checkpoint.tools.compare import Difference, Relation
 from zero_checkpoint.tools.listing import Row, Status
 from zero_checkpoint.tools.upkeep import Action, Plan
 from zero_checkpoint.tools.verify import Damage, total_bytes
-from zero_checkpoint.tools.verify import Progress as Tell
+from zero_checkpoint.tools.verify import Progress as Advance
 
 _COLORS = {
     Status.COMMITTED: "",
@@ -54,7 +52,7 @@ _SHOWN_TENSORS = 4
 
 class _Stdout(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the command line, which has an exit code of its own for that."""
+        """Leave a broken pipe to the command line, which has its own exit code for it."""
         raise BrokenPipeError
 
 
@@ -84,8 +82,8 @@ def _json(value: Any) -> Any:
             return value
 
 
-def say(as_json: bool, record: object, sentence: str) -> None:
-    """A result that is one sentence."""
+def show(as_json: bool, record: object, sentence: str) -> None:
+    """A result that is one sentence, or one JSON document."""
     if as_json:
         print_json(record)
     else:
@@ -93,8 +91,8 @@ def say(as_json: bool, record: object, sentence: str) -> None:
 
 
 @contextmanager
-def progress(checkpoint: Candidate, *, quiet: bool) -> Iterator[Tell]:
-    """A bar on stderr for the reading of a checkpoint, if somebody is looking."""
+def progress(checkpoint: Candidate, *, quiet: bool) -> Iterator[Advance]:
+    """A progress bar on stderr while a checkpoint is read, if stderr is a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -194,17 +192,14 @@ def tensor_tree(tensors: Iterable[Mapping[str, Any]]) -> Tree:
             here = tuple(path[: depth + 1])
             if here not in nodes:
                 nodes[here] = nodes[here[:-1]].add(escape(here[-1]))
-        nodes[tuple(path)].add(_leaf(last, kinds))
+        first, *others = sorted(kinds, key=lambda t: t["kind"] not in (PARAM, BUFFER))
+        kind = "" if first["kind"] == PARAM else f" {first['kind']}"
+        shape = "x".join(map(str, first["shape"])) or "scalar"
+        text = f"{escape(last)}  [cyan]{first['dtype']} {shape}[/cyan]{escape(kind + _norm(first))}"
+        if also := ", ".join(t["kind"] + _norm(t) for t in others):
+            text += f"  [dim]+ {escape(also)}[/dim]"
+        nodes[tuple(path)].add(text)
     return root
-
-
-def _leaf(name: str, kinds: Sequence[Mapping[str, Any]]) -> str:
-    first, *others = sorted(kinds, key=lambda t: t["kind"] not in (PARAM, BUFFER))
-    kind = "" if first["kind"] == PARAM else f" {first['kind']}"
-    shape = "x".join(map(str, first["shape"])) or "scalar"
-    text = f"{escape(name)}  [cyan]{first['dtype']} {shape}[/cyan]{escape(kind + _norm(first))}"
-    also = ", ".join(t["kind"] + _norm(t) for t in others)
-    return text + (f"  [dim]+ {escape(also)}[/dim]" if also else "")
 
 
 def _norm(tensor: Mapping[str, Any]) -> str:
@@ -220,15 +215,12 @@ def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None
     out.print(f"{path}: [red]DAMAGED[/red] in {len(damages)} places", soft_wrap=True)
     for damage in damages:
         where = f"{damage.file}, bytes {damage.begin}:{damage.end}: {damage.problem}"
-        out.print(f"  {where}{escape(_holding(damage.tensors))}", soft_wrap=True)
-
-
-def _holding(tensors: Sequence[str]) -> str:
-    if not tensors:
-        return ""
-    more = len(tensors) - _SHOWN_TENSORS
-    listed = ", ".join(tensors[:_SHOWN_TENSORS])
-    return f"; it holds {listed}" + (f" and {more} more" if more > 0 else "")
+        held = ""
+        if damage.tensors:
+            more = len(damage.tensors) - _SHOWN_TENSORS
+            held = f"; it holds {', '.join(damage.tensors[:_SHOWN_TENSORS])}"
+            held += f" and {more} more" if more > 0 else ""
+        out.print(f"  {where}{escape(held)}", soft_wrap=True)
 
 
 def show_differences(differences: Sequence[Difference]) -> None:
@@ -255,7 +247,7 @@ def counts(differences: Sequence[Difference]) -> dict[Relation, int]:
 
 
 def show_plan(plan: Plan, *, dry_run: bool) -> Iterator[Action]:
-    """`prune` and `repair`: yields each action when it has been announced."""
+    """`prune` and `repair`: prints each action, then yields it."""
     out = console()
     for note in plan.notes:
         out.print(escape(note), soft_wrap=True)

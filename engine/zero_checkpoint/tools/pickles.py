@@ -2,9 +2,7 @@
 
 A pickle is a program. torch's own reader of tensors and plain values runs none; the few classes
 that DeepSpeed puts beside them are replaced by inert records. Everything else is refused, unless
-the user says that the file can be trusted.
-
-Called by `foreign`, `deepspeed` and `dcp`.
+the user declares the file trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from zero_checkpoint.errors import CheckpointError
 
 
 class Inert:
-    """Stands in for a class of the writer: it takes the attributes and does nothing."""
+    """Stands in for a class of the writer: takes the attributes and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -39,12 +37,13 @@ def load_torch(
 
     Args:
         source: A path or an open file.
-        what: How to call it in messages.
+        what: The name of the file in messages.
         allow_pickle: Run the pickle. Only for files from people whom the user trusts.
         inert: Full names of classes to replace by `Inert`.
 
     Raises:
-        CheckpointError: It is no such file, or holds more than tensors and plain values.
+        CheckpointError: The file was not made by `torch.save`, or holds more than tensors and
+            plain values.
     """
     stand_ins = [(Inert, name) for name in inert]
     try:
@@ -76,10 +75,10 @@ def _refusal(what: str, problem: str) -> str:
     if marker in problem:
         name = problem.partition(marker)[2].split()[0]
         return (
-            f"{what}: its pickle asks for {name}, and would run code of whoever wrote it; "
-            "add --allow-pickle if you trust that"
+            f"{what}: its pickle asks for {name}, and would run code of its author; "
+            "add --allow-pickle if you trust the author"
         )
-    # torch advises to run the pickle first of all, and says only then what it found.
+    # torch's message begins with the advice to run the pickle; the cause comes after it.
     found = problem.rpartition("WeightsUnpickler error:")[2].strip()
     return _unreadable(what, found.splitlines()[0])
 
@@ -89,16 +88,16 @@ def _unreadable(what: str, problem: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; of those that say a word only, also what they are."""
-    said = str(error).partition("\n")[0]
-    return said if " " in said else f"{type(error).__name__} {said}".rstrip()
+    """The first line of an error's text; the name of its class as well, if it is one word."""
+    text = str(error).partition("\n")[0]
+    return text if " " in text else f"{type(error).__name__} {text}".rstrip()
 
 
 def load_listed(data: bytes, what: str, classes: Mapping[tuple[str, str], Any]) -> Any:
     """A pickle in which only the listed classes and functions may occur.
 
     Raises:
-        CheckpointError: It is damaged, or asks for something else.
+        CheckpointError: The pickle is damaged, or asks for another class.
     """
 
     class Reader(pickle.Unpickler):

@@ -2,8 +2,6 @@
 
 Tensors are read in batches: neighbours in a file share blocks, and a block is the unit of
 verification, so reading one small tensor at a time would read most blocks many times.
-
-Called by `describe`, `compare` and `export`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from zero_checkpoint.format.table import numel
 from zero_checkpoint.reader import fill
 
 BATCH_BYTES = 256 << 20
-"""What is in memory at once, unless one tensor is larger."""
+"""The most that is in memory at once, unless one tensor is larger."""
 
 
 def read_tensor(checkpoint: Candidate, tensor: TensorId) -> Tensor:
@@ -28,8 +26,8 @@ def read_tensor(checkpoint: Candidate, tensor: TensorId) -> Tensor:
 
     Raises:
         CheckpointError: There is no such tensor.
-        DamagedCheckpoint: A block that it touches is not what was saved.
-        OSError: It could not be read.
+        DamagedCheckpoint: A block of the tensor is not what was saved.
+        OSError: A file could not be read.
     """
     return next(data for _, data in read_tensors(checkpoint, [tensor]))
 
@@ -37,7 +35,7 @@ def read_tensor(checkpoint: Candidate, tensor: TensorId) -> Tensor:
 def read_tensors(
     checkpoint: Candidate, tensors: Iterable[TensorId], *, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[tuple[TensorId, Tensor]]:
-    """Many tensors, each named once, in the order asked for; raises as `read_tensor`."""
+    """Many tensors, each named once, in the order asked for; errors are those of `read_tensor`."""
     table = checkpoint.manifest.tensors
     for batch in batches(tensors, table, batch_bytes):
         whole = {t: torch.empty(numel(table[t]), dtype=table[t].dtype) for t in batch}
@@ -50,7 +48,7 @@ def read_tensors(
 def batches(
     tensors: Iterable[TensorId], table: Mapping[TensorId, TensorInfo], batch_bytes: int
 ) -> Iterator[list[TensorId]]:
-    """The tensors in groups of at most `batch_bytes`, or of one."""
+    """The tensors in groups of at most `batch_bytes`; a larger tensor is a group by itself."""
     batch: list[TensorId] = []
     filled = 0
     for tensor in tensors:

@@ -1,17 +1,16 @@
 """Deleting old checkpoints, and putting a root in order: `prune` and `repair`.
 
-Both first say what they would do, as plain values, and then do exactly that.
+Both first plan what to do, as plain values, and then do exactly that. `retention` decides.
 
 Must always hold: `prune` never deletes the newest checkpoint whose every byte was just verified,
 and deletes nothing when there is no such checkpoint.
-
-Called by `cli`. The decisions are in `retention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from zero_checkpoint.candidates import LATEST, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
@@ -34,7 +33,7 @@ class Action:
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What to do, in order, and what is left alone and why."""
+    """The actions, in order, and notes on what is left alone and why."""
 
     actions: list[Action] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,12 +54,12 @@ def plan_prune(
         keep_last: See `retention.expired`.
         keep_every: See `retention.expired`.
         keep_best: See `retention.expired`.
-        check: Finds the damage of a checkpoint; asked newest first, until one is whole.
+        check: Finds the damage of a checkpoint; called newest first, until one is whole.
 
     Raises:
         CheckpointError: The policy is out of bounds, no checkpoint has the metric, or none is
             whole.
-        OSError: Something could not be read.
+        OSError: A directory or a file could not be read.
     """
     check_policy(keep_last=keep_last, keep_every=keep_every)
     candidates = find(root).candidates
@@ -82,13 +81,18 @@ def plan_prune(
         reason += f", and its step is no multiple of {keep_every}"
     if keep_best is not None:
         reason += f", nor among the best {keep_best.count} by {keep_best.metric}"
-        plan.notes += [_best_note(keep_best, c) for c in keep_best.among(candidates)]
-    plan.actions = [_removal(path, reason) for path in paths]
+        plan.notes += [
+            f"{c.path}: stays, among the best: {keep_best.metric} = {keep_best.value(c):.6g}"
+            for c in keep_best.among(candidates)
+        ]
+    plan.actions = [
+        Action(what="delete", path=path, reason=reason, act=partial(remove, path)) for path in paths
+    ]
     return plan
 
 
 def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate]) -> None:
-    """Refuse a metric that nobody has saved: misspelt, it would let the best be deleted."""
+    """Refuse a metric that no checkpoint has: if it is misspelt, the best would be deleted."""
     if best is None or not candidates or best.among(candidates):
         return
     clients = (candidate.manifest.meta.get("client") for candidate in candidates)
@@ -97,15 +101,6 @@ def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate
         f"{root}: no checkpoint has a number {best.metric!r} in its client_state, so none could be "
         f"the best; nothing is deleted. Known there: {', '.join(sorted(known)) or 'nothing'}"
     )
-
-
-def _best_note(best: Best, candidate: Candidate) -> str:
-    value = best.value(candidate)
-    return f"{candidate.path}: stays, among the best: {best.metric} = {value:.6g}"
-
-
-def _removal(path: Place, reason: str) -> Action:
-    return Action(what="delete", path=path, reason=reason, act=lambda: remove(path))
 
 
 def _newest_whole(
@@ -125,7 +120,7 @@ def _newest_whole(
 
 
 def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
-    """What is left of saves and deletions that died, and the hint.
+    """Delete what dead saves and dead deletions have left; make `latest` name the newest.
 
     Args:
         root: The directory of checkpoints.
@@ -133,43 +128,35 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
         older_than_s: Unfinished saves that changed later may be alive, and stay.
 
     Raises:
-        OSError: Something could not be read.
+        OSError: A directory or a file could not be read.
     """
     found = find(root)
     leftovers, kept = abandoned(found.rejected, now_s=now_s, older_than_s=older_than_s)
     plan = Plan(notes=kept)
     plan.notes += [r.reason for r in found.rejected if r.why in _FOR_PEOPLE]
-    plan.actions = [_sweeping(item.path, item.reason) for item in leftovers]
-    plan.actions += _hint(root, found.candidates)
+    plan.actions = [
+        Action(what="sweep", path=item.path, reason=item.reason, act=partial(sweep, item.path))
+        for item in leftovers
+    ]
+    hint, name = root / LATEST, None
+    for candidate in found.candidates:
+        present = present_bytes(candidate)
+        if all(present.get(file.name) == file.size_bytes for file in candidate.manifest.files):
+            name = candidate.path.name
+            break
+    try:
+        named = hint.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        named = None
+    if name is not None and named != name:
+        reason = f"{f'names {named}' if named else 'is missing'}; the newest is {name}"
+        act = partial(_write_hint, hint, name)
+        plan.actions.append(Action(what="write", path=hint, reason=reason, act=act))
     return plan
 
 
 _FOR_PEOPLE = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
-"""There was a checkpoint: only people may throw it away."""
-
-
-def _sweeping(path: Place, reason: str) -> Action:
-    return Action(what="sweep", path=path, reason=reason, act=lambda: sweep(path))
-
-
-def _hint(root: Place, candidates: tuple[Candidate, ...]) -> list[Action]:
-    """Make `latest` name the newest checkpoint whose files are there."""
-    hint = root / LATEST
-    newest = next((c for c in candidates if _has_its_files(c)), None)
-    try:
-        says = hint.read_text(errors="replace").strip()
-    except FileNotFoundError:
-        says = None
-    if newest is None or says == newest.path.name:
-        return []
-    name = newest.path.name
-    reason = f"{f'names {says}' if says else 'is missing'}; the newest is {name}"
-    return [Action(what="write", path=hint, reason=reason, act=lambda: _write_hint(hint, name))]
-
-
-def _has_its_files(checkpoint: Candidate) -> bool:
-    present = present_bytes(checkpoint)
-    return all(present.get(f.name) == f.size_bytes for f in checkpoint.manifest.files)
+"""Directories that were checkpoints: only people may delete them."""
 
 
 def _write_hint(hint: Place, name: str) -> None:

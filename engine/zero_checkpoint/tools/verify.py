@@ -1,20 +1,17 @@
 """Is every byte of a checkpoint the byte that was saved? All blocks of all files, in threads.
 
 Unlike a load, which verifies what it touches, this reads everything, finds all the damage there
-is and changes nothing. As in a load, blocks that follow each other are read together, so short
-blocks cost no more reads. Reading and hashing leave the interpreter's lock, so threads are enough.
-
-Called by `cli` and `upkeep`.
+is and changes nothing. As in a load, consecutive blocks are read together, so short blocks cost no
+more reads. Reading and hashing release the interpreter's lock, so threads are enough.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import xxhash
 
@@ -26,10 +23,10 @@ from zero_checkpoint.place import open_source
 from zero_checkpoint.reader import contents, span
 
 Progress = Callable[[int], None]
-"""Told how many more bytes are done."""
+"""Called with the number of further bytes that are done."""
 
 _JOB_BYTES = 64 << 20
-"""What a thread checks before it looks for more work; a source may fetch all of it at once."""
+"""What a thread checks as one job; a source may fetch all of it at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +39,7 @@ class Damage:
     end: int
     problem: str
     tensors: tuple[str, ...]
-    """What lies there: `kind/fqn[start:end]`, in elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Some blocks of one file that follow each other."""
-
-    file: int
-    blocks: range
+    """The damaged parts of tensors: `kind/fqn[start:end]`, in elements."""
 
 
 def verify(
@@ -59,70 +48,70 @@ def verify(
     """All damage of a checkpoint, in the order of files and bytes; empty if it is whole.
 
     Args:
-        checkpoint: Its manifest is verified already.
-        threads: How many read at once; one per core, at most 8, by default.
+        checkpoint: The checkpoint; its manifest is verified already.
+        threads: Threads that read; by default one per core, at most 8.
         progress: Called from this thread.
 
     Raises:
         OSError: A file could not be read for a reason of this machine's, such as permissions.
     """
     damages: list[Damage] = []
+    manifest = checkpoint.manifest
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 8)) as pool:
         futures: list[Future[tuple[int, list[Damage]]]] = [
-            pool.submit(partial(_check, checkpoint, job)) for job in _jobs(checkpoint.manifest)
+            pool.submit(_check, checkpoint, number, blocks)
+            for number, file in enumerate(manifest.files)
+            for blocks in _cut(range(len(file.digests)), _JOB_BYTES // manifest.block_bytes)
         ]
         try:
             for future in as_completed(futures):
                 count, found = future.result()
                 damages += found
                 progress(count)
-        except BaseException:  # Ctrl-C too: what has not begun must not begin
+        except BaseException:  # Ctrl-C too: jobs that have not begun must not begin
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    damages += _wrong_sizes(checkpoint)
+    present = present_bytes(checkpoint)
+    for file in manifest.files:
+        size = present.get(file.name, 0)
+        # No load would notice a file that has grown, but somebody wrote to it.
+        if size > file.size_bytes:
+            problem = f"the file is {size - file.size_bytes} bytes too long"
+            damages.append(
+                Damage(file=file.name, begin=file.size_bytes, end=size, problem=problem, tensors=())
+            )
     return sorted(damages, key=lambda damage: (damage.file, damage.begin))
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """What `progress` adds up to."""
+    """Bytes of all files: the sum of what `progress` is called with."""
     return sum(file.size_bytes for file in manifest.files)
 
 
-def _jobs(manifest: Manifest) -> Iterator[_Job]:
-    for number, file in enumerate(manifest.files):
-        for blocks in _cut(range(len(file.digests)), _JOB_BYTES // manifest.block_bytes):
-            yield _Job(number, blocks)
-
-
 def _cut(blocks: range, most: int) -> Iterator[range]:
-    """The same blocks in runs of at most so many, but one at least."""
+    """The same blocks in runs of at most `most`, and of at least one."""
     step = max(most, 1)
     return (blocks[at : at + step] for at in range(0, len(blocks), step))
 
 
-def _check(checkpoint: Candidate, job: _Job) -> tuple[int, list[Damage]]:
-    """The bytes of a job and the damage in them."""
+def _check(checkpoint: Candidate, number: int, blocks: range) -> tuple[int, list[Damage]]:
+    """The bytes of consecutive blocks of one file, and the damage in them."""
     manifest = checkpoint.manifest
-    file = manifest.files[job.file]
-    begin, size = span(manifest, file, job.blocks)
-    reads = list(_cut(job.blocks, READ_BYTES // manifest.block_bytes))
+    file = manifest.files[number]
+    begin, size = span(manifest, file, blocks)
+    reads = list(_cut(blocks, READ_BYTES // manifest.block_bytes))
+    damages = []
     try:
         with open_source(checkpoint.path / file.name) as source:
             source.expect([span(manifest, file, read) for read in reads])
-            return size, list(_check_reads(source, manifest, job.file, reads))
+            buffer = memoryview(bytearray(max(span(manifest, file, read)[1] for read in reads)))
+            for read in reads:
+                for block, problem in _problems(source, manifest, file, read, buffer):
+                    at, length = span(manifest, file, range(block, block + 1))
+                    damages.append(_damage(manifest, number, at, at + length, problem))
     except FileNotFoundError:
-        return size, [_damage(manifest, job.file, begin, begin + size, "the file is missing")]
-
-
-def _check_reads(
-    source: Source, manifest: Manifest, number: int, reads: Sequence[range]
-) -> Iterator[Damage]:
-    file = manifest.files[number]
-    buffer = memoryview(bytearray(max(span(manifest, file, read)[1] for read in reads)))
-    for read in reads:
-        for block, problem in _problems(source, manifest, file, read, buffer):
-            begin, size = span(manifest, file, range(block, block + 1))
-            yield _damage(manifest, number, begin, begin + size, problem)
+        return size, [_damage(manifest, number, begin, begin + size, "the file is missing")]
+    return size, damages
 
 
 def _problems(
@@ -136,7 +125,7 @@ def _problems(
         if len(blocks) == 1:
             yield blocks[0], f"cannot be read: {error.strerror}"
             return
-        for block in blocks:  # which of them is to blame?
+        for block in blocks:  # block by block, to find the unreadable one
             yield from _problems(source, manifest, file, range(block, block + 1), buffer)
         return
     for block, at in zip(blocks, range(0, length, manifest.block_bytes), strict=True):
@@ -157,20 +146,8 @@ def _damage(manifest: Manifest, file: int, begin: int, end: int, problem: str) -
     )
 
 
-def _wrong_sizes(checkpoint: Candidate) -> Iterator[Damage]:
-    """Files that are longer than they were: no load would notice, but somebody wrote to them."""
-    present = present_bytes(checkpoint)
-    for file in checkpoint.manifest.files:
-        size = present.get(file.name, 0)
-        if size > file.size_bytes:
-            problem = f"the file is {size - file.size_bytes} bytes too long"
-            yield Damage(
-                file=file.name, begin=file.size_bytes, end=size, problem=problem, tensors=()
-            )
-
-
 def of_manifest(entry: Rejected) -> Damage:
-    """That of a checkpoint whose manifest cannot be used."""
+    """The damage of a checkpoint whose manifest cannot be used."""
     manifest = entry.path / MANIFEST
     return Damage(
         file=MANIFEST,
@@ -182,7 +159,7 @@ def of_manifest(entry: Rejected) -> Damage:
 
 
 def present_bytes(checkpoint: Candidate) -> dict[str, int]:
-    """The sizes of the files that are there now; a training that goes on may delete them."""
+    """Name -> size of the files that are there now; a running training may delete them."""
     sizes = {}
     for path in checkpoint.path.iterdir():
         with suppress(FileNotFoundError):

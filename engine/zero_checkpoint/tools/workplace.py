@@ -1,7 +1,4 @@
-"""A directory beside the output, where an export writes until what it wrote gets its name.
-
-Called by `export`.
-"""
+"""A directory beside the output, in which an export writes until the output gets its name."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ _WHY = {
     Taken.OWNER_LIVES: ": another export is writing here; wait for it, or write somewhere else",
     Taken.NO_LOCKS: " is there already, and this file system has no locks; if no export is "
     "writing there, remove it",
-    Taken.OTHER_KERNEL: ": left by an export on another machine, or before this one was started "
-    "anew; if no export is writing there, remove it",
+    Taken.OTHER_KERNEL: ": left by an export on another machine, or before this machine was "
+    "restarted; if no export is writing there, remove it",
     Taken.NEVER_OWNED: " is there already, and not left by an export; remove it, or write "
     "elsewhere",
 }
@@ -26,14 +23,14 @@ _WHY = {
 
 @contextmanager
 def workplace(out: Path) -> Iterator[Path]:
-    """An empty directory on the file system of `out`, for this process alone; then it is gone.
+    """An empty directory on the file system of `out`, for this process alone; removed at the end.
 
-    What an export that died has left there goes first.
+    Files that a dead export has left there are removed first.
 
     Raises:
-        CheckpointError: Another export writes there, what is there is not an export's, or there
-            can be no directory.
-        OSError: It could not be made.
+        CheckpointError: Another export writes there, the directory there was not made by an
+            export, or the path goes through a file.
+        OSError: The directory could not be made.
     """
     directory = out.with_name(out.name + _SUFFIX)
     try:

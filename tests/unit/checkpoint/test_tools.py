@@ -368,7 +368,7 @@ def test_a_metric_that_nobody_has_saved_deletes_nothing(tmp_path, capsys):
         ("import hf new --from=dcp", "; it looks like a Hugging Face model: zero-ckpt import hf "),
         (
             "import hf new --from=hf --frozen=b*",
-            "matches no parameter; there are: a\n",
+            "matches no parameter; parameters are: a\n",
         ),
         (
             "export ck hf/model.safetensors/m --to=torch",
