@@ -135,7 +135,7 @@ def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
     os.kill(int(new), signal.SIGKILL)
     assert agent.wait(150) == AgentExit.UNFIT
     said = agent.stderr.read()
-    assert said.count("the parent of the workers is gone: killed by SIGKILL") == 1
+    assert said.count("the forkserver is gone: killed by SIGKILL") == 1
     assert said.endswith(", endless: killed by SIGKILL\n")
 
 

@@ -84,7 +84,7 @@ def test_a_node_whose_worker_cannot_be_killed_leaves_and_the_others_go_on(cluste
         enough.touch()
         assert job.agents["b"].wait(60) == 0
     said = job.agents["a"].output
-    assert "this node has left the job, which goes on without it" in said
+    assert "this node has left the job, which continues without it" in said
     assert f"process {stuck} (python" in said
     assert "in state D (uninterruptible sleep), waiting in " in said
     assert job.events("activate")[-1]["nodes"] == ["b"]

@@ -97,7 +97,7 @@ def test_the_exit_code_says_how_it_ended(state, by, code, caplog):
     job = replace(job, failures=(replace(job.failures[0], traceback="KeyError: 1"),))
     with caplog.at_level(logging.INFO, "zero"):
         codes = {"left": AgentExit.DRAINED, "stopped": AgentExit.STOPPED}
-        assert leaving.tell_end("j", Seen(job), Journal("a"), **codes, named=True) == code
+        assert leaving.log_end("j", Seen(job), Journal("a"), **codes, named=True) == code
     assert ("KeyError: 1" in caplog.text) == (state is State.FAILED)
 
 
@@ -124,7 +124,7 @@ def test_the_root_cause_is_one_block_with_torchruns_words():
 def test_who_stopped_a_job_reads_how_to_run_it_again(named, remedy, caplog):
     job = Snapshot(SPEC, state=State.STOPPED, by="halt", cause="enough")
     with caplog.at_level(logging.INFO, "zero"):
-        code = leaving.tell_end("j", Seen(job), Journal("a"), left=6, stopped=0, named=named)
+        code = leaving.log_end("j", Seen(job), Journal("a"), left=6, stopped=0, named=named)
     assert code == 0, "as --stop-exit-code says"
     assert caplog.messages == [f"job j has been stopped: enough; to run it again, {remedy}"]
 

@@ -1,16 +1,16 @@
 """The agent's loop: observe, decide, act.
 
-One thread owns everything here. Whatever happens elsewhere (a worker ends, the store changes, a
-signal arrives) comes as an event through the inbox; after each event the loop polls the
-rendezvous, asks `supervise.next_action`, and carries the answer out. So there is one place where
-things happen, and any of them may happen at any time.
+One thread owns all state here. Everything that happens elsewhere (a worker ends, the store changes,
+a signal arrives) comes as an event through the inbox. After each event the loop polls the
+rendezvous, calls `supervise.next_action`, and carries the action out. So all actions happen in one
+place, although events may come at any time.
 
-Events are handled also while the loop waits for etcd (`PumpedStore`). So a handler only notes
-what has happened, or acts on this node; what it wants of etcd is an errand for the next turn.
+Events are handled also while the loop waits for etcd (`PumpedStore`). So a handler only records
+what has happened, or acts on this node; what it writes to etcd is queued for the next turn.
 
-Must always hold: no call here waits without a limit; when the store is out of reach the workers
-go on (their commits are refused) until `etcd_grace_s`; a store that is full is waited for; when the
-agent returns or dies in any way, none of its workers is left.
+Must always hold: every wait is bounded; when the store is out of reach the workers continue (their
+commits are refused) until `etcd_grace_s`; the agent waits for a store that is full; when the agent
+returns or dies in any way, none of its workers is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.config import AgentConfig
-from zero_agent.loop.leaving import Leaving, failure_of, root_cause, tell_end, tell_traceback
+from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
@@ -50,9 +50,9 @@ from zero_orchestrator.store.kv import KeyValueStore
 log = logging.getLogger("zero")
 
 TICK_S = 0.1
-"""The longest the loop sleeps: the resolution of its timers."""
+"""The longest time the loop sleeps: the resolution of its timers."""
 SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
-"""Moves whose cause every agent says, and not the one that made it alone."""
+"""Transitions whose cause every agent logs, and not only the agent that decided them."""
 
 
 class Agent:
@@ -71,13 +71,13 @@ class Agent:
         """Nothing is written before `run`.
 
         Args:
-            config: What it was asked to do.
+            config: What this agent was asked to do.
             job: The job's name.
-            store: Where the job is.
-            clock: Measures its limits.
+            store: The key-value store with the job's state.
+            clock: Measures the agent's limits.
             environ: The environment that workers inherit.
-            telemetry: The same store, for events and progress: they are many, and must not keep the
-                others waiting.
+            telemetry: Another connection to the same store, for events and progress: they are many,
+                and must not delay the calls of the rendezvous.
         """
         self._config = config
         self._job = job
@@ -140,21 +140,21 @@ class Agent:
         self._sayings = Sayings(clock)
         self._over = 0
         self.took_part = False
-        """It saw the job before its end."""
+        """This agent saw the job before its end."""
 
     @property
     def ended(self) -> bool:
-        """The job is over, for every node."""
+        """Whether the job is over, for every node."""
         return self._rdzv.snapshot.state in ENDED
 
     @property
     def root_cause(self) -> Failure | None:
-        """What made the job fail, from whichever node; None if no worker reported a failure."""
+        """The failure that made the job fail, from any node; None if no worker reported one."""
         return root_cause(self._rdzv.snapshot)
 
     @property
     def status(self) -> Status:
-        """How this agent is; may be read on any thread."""
+        """The state of this agent for the health endpoint; may be read on any thread."""
         job = self._rdzv.snapshot
         return Status(
             job=self._job,
@@ -174,7 +174,7 @@ class Agent:
         """Take part until the job ends or this node leaves it; the agent's exit code.
 
         Raises:
-            ZeroError: The agent cannot go on; nothing of it is left running.
+            ZeroError: The agent cannot continue; none of its processes is left.
         """
         if self._config.preload:
             log.info("starting: importing %s", ", ".join(self._config.preload))
@@ -192,7 +192,8 @@ class Agent:
     def close(self) -> None:
         """Stop everything that belongs to this agent and leave the job.
 
-        What goes wrong in that neither keeps the rest from being stopped nor hides why it ends.
+        An error in one part is logged: the other parts are stopped, and the agent's own error is
+        not hidden.
         """
         self._store.leave_alone()
         parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher)
@@ -203,21 +204,34 @@ class Agent:
                 log.exception("zero-agent: internal error in %s", part.close)
 
     def on_signal(self, number: int) -> None:
-        """One of --signals-to-handle: leave at the next step boundary; the same twice: at once.
+        """Leave at the next step boundary, or at once if this signal has come before.
 
         May be called from a signal handler.
-        """
-        self._inbox.put(lambda: self._signalled(signal.Signals(number)))
 
-    def _signalled(self, number: signal.Signals) -> None:
-        self._leaving.signalled(number)
-        self._crew.pass_on(number)
+        Args:
+            number: One of --signals-to-handle.
+        """
+
+        def leave() -> None:
+            self._leaving.signalled(number)
+            self._crew.pass_on(signal.Signals(number))
+
+        self._inbox.put(leave)
 
     def _joined(self) -> bool:
-        """Become a node of the job, unless etcd is out of reach just now."""
+        """Register this node with the job; False if etcd is out of reach."""
         self._turned_s = self._clock.now()
         try:
-            self._prepare()
+            # In the first round all nodes import at the same time, and a node that has registered
+            # is waited for. No later round stops, or waits, for a node that could not start its
+            # workers at once.
+            if self._rdzv.has_begun():
+                while not (self._crew.prepared or self._leaving.begun):
+                    self._turned_s = self._clock.now()
+                    self._limits.check_waiting(
+                        self._rdzv.snapshot, "the workers' imports are not done"
+                    )
+                    self._handle_events()
             self._leaving.obey(None)
             self._rdzv.register()
         except StoreUnavailable as error:
@@ -227,18 +241,6 @@ class Agent:
         self._limits.store_answers(self._rdzv.snapshot.fence)
         return True
 
-    def _prepare(self) -> None:
-        """No round but the first stops, or waits, for a node that could not start workers at once.
-
-        In the first round all nodes import at the same time, and whoever registers is waited for.
-        """
-        if not self._rdzv.has_begun():
-            return
-        while not (self._crew.prepared or self._leaving.begun):
-            self._turned_s = self._clock.now()
-            self._limits.check_waiting(self._rdzv.snapshot, "the workers' imports are not done")
-            self._handle_events()
-
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
@@ -247,25 +249,16 @@ class Agent:
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
-            # Publish the progress of the job and of this node's workers.
-            job = self._rdzv.snapshot
-            self.took_part |= job.state not in ENDED
-            self._journal.round, self._journal.nodes = job.n, len(job.members.nodes)
-            self._publisher.alive(nodes=len(job.members.nodes))
-            if self._crew.steps.begun:
-                self._rdzv.stepped(self._crew.round)
-            if (last := self._crew.steps.last) is not None:
-                nodes = len(job.members.nodes)
-                lease, use = self._rdzv.lease, self._ram.use
-                self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
-            # Before this node says that it is quiet, the others know whether it is fit.
+            self._publish_progress()
+            # The other nodes learn whether this node is healthy before it reports that its workers
+            # have stopped.
             if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
                 self._rdzv.set_unfit(self._fitness.complaint)
             stopping = self._crew.state is Workers.STOPPING
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
-                return tell_end(
+                return log_end(
                     self._job,
                     self._rdzv,
                     self._journal,
@@ -276,15 +269,19 @@ class Agent:
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
             self._limits.store_answers(self._rdzv.snapshot.fence)
-            self._say_over()
+            self._log_end_of_round()
             if action is not Action.WAIT:
                 return None
         except STORE_FAILS as error:
             self._limits.store_fails(error)
-            if isinstance(error, StoreFull):
-                self._rest(pause_when_full_s(len(self._rdzv.snapshot.nodes)))
-        if not self.ended:  # how it ended is said when the workers are gone
-            self._say(self._rdzv.reason)
+            if isinstance(error, StoreFull):  # send no request to etcd for a while
+                pause_s = pause_when_full_s(len(self._rdzv.snapshot.nodes))
+                until_s = self._clock.now() + pause_s
+                while self._clock.now() < until_s:
+                    self._meanwhile()
+        reason = self._rdzv.reason  # the end of the job is logged once the workers have ended
+        if not self.ended and self._sayings.is_news(reason) and reason != self._journal.last:
+            log.info("%s", reason)
         self._crew.check_limits()
         self._leaving.check_limit()
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
@@ -293,21 +290,15 @@ class Agent:
         self._handle_events()
         return None
 
-    def _rest(self, seconds: float) -> None:
-        """Ask nothing of etcd for a while."""
-        until_s = self._clock.now() + seconds
-        while self._clock.now() < until_s:
-            self._meanwhile()
-
     def _meanwhile(self) -> None:
-        """While a call to etcd is under way."""
+        """Check the limits and handle events once, while a call to etcd is under way."""
         self._turned_s = self._clock.now()
         self._crew.check_limits()
         self._leaving.check_limit()
         self._handle_events()
 
     def _handle_events(self) -> None:
-        """Wait for an event, then take all there are: a burst is one decision."""
+        """Wait for an event, then handle all that have come: a burst leads to one decision."""
         try:
             self._inbox.get(timeout=TICK_S)()
             while True:
@@ -316,7 +307,7 @@ class Agent:
             return
 
     def _post(self, handler: Callable[..., None]) -> Callable[..., None]:
-        """`handler`, to be run by the loop."""
+        """Wrap `handler` so that the loop's thread runs it."""
         return lambda *args: self._inbox.put(lambda: handler(*args))
 
     def _situation(self) -> Situation:
@@ -336,20 +327,13 @@ class Agent:
 
     # ---- actions ----
 
-    def _start(self, reason: str) -> None:
-        self._crew.start(self._rdzv.snapshot, self._rdzv.node, self._rdzv.secret)
-
-    def _kill(self, reason: str) -> None:
-        hang = any(failure.hang for failure in self._rdzv.snapshot.failures)
-        self._crew.kill(reason, show_stacks=hang)
-
     def _abandon(self, reason: str) -> None:
-        """Leave first: others go on at once, and what is left here can publish nothing any more."""
+        """Leave first: other nodes continue at once, and the fence stops what is left here."""
         self._journal.tell("unkillable", f"{reason}; this node leaves", level=logging.ERROR)
         self._rdzv.close()
         raise AgentFailed(
             AgentExit.UNFIT,
-            f"this node has left the job, which goes on without it: {reason}. What holds such a "
+            f"this node has left the job, which continues without it: {reason}. What holds such a "
             "process (a device, a file server, a frozen cgroup, a tracer) must end, or the machine "
             "be restarted, before an agent starts here again",
         )
@@ -358,14 +342,27 @@ class Agent:
         failure = failure_of(self._crew, self._rdzv.node.id)
         self._rdzv.report_failure(self._crew.round, failure)
         if not failure.symptom:
-            self._fitness.examine()  # ends before this node says that it is quiet
+            self._fitness.examine()  # ends before this node reports that its workers have stopped
 
-    # ---- what is said ----
+    # ---- what is published and logged ----
 
-    def _say_over(self) -> None:
-        """Once, on every node: which failure the round has ended with, and what it costs.
+    def _publish_progress(self) -> None:
+        """Publish the state and the progress of this node's workers, for `zero-ctl status`."""
+        job = self._rdzv.snapshot
+        nodes = len(job.members.nodes)
+        self.took_part |= job.state not in ENDED
+        self._journal.round, self._journal.nodes = job.n, nodes
+        self._publisher.alive(nodes=nodes)
+        if self._crew.steps.begun:
+            self._rdzv.stepped(self._crew.round)
+        if (last := self._crew.steps.last) is not None:
+            lease, use = self._rdzv.lease, self._ram.use
+            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
 
-        With the traceback on the node where it is from. That of the last failure is told at the
+    def _log_end_of_round(self) -> None:
+        """Log, once and on every node, the failure that has ended the round, and its cost.
+
+        The node of the failure logs its traceback as well. The job's last failure is logged at its
         end.
         """
         job = self._rdzv.snapshot
@@ -373,19 +370,15 @@ class Agent:
             return
         self._over = job.n
         text = f"round {job.n} is over: {job.cause}"
-        told = self._journal.last.startswith(text)  # the workers were stopped for it
-        if job.by == Move.INTERRUPT and not told:
+        logged = self._journal.last.startswith(text)  # as the reason why the workers were stopped
+        if job.by == Move.INTERRUPT and not logged:
             log.warning("%s", text)
         if (cause := self.root_cause) and cause.node == self._rdzv.node.id:
-            tell_traceback(cause)
-
-    def _say(self, reason: str) -> None:
-        if self._sayings.is_news(reason) and reason != self._journal.last:
-            log.info("%s", reason)
+            log_traceback(cause)
 
 
 def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
-    """This node's part of the ring.
+    """Open this node's listener of the liveness ring.
 
     Raises:
         AgentFailed: It cannot listen.
@@ -399,12 +392,16 @@ def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.HOST_STORE: lambda agent, reason: agent._crew.host_store(agent._rdzv.snapshot.n),
-    Action.START: Agent._start,
+    Action.START: lambda agent, reason: agent._crew.start(
+        agent._rdzv.snapshot, agent._rdzv.node, agent._rdzv.secret
+    ),
     Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(
         reason, agent._leaving.left_s
     ),
     Action.STOP: lambda agent, reason: agent._crew.stop(reason),
-    Action.KILL: Agent._kill,
+    Action.KILL: lambda agent, reason: agent._crew.kill(
+        reason, show_stacks=any(failure.hang for failure in agent._rdzv.snapshot.failures)
+    ),
     Action.REPORT_DONE: lambda agent, reason: agent._rdzv.report_done(agent._rdzv.snapshot.n),
     Action.REPORT_QUIET: lambda agent, reason: agent._rdzv.report_quiet(agent._rdzv.snapshot.n),
     Action.REPORT_FAILURE: Agent._report_failure,

@@ -1,4 +1,4 @@
-"""What one agent was asked to do, checked and complete."""
+"""The configuration of one agent, validated and complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_orchestrator.membership.spec import JobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """One agent's configuration, made from flags and environment by `resolve.py`."""
+    """One agent's configuration, made from the flags and the environment."""
 
     spec: JobSpec
     program: Program
@@ -32,68 +32,68 @@ class AgentConfig:
     """The job's name, or None: the current run of this very command."""
     node_id: str
     address: str
-    """This machine's own, on which it listens for the other nodes."""
+    """This machine's own address, on which the agent listens for the other nodes."""
     advertised: str = ""
-    """Under which the other nodes reach this one, if not by `address`: behind NAT."""
+    """The address under which other nodes reach this one, if not `address`: behind NAT."""
     host: str = ""
-    """What an exclusion of this node is about; empty: the node's name."""
+    """The host that an exclusion of this node applies to; empty: the node's id."""
     timing: Timing
     gpus: bool = False
-    """Each of the workers is to have a GPU."""
+    """Whether each worker needs its own GPU."""
     health_check: str = ""
-    """The user's own check of this node, a shell command; empty: none."""
+    """The command of --health-check; empty if there is none."""
     health_check_timeout_s: float = 60.0
     role: str = "default"
-    """What this node's workers are called, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""
+    """The role of this node's workers, for ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE."""
     lease_ttl_s: int = 3
-    """The node is lost so long after its last sign of life."""
+    """Time to live of the node's lease: the node is lost this long after its last refresh."""
     show_store: Callable[[int], str] | None = None
-    """Makes the store of a round, at this port here, reachable elsewhere; where that is."""
+    """Makes the TCPStore at a port here reachable for other nodes; returns its address there."""
     ports: range = ANY_PORT
-    """Those at which other nodes reach this one: its ring, its memory, a round's store."""
+    """Ports on which this node listens for others: its ring, its memory, a round's TCPStore."""
     log_dir: Path | None = None
     streams: Streams = field(default_factory=Streams)
     cpus: tuple[Collection[int], ...] = ()
-    """Which each worker is bound to, by local rank; empty: all of them to all."""
+    """The CPUs of each worker, by local rank; empty: no worker is bound."""
     virtual_local_rank: bool = False
-    """Each worker sees its own GPU alone, as number 0."""
+    """Whether each worker sees only its own GPU, as device 0."""
     preload: tuple[str, ...] = ("torch", "numpy", "torch._dynamo", "zero_deepspeed")
-    """Modules that every worker finds imported."""
+    """Modules that the forkserver imports for every worker."""
     shutdown_timeout_s: float = 30.0
-    """From SIGTERM to SIGKILL for workers that are asked to end."""
+    """Time from SIGTERM to SIGKILL for workers that are asked to end."""
     boundary_timeout_s: float = 300.0
     """How long workers may take to reach a step boundary before they are stopped."""
     hang: HangPolicy = field(default_factory=HangPolicy)
     """When workers that take no step are killed."""
     ram_budget_bytes: int | None = None
-    """Checkpoints in memory take no more of this node; None: as the agent finds right."""
+    """Budget of in-memory checkpoints on this node; None: the config's, or half of what is free."""
     etcd_grace_s: float = 600.0
-    """How long the workers may go on while etcd cannot be reached."""
+    """How long the workers may continue while etcd cannot be reached."""
     stop_exit_code: int = AgentExit.STOPPED
-    """With which this agent exits when the job was stopped."""
+    """The agent's exit code when the job was stopped."""
     join_timeout_s: float = 600.0
     """How long to wait for enough nodes."""
 
     @property
     def store_listens_on(self) -> str:
-        """The one address of a round's store: behind this node's port, or the node's own."""
+        """The address on which a round's TCPStore listens: the loopback behind `show_store`."""
         return loopback() if self.show_store else self.address
 
     @property
     def store_ports(self) -> range:
-        """Of a round's store; behind this node's port nobody else reaches it."""
+        """The ports of a round's TCPStore; any port behind `show_store`."""
         return ANY_PORT if self.show_store else self.ports
 
     def where_store_is(self, port: int) -> str:
-        """The address of a round's store at a port of this node, for the workers of all nodes."""
+        """The address of the TCPStore at a port of this node, for the workers of all nodes."""
         return self.show_store(port) if self.show_store else self.reached_at(port)
 
     def reached_at(self, port: int) -> str:
-        """Where the other nodes find a port on which this node listens."""
+        """`host:port` by which other nodes reach a port on which this node listens."""
         return host_port(self.advertised or self.address, port)
 
     def surroundings(self, environ: Mapping[str, str]) -> Surroundings:
-        """What is checked of this node; whether etcd answers, the agent sees for itself."""
+        """What the health checks of this node look at; etcd is left out: the agent uses it."""
         return Surroundings(
             slots=self.slots,
             gpus=self.gpus,
@@ -105,11 +105,11 @@ class AgentConfig:
         )
 
     def node(self, incarnation: str, ring_port: int) -> Node:
-        """The agent as the others know it.
+        """This agent's registration, as the other nodes read it.
 
         Args:
-            incarnation: Of this process.
-            ring_port: At which its liveness ring listens.
+            incarnation: The id of this agent process.
+            ring_port: The port of its liveness ring.
         """
         return Node(
             id=self.node_id,

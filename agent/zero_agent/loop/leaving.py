@@ -1,11 +1,11 @@
-"""How one node leaves a job that goes on, and how workers and jobs end, as an agent tells it.
+"""How one node leaves a running job (drain, preemption), and the log of how workers and jobs end.
 
-A node leaves because of a signal, or because somebody asked it to.
+A node leaves because of a signal (preemption), or because of `zero-ctl drain`.
 
-Must always hold: the first wish decides about the exit code; the same signal once more, or the
+Must always hold: the first request decides the exit code; the same signal once more, or the
 deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
-after the one of `--signal`, and systemd SIGHUP after SIGTERM; a wish that etcd does not take is
-told when it answers, and until then nobody is left without a word. `signalled` and `check_limit`
+after the one of `--signal`, and systemd SIGHUP after SIGTERM; a request that etcd does not accept
+is written when it answers, and until then the log reports the wait. `signalled` and `check_limit`
 may also run while a call to etcd is under way.
 """
 
@@ -33,17 +33,18 @@ _RULE = "=" * 60
 _SOON = "leaving at the next step boundary, if the workers can"
 
 PROMPT_S = 0.7
-"""Etcd takes a wish within milliseconds; after so long the user is told that it waits."""
+"""Etcd takes a request within milliseconds; after this time the log reports that it waits."""
 SKEW_S = 2.0
-"""A scheduler signals all nodes of a job, one within so long of the other.
+"""A scheduler signals all nodes of a job, each within this time of the others.
 
-Until then the others are not told that this node leaves: they would send SIGTERM to their workers,
-which are about to get the scheduler's signal, and may be needed for what all of them save together.
+Until then this node does not announce that it leaves: the other nodes would send SIGTERM to their
+workers, which are about to get the scheduler's signal, and may be needed for what all of them save
+together.
 """
 
 
 class Leaving:
-    """This node's wish to leave, once there is one."""
+    """This node's request to leave, once there is one."""
 
     def __init__(
         self, rdzv: Rendezvous, journal: Journal, clock: Clock, shutdown_timeout_s: float
@@ -54,20 +55,20 @@ class Leaving:
         self._timeout_s = shutdown_timeout_s
         self._signals: set[int] = set()
         self._who = ""
-        self._told = self._warned = self._held = False
+        self._announced = self._warned = self._held = False
         self.code: int = AgentExit.OK
-        """With which the agent exits when it has left."""
+        """The agent's exit code when it has left."""
 
     @property
     def begun(self) -> bool:
-        """Whether this node wants to leave."""
+        """Whether this node is to leave."""
         return self._since.running
 
     def signalled(self, number: int) -> None:
-        """Leave at the next step boundary; at the same signal once more at once.
+        """Leave at the next step boundary, or at once if the same signal has come before.
 
         Raises:
-            AgentFailed: It has come before.
+            AgentFailed: This signal has come before.
         """
         name = signal.Signals(number).name
         if number in self._signals:
@@ -77,30 +78,30 @@ class Leaving:
             self._journal.tell("drain", f"{name}: {_SOON}; once more to leave at once")
 
     def obey(self, order: DrainOrder | None, *, stopping: bool = False) -> None:
-        """Leave if somebody wants this node to; called in every turn.
+        """Leave if a drain was ordered, and announce it to the job; called in every turn.
 
         Args:
-            order: Somebody's wish.
-            stopping: The workers have been told to end, and have not.
+            order: The order of `zero-ctl drain`, if there is one.
+            stopping: The workers were asked to end, and have not ended yet.
 
         Raises:
-            StoreError: The others could not be told.
+            StoreError: The announcement could not be written.
         """
         if order is not None:
             self._begin(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
         self._held = stopping and bool(self._signals) and not self._since.past(SKEW_S)
-        if self.begun and not (self._told or self._held):
+        if self.begun and not (self._announced or self._held):
             revision = self._rdzv.drain()
-            self._told = True
+            self._announced = True
             self._journal.tell("drain", f"{self._who}: {_SOON}{self._hint}", revision=revision)
 
     def check_limit(self) -> None:
-        """Whether leaving takes too long; a word if the others do not know of it yet.
+        """Check the limit of leaving; log once if it could not be announced yet.
 
         Raises:
-            AgentFailed: It does.
+            AgentFailed: Leaving takes longer than --shutdown-timeout.
         """
-        if not (self._told or self._warned or self._held) and self._since.past(PROMPT_S):
+        if not (self._announced or self._warned or self._held) and self._since.past(PROMPT_S):
             self._warned = True
             within = f"within {self._timeout_s:g} s in any case"
             text = f"{self._who}: leaving when etcd answers, {within}{self._hint}"
@@ -114,7 +115,7 @@ class Leaving:
 
     @property
     def left_s(self) -> float:
-        """How long leaving may still take; infinite if nobody wants this node to leave."""
+        """Seconds that leaving may still take; infinite if this node is not to leave."""
         elapsed_s = self._since.elapsed_s
         return inf if elapsed_s is None else self._timeout_s - elapsed_s
 
@@ -134,12 +135,12 @@ class Leaving:
 
 
 def root_cause(job: Snapshot) -> Failure | None:
-    """What made the job fail, from whichever node; None if no worker reported a failure."""
+    """The failure that made the job fail, from any node; None if no worker reported one."""
     return min(job.failures, key=lambda cause: (cause.symptom, cause.revision), default=None)
 
 
 def failure_of(crew: NodeWorkers, node: str) -> Failure:
-    """What a node reports of its failed workers."""
+    """The failure that a node reports for its failed workers."""
     end = crew.first_failure
     return Failure(
         node=node,
@@ -157,54 +158,52 @@ def failure_of(crew: NodeWorkers, node: str) -> Failure:
     )
 
 
-def tell_traceback(cause: Failure) -> None:
-    """Show where a worker failed, if it has left that."""
+def log_traceback(cause: Failure) -> None:
+    """Log the traceback of a failed worker, if it has left one."""
     if cause.traceback:
         log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
 
 
 def root_cause_block(job: Snapshot) -> str:
-    """The end of a failed job, to be found by a search: as torchrun writes it, word for word."""
-    cause = root_cause(job)
-    facts = {"cause": job.cause} if cause is None else _facts(cause)
+    """The root cause of a failed job, with the heading and the field names of torchrun's summary.
+
+    A field that is not known is left out.
+    """
+    facts = {"cause": job.cause}
+    if (cause := root_cause(job)) is not None:
+        local = "" if cause.local_rank is None else f" (local_rank: {cause.local_rank})"
+        traceback = textwrap.indent(cause.traceback.rstrip(), "    ")
+        code = ""
+        if cause.status is not None:
+            process = "" if cause.pid is None else f" (pid: {cause.pid})"
+            by_signal = -cause.status in list(signal.Signals)
+            name = f" ({signal.Signals(-cause.status).name})" if by_signal else ""
+            code = f"{cause.status}{process}{name}"
+        facts = {
+            "host": cause.host,
+            "node": cause.node,
+            "rank": f"{cause.rank}{local}" if cause.rank >= 0 else "",
+            "exitcode": code,
+            "error_file": cause.error_file,
+            "traceback": f"\n{traceback}" if traceback else f"none; {cause.summary}",
+        }
+        facts = {name: value for name, value in facts.items() if value}
     lines = (f"  {name:<10}: {value}" for name, value in facts.items())
     return "\n".join((_RULE, "Root Cause (first observed failure):", *lines, _RULE))
 
 
-def _facts(cause: Failure) -> dict[str, str]:
-    """What is known of a failure, by torchrun's names; what is not known is left out."""
-    local = "" if cause.local_rank is None else f" (local_rank: {cause.local_rank})"
-    traceback = textwrap.indent(cause.traceback.rstrip(), "    ")
-    found = {
-        "host": cause.host,
-        "node": cause.node,
-        "rank": f"{cause.rank}{local}" if cause.rank >= 0 else "",
-        "exitcode": "" if cause.status is None else _exit_code(cause.status, cause.pid),
-        "error_file": cause.error_file,
-        "traceback": f"\n{traceback}" if traceback else f"none; {cause.summary}",
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def _exit_code(status: int, pid: int | None) -> str:
-    process = "" if pid is None else f" (pid: {pid})"
-    named = -status in list(signal.Signals)
-    name = f" ({signal.Signals(-status).name})" if named else ""
-    return f"{status}{process}{name}"
-
-
-def tell_end(
+def log_end(
     name: str, rdzv: Rendezvous, journal: Journal, *, left: int, stopped: int, named: bool
 ) -> int:
-    """Say how the job `name`, or this node's part in it, ended; the agent's exit code.
+    """Log how the job `name`, or this node's part in it, ended; returns the agent's exit code.
 
     Args:
-        name: Of the job.
-        rdzv: The agent's.
-        journal: Of the agent.
-        left: The exit code if the job goes on without this node.
-        stopped: The exit code if somebody has stopped the job.
-        named: The job's name is the user's, not made of the command.
+        name: The job's name.
+        rdzv: The agent's rendezvous.
+        journal: The agent's journal.
+        left: The exit code if this node has left a running job.
+        stopped: The exit code if the job was stopped.
+        named: Whether the user named the job; otherwise the name is derived from the command.
     """
     job = rdzv.snapshot
     if job.state is State.FAILED:

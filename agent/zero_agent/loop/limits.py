@@ -1,8 +1,8 @@
-"""How long an agent puts up with what it waits for: etcd out of reach, a round that never begins.
+"""Timeouts of an agent: etcd out of reach (--etcd-grace), no round begins (--join-timeout).
 
 Must always hold: each wait has one limit, each limit a flag, and the message at its end names it.
-An etcd that is full has no limit: it answers, nobody is lost, and a person can make room; a job
-that ended instead would be lost for want of a few commands.
+An etcd that is full has no limit: it still answers, no node is lost, and an operator can free space
+with a few commands, while a job that ended would be lost.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from zero_orchestrator.errors import (
 from zero_orchestrator.membership.job_state import Snapshot, State
 
 STORE_FAILS = (StoreUnavailable, StoreRefused)
-"""What an agent outlives for a while, once it has joined."""
+"""Errors of etcd that an agent survives until --etcd-grace, once it has joined."""
 _HOW = {
     StoreRefused: "refuses",
     TakenForGone: "takes this node for gone",
     StoreUnavailable: "cannot be reached",
 }
-"""What etcd does then, in words; the first that fits."""
+"""What etcd does, in words, by error class; the first entry that matches counts."""
 FULL_AGAIN_S = 600.0
-"""While etcd is full and something is to be written, that is said again after so long."""
+"""Interval at which the log repeats that etcd is full while something is to be written."""
 FULL_PAUSE_S = 1.0
-"""Between two attempts to write to an etcd that is full, each of which costs it an alarm..."""
+"""Shortest pause between two writes to an etcd that is full: each raises an alarm there."""
 FULL_PAUSE_PER_NODE_S = 0.01
-"""...or this, times the nodes of the job, if that is longer."""
+"""The same pause for each node of the job; the longer of both counts."""
 
 
 _WORKERS_STOP = re.compile(r"waiting for .* to stop$")
@@ -51,23 +51,28 @@ def waits_for_workers(reason: str) -> bool:
 
 
 def remedy(reason: str) -> str:
-    """What helps a job that has waited too long for this."""
+    """The remedy for a job that has waited too long for `reason`."""
     if waits_for_workers(reason):
         return (
-            "They do not end, and their agents say why; `zero-ctl drain NODE` goes on without one"
+            "Those workers do not end; the logs of their agents contain the cause. "
+            "`zero-ctl drain NODE` continues the job without a node"
         )
     if " is unfit: " in reason:
-        return "Mend what is said of those nodes, or start agents on others"
+        return "Repair those nodes, or start agents on other nodes"
     return "Start more agents, lower the minimum of --nnodes, or raise --join-timeout"
 
 
 def pause_when_full_s(nodes: int) -> float:
-    """How long an agent of so many leaves an etcd alone that is full."""
+    """Pause of an agent before it writes again to an etcd that is full, with random jitter.
+
+    Args:
+        nodes: The number of nodes of the job.
+    """
     return max(FULL_PAUSE_S, FULL_PAUSE_PER_NODE_S * nodes) * random.uniform(0.5, 1.5)
 
 
 class Limits:
-    """The limits of one agent; each is reached with an AgentFailed."""
+    """The limits of one agent; AgentFailed is raised when one is reached."""
 
     def __init__(self, config: AgentConfig, clock: Clock, journal: Journal) -> None:
         self._config = config
@@ -80,14 +85,14 @@ class Limits:
 
     @property
     def store_silent_s(self) -> float | None:
-        """For how long etcd has not answered; None while it does."""
+        """Seconds since etcd's last answer; None while etcd answers."""
         return self._outage.elapsed_s
 
     def store_fails(self, error: StoreError) -> None:
-        """Etcd did not answer a call, or refused it; one that is full may refuse for ever.
+        """Record that etcd did not answer a call, or refused it; a full etcd may refuse for ever.
 
         Raises:
-            AgentFailed: It has not done what it was asked for longer than --etcd-grace.
+            AgentFailed: Etcd has not done what it was asked for longer than --etcd-grace.
         """
         if isinstance(error, StoreFull):
             self._is_full(error)
@@ -96,7 +101,7 @@ class Limits:
         if self._outage.start():
             self._journal.tell(
                 "store",
-                f"etcd {how} ({error}); the workers go on, nothing is committed",
+                f"etcd {how} ({error}); the workers continue, nothing is committed",
                 level=logging.WARNING,
             )
         if self._outage.past(self._config.etcd_grace_s):
@@ -111,16 +116,16 @@ class Limits:
         if self._said.again(FULL_AGAIN_S):
             self._journal.tell(
                 "store",
-                f"etcd is full ({error}); the workers go on, and what must change in the job waits "
-                "until etcd has room again",
+                f"etcd is full ({error}); the workers continue, and changes of the job wait until "
+                "etcd has room again",
                 level=logging.WARNING,
             )
 
     def store_answers(self, fence: int) -> None:
-        """Etcd answered.
+        """Record that etcd answered.
 
         Args:
-            fence: Of the job; a new one was written, so there was room for it.
+            fence: The job's fence; a new fence was written, so etcd had room for it.
         """
         if self._outage.stop():
             self._journal.tell("store", "etcd answers again")
@@ -133,15 +138,15 @@ class Limits:
     def check_waiting(
         self, job: Snapshot, reason: str, confirm: Callable[[], object] = lambda: None
     ) -> None:
-        """No round has begun for too long?
+        """Check the limit of a job in which no round begins.
 
         Args:
-            job: As last read.
-            reason: What it waits for.
-            confirm: Writes something. No agent is to blame if etcd has no room for a round.
+            job: The job, as last read.
+            reason: What the job waits for.
+            confirm: Writes something, because a full etcd has no room for a new round either.
 
         Raises:
-            AgentFailed: None has within --join-timeout, and etcd had room for one.
+            AgentFailed: No round began within --join-timeout, although etcd had room for one.
         """
         if job.state not in {None, State.FORMING}:
             self._waiting.stop()

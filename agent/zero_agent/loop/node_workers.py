@@ -1,11 +1,11 @@
-"""The crew of a node: its workers of the current round, and all that they need around them.
+"""A node's workers of the current round, and the processes and sockets that they need.
 
 Owns the forkserver that forks workers, the sockets and pipes that connect them to the agent, and
-the TCPStore of a round whose first node this is. It knows nothing of the job's state; the
-agent tells it what to do, and it tells the agent what has happened.
+the TCPStore of a round whose first node this is. It knows nothing of the job's state: it carries
+out the agent's actions, and reports events to the agent.
 
-Must always hold: every method returns at once; what comes back from processes arrives through
-`post`, on the agent's own thread; after `close` no process of this node is left.
+Must always hold: every method returns at once; events of processes arrive through `post`, on the
+agent's thread; after `close` no process of this node is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,12 @@ from zero_orchestrator.membership.job_state import Node, Snapshot
 log = logging.getLogger("zero")
 
 _AT_BOUNDARY = (
-    "the workers leave at the next step boundary, or where only the script can save, with its next "
+    "the workers leave at the next step boundary, or, if only the script can save, with its next "
     "save"
 )
 _BY_ITSELF = "the script is asked to save and leave (zero_agent.should_leave)"
 STACKS_S = 0.5
-"""Between asking for stacks and the kill; a recovery waits for it."""
+"""Pause between the request for stacks and the kill; a recovery waits for it."""
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
@@ -87,17 +86,19 @@ class NodeWorkers:
         """Start the forkserver, so that its imports overlap with the rendezvous.
 
         Args:
-            config: Of the agent.
+            config: The agent's configuration.
             job: The job's name.
-            scratch: For sockets: a Unix socket's path is limited to 107 bytes, so not below the
-                user's log directory. If there is none, for the workers' error files as well.
+            scratch: The directory of the sockets: a Unix socket's path is limited to 107 bytes, so
+                it is not below the user's log directory. Without a log directory, the directory of
+                the workers' error files as well.
             clock: Measures how long workers take to leave or stop.
-            journal: Receives what happens to the workers.
-            environ: The environment workers inherit.
+            journal: Receives the events of the workers.
+            environ: The environment that workers inherit.
             post: Wraps handlers so that they run on the agent's thread.
-            on_port: Called with a round and the port of the TCPStore opened for it.
-            on_commit: Takes the round, its fence, a worker's wish to publish, and how to answer it.
-            on_ram: Answers a worker that wants to keep checkpoints in memory.
+            on_port: Receives a round and the port of the TCPStore opened for it.
+            on_commit: Receives the round, its fence, a worker's request to publish a checkpoint,
+                and the function that replies to it.
+            on_ram: Replies to a worker that asks for memory for its checkpoints.
         """
         self._config = config
         self._clock = clock
@@ -129,10 +130,10 @@ class NodeWorkers:
         )
         self._word: tuple[int, str] | None = None
         self._directory: Path | None = None
-        """Of the files of the last round."""
+        """The directory of the last round's files."""
         self._forkserver = self._open_forkserver()
         self._imports_lost = False
-        """The forkserver before this one was killed while it imported."""
+        """Whether the forkserver before this one was killed while it imported."""
         self._group: WorkerGroup | None = None
         self._can_leave: set[int] = set()
         self._askings = LeaveRequests({})
@@ -142,18 +143,18 @@ class NodeWorkers:
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
         self._listening: set[int] = set()
-        """Those of them that have a port."""
+        """The ids of those TCPStores that have a port."""
 
-    # ---- how it stands ----
+    # ---- the state ----
 
     @property
     def state(self) -> Workers:
-        """The workers, taken together."""
+        """The state of the workers, taken together."""
         return self._group.state if self._group else Workers.NONE
 
     @property
     def prepared(self) -> bool:
-        """Workers can be started at once: what they need has been imported."""
+        """Whether workers can be started at once: what they need has been imported."""
         return self._forkserver.ready
 
     @property
@@ -168,29 +169,29 @@ class NodeWorkers:
 
     @property
     def asked_to_leave(self) -> bool:
-        """The workers were asked to leave."""
+        """Whether the workers were asked to leave."""
         return self._asked_s is not None
 
     @property
     def can_leave(self) -> bool:
-        """Every worker has said that it can: our engine under it, or its script."""
+        """Whether every worker can save and leave when asked: its engine, or its script."""
         if self._group is None:
             return False
         return all(r in self._can_leave or self._askings.listens(r) for r in self._group.ranks)
 
     @property
     def overdue(self) -> bool:
-        """They were asked too long ago."""
+        """Whether the workers have not left in time after they were asked to."""
         return self._past(self._asked_s, self._config.boundary_timeout_s)
 
     @property
     def hung(self) -> bool:
-        """The workers were taken for hung."""
+        """Whether a worker counts as hung."""
         return self._group is not None and self._group.hung
 
     @property
     def unkillable(self) -> str:
-        """Why workers are still there long after SIGKILL; empty if none is."""
+        """Why workers still exist long after SIGKILL; empty if none does."""
         return self._group.unkillable if self._group is not None else ""
 
     @property
@@ -203,14 +204,14 @@ class NodeWorkers:
         """Whether the TCPStore of round n is, or is about to be, on this node."""
         return n in self._stores.values()
 
-    # ---- what to do ----
+    # ---- actions ----
 
     def leave_word(self, listener: int, secret: str) -> None:
-        """What the forkserver needs to say that this agent is dead, when it is.
+        """Give the forkserver what it needs to prove this agent's death to its ring neighbour.
 
         Args:
-            listener: The descriptor at which the neighbour in the ring dials this agent.
-            secret: Of the job.
+            listener: The descriptor of the ring's listening socket.
+            secret: The job's secret.
         """
         self._word = listener, secret
         self._pass_word()
@@ -220,7 +221,7 @@ class NodeWorkers:
             self._forkserver.keep_word(self._config.node_id, *self._word)
 
     def host_store(self, n: int) -> None:
-        """Open a TCPStore for round n; `on_port` is called when it listens."""
+        """Open a TCPStore for round n; `on_port` receives its port when it listens."""
         config = self._config
         self._stores[self._forkserver.host_store(config.store_listens_on, config.store_ports)] = n
 
@@ -236,7 +237,7 @@ class NodeWorkers:
         self._group = WorkerGroup(
             self._forkserver, self._hub, job.n, fence=job.fence, clock=self._clock
         )
-        # Anew in each round: torch's server ends itself when it has ended a worker.
+        # A new one in each round: torch's timer server ends when it has ended a worker.
         if self._timers is not None:
             if self._timer_host is not None:
                 self._forkserver.signal(self._timer_host, signal.SIGKILL)
@@ -258,7 +259,7 @@ class NodeWorkers:
         )
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
-        """Ask the workers to leave at their next step boundary; they have at most so long."""
+        """Ask the workers to save and leave at their next step boundary, within `within_s`."""
         self._asked_s = self._clock.now()
         within_s = min(within_s, self._config.boundary_timeout_s)
         leave = Leave(round=self.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
@@ -269,18 +270,18 @@ class NodeWorkers:
         self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
 
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
-        """This signal now, SIGKILL after the shutdown timeout, counted from the first signal."""
+        """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
         if self._stop_s is None:
             self._stop_s = self._clock.now()
         self._end(number, reason)
 
     def pass_on(self, number: signal.Signals) -> None:
-        """Workers that cannot stop at a step boundary get a signal of the agent's, as it came."""
+        """Forward a signal of the agent to workers that cannot stop at a step boundary."""
         if self.state in BUSY and not self.can_leave:
             self.stop(f"{number.name} is passed on to the workers", number)
 
     def kill(self, reason: str, *, show_stacks: bool = False) -> None:
-        """SIGKILL; on request after every worker has written down where it is."""
+        """Send SIGKILL to all workers; on request after they have written their stacks."""
         if not show_stacks:
             self._end(signal.SIGKILL, reason)
             return
@@ -305,11 +306,12 @@ class NodeWorkers:
                 self._kill_s = self._clock.now()
                 self._group.condemn(rank, verdict)
                 self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
-        # One that does not obey would keep its workers, and the whole job, for ever.
+        # A forkserver that is stuck would keep its workers, and the whole job, for ever.
         mute_s = self._forkserver.stuck_s(self._config.join_timeout_s)
         if mute_s is not None:
-            text = f"the parent of the workers has not answered for {mute_s:.0f} s: it is killed"
-            self._journal.tell("forkserver", f"{text}, and they with it", level=logging.WARNING)
+            text = f"the forkserver has not answered for {mute_s:.0f} s: it is killed"
+            text += ", and the workers with it"
+            self._journal.tell("forkserver", text, level=logging.WARNING)
             self._forkserver.kill()
 
     def close(self) -> None:
@@ -317,7 +319,7 @@ class NodeWorkers:
         self._forkserver.close()
         deadline_s = time.monotonic() + LONGEST_FLUSH_S
         while self._hub.pauses and time.monotonic() < deadline_s:
-            time.sleep(PAUSE_S)  # what they printed last waits for whoever reads it
+            time.sleep(PAUSE_S)  # their last output waits for a slow reader
         self._channel.close()
         self._hub.close()
         FILES.flush()
@@ -330,14 +332,14 @@ class NodeWorkers:
     def _past(self, since_s: float | None, limit_s: float) -> bool:
         return since_s is not None and self._clock.now() - since_s > limit_s
 
-    # ---- what has happened ----
+    # ---- events ----
 
     def _open_forkserver(self) -> ForkserverClient:
         news = self._post(self._on_news)
         return ForkserverClient(self._hub, self._env, self._config.preload, news, self._clock)
 
     def _on_news(self, forkserver: ForkserverClient, news: dict[str, Any]) -> None:
-        """What the forkserver says."""
+        """Handle a message of the forkserver."""
         if forkserver is not self._forkserver:
             return
         if "gone" in news:
@@ -360,8 +362,8 @@ class NodeWorkers:
         if process in self._stores and process not in self._listening and status > 0:
             raise AgentFailed(
                 AgentExit.UNFIT,
-                f"the workers' store cannot listen on {self._config.store_listens_on}; its own "
-                "message is above",
+                f"the workers' store cannot listen on {self._config.store_listens_on}; the message "
+                "of torch's TCPStore is above",
             )
         if self._stores.pop(process, 0) == self.round and self.state is Workers.RUNNING:
             assert self._group is not None
@@ -376,7 +378,8 @@ class NodeWorkers:
     def _forkserver_is_gone(self) -> None:
         status = self._forkserver.close()
         imports = not self._forkserver.ready
-        # What ended with a message would do so again; a kill, for want of memory say, need not.
+        # An import that failed with a message would fail again. A kill (the OOM killer's, for
+        # example) need not repeat.
         if imports and (status > 0 or self._imports_lost):
             how = "; its own message is above" if status > 0 else f": {describe(status)}"
             raise AgentFailed(
@@ -385,7 +388,7 @@ class NodeWorkers:
                 f"{', '.join(self._config.preload)}{how}",
             )
         self._imports_lost = imports
-        text = f"the parent of the workers is gone: {describe(status)}"
+        text = f"the forkserver is gone: {describe(status)}"
         self._journal.tell("forkserver", text, level=logging.WARNING)
         if self._group is not None:
             self._group.orphaned()
@@ -394,23 +397,33 @@ class NodeWorkers:
         if path := self._installed.changed:
             raise AgentFailed(
                 AgentExit.UNFIT,
-                f"{path} has changed since this agent began, and it starts no process of another "
-                "version than its own; start the agent again",
+                f"{path} has changed since this agent began, and an agent starts no process of "
+                "another version than its own; start the agent again",
             )
         self._forkserver = self._open_forkserver()
 
     def _on_message(self, rank: int, message: Message) -> None:
-        """What a worker says."""
+        """Handle a message of a worker."""
         match message:
             case Hello() | CommitRequest() if message.round not in (0, self.round):
-                # Nobody is left to be answered, and this round's fence is not that round's.
+                # The worker is gone: a reply would reach nobody, and the fence is another round's.
                 log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
             case Hello() if Ability.BOUNDARY in message.can:
                 self._can_leave.add(rank)
                 self.steps.promise()
             case CommitRequest():
-                reply = partial(self._answer, rank, message.request)
-                self._on_commit(self.round, self.fence, message, reply)
+                request = message.request
+                self._on_commit(
+                    self.round,
+                    self.fence,
+                    message,
+                    lambda granted, reason, passing: self._channel.send(
+                        rank,
+                        CommitReply(
+                            request=request, granted=granted, reason=reason, passing=passing
+                        ),
+                    ),
+                )
             case RamRequest():
                 self._channel.send(rank, self._on_ram(message))
             case Left():
@@ -420,7 +433,3 @@ class NodeWorkers:
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case _:
                 pass
-
-    def _answer(self, rank: int, request: int, granted: bool, reason: str, passing: bool) -> None:
-        answer = CommitReply(request=request, granted=granted, reason=reason, passing=passing)
-        self._channel.send(rank, answer)

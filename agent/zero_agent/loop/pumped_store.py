@@ -1,11 +1,11 @@
-"""A store whose calls do not keep the agent's loop from what happens meanwhile.
+"""A key-value store that handles the agent's events (pumps its event loop) while a call waits.
 
-A call to etcd may take as long as its timeout, seconds if etcd stands still. The loop makes it like
-any other call; it runs on another thread, and until the answer is there the loop goes on with
-what arrives: ends of workers, signals, limits.
+A call to etcd may take as long as its timeout, which is seconds if etcd hangs. The loop makes it
+like any other call. The call runs on another thread, and until its answer is there the loop
+continues to handle events: ends of workers, signals, limits.
 
-Must always hold: what goes on meanwhile makes no call itself, since it would find the caller's work
-half done; calls of other threads (the lease's keeper) pass straight through.
+Must always hold: an event handler makes no call to the store itself, since it would find the
+caller's work half done; calls of other threads (the lease's keeper) pass straight through.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class PumpedStore:
         """Nothing is called yet.
 
         Args:
-            store: What is called; must be thread-safe.
-            meanwhile: Waits a moment for something that happens, and goes on with it. What it
-                raises ends the wait: the call goes on alone, and nobody hears its answer.
+            store: The store behind this one; must be thread-safe.
+            meanwhile: Waits a moment for an event, and handles it. An exception of it ends the
+                wait: the call continues alone, and its answer is dropped.
             wake: Called on another thread when an answer is there: `meanwhile` is to return.
         """
         self._store = store
@@ -52,17 +52,22 @@ class PumpedStore:
         self._thread = threading.get_ident()
         self._attends = True
         self._waits = False
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._todo = queue.SimpleQueue()
         threading.Thread(target=self._run, name="zero-store", daemon=True).start()
 
     def leave_alone(self) -> None:
-        """From now on calls are made as usual: nothing is to go on any more."""
+        """Make calls directly from now on: no events are handled any more."""
         self._attends = False
         self._todo.put(None)
 
     def _run(self) -> None:
-        while (call := self._todo.get()) is not None:
-            call()
+        while (todo := self._todo.get()) is not None:
+            answer, call = todo
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
 
     def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         if not self._attends or threading.get_ident() != self._thread:
@@ -70,7 +75,7 @@ class PumpedStore:
         assert not self._waits, "a call to the store during another one"
         answer: Future[T] = Future()
         answer.add_done_callback(lambda _: self._wake())
-        self._todo.put(lambda: _answer(answer, lambda: call(*args, **options)))
+        self._todo.put((answer, lambda: call(*args, **options)))
         self._waits = True
         try:
             while not answer.done():
@@ -133,10 +138,3 @@ class PumpedStore:
     def close(self) -> None:
         """As `KeyValueStore.close`."""
         self._store.close()
-
-
-def _answer(answer: Future[T], call: Callable[[], T]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:
-        answer.set_exception(error)

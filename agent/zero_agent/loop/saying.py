@@ -1,7 +1,7 @@
-"""What an agent's log is told of the job: each sentence once, and a long wait now and then.
+"""Rate limit of an agent's log: each reason is logged once, and a long wait from time to time.
 
-While the workers of many nodes stop, the sentence that names them changes with every one of them:
-it is said when it begins, and again every `AGAIN_S`, with those that are left then.
+While the workers of many nodes stop, the reason that names the remaining nodes changes with every
+one of them. It is logged when the wait begins, and again every `AGAIN_S`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ AGAIN_S = 10.0
 
 
 class Sayings:
-    """What has been said last."""
+    """The reason that was logged last."""
 
     def __init__(self, clock: Clock) -> None:
         self._said = ""
         self._wait = Stopwatch(clock)
 
     def is_news(self, reason: str) -> bool:
-        """Whether to say this now; if so, it is taken as said."""
+        """Whether to log this reason now; if so, it counts as logged."""
         if not waits_for_workers(reason):
             self._wait.stop()
         elif self._wait.running and not self._wait.past(AGAIN_S):

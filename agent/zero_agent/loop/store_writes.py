@@ -1,11 +1,11 @@
-"""What an agent has to tell etcd for others: for its workers, for the process with their store.
+"""Queue of an agent's writes to etcd on behalf of others: commits of checkpoints, store addresses.
 
-These wishes arrive at any time, also while a call to etcd is under way; the loop runs the errands
-in its next turn, before it looks at the job.
+Requests arrive at any time, also while a call to etcd is under way. The loop makes the writes in
+its next turn, before it reads the job.
 
-Must always hold: a worker that asks whether its checkpoint may be published gets an answer within
-its patience and the time of one call; only an answer of etcd's publishes; nothing is published for
-workers that are gone.
+Must always hold: a worker that asks to publish its checkpoint gets a reply within its
+`patience_s` and the time of one call; a checkpoint is published only by an answer of etcd; nothing
+is published for workers that are gone.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from zero_orchestrator.errors import StoreError, StoreRefused
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
 Reply = Callable[[bool, str, bool], None]
-"""Takes the answer to a worker: granted; why not; whether only for want of etcd."""
+"""Replies to a worker: is its commit granted; why not; was it refused only for lack of etcd."""
 
 
 @dataclass(kw_only=True)
 class _Commit:
-    """A worker's wish to publish a checkpoint."""
+    """A worker's request to publish a checkpoint."""
 
     round: int
     fence: int
     request: CommitRequest
     reply: Reply
     until_s: float
-    """While etcd is away it is asked again until then."""
-    told: bool = False
+    """While etcd is out of reach the commit is tried again until then."""
+    logged: bool = False
+    """Whether the log has reported that this commit waits."""
 
 
 class StoreWrites:
-    """The wishes that have not been told yet."""
+    """The writes that etcd has not taken yet."""
 
     def __init__(
         self, journal: Journal, clock: Clock, on_failure: Callable[[StoreError], None]
     ) -> None:
-        """There is none at the beginning.
+        """No write is queued at the beginning.
 
         Args:
-            journal: Told what has become of them.
-            clock: Measures the patience of workers.
-            on_failure: Told when etcd does not take what must be told.
+            journal: Receives an event when etcd refuses or delays commits.
+            clock: Measures the deadlines of commits.
+            on_failure: Receives the error when etcd does not take the address of a TCPStore.
         """
         self._journal = journal
         self._clock = clock
@@ -59,13 +60,13 @@ class StoreWrites:
         self._refused = Stopwatch(clock)
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
-        """May this checkpoint be published? Only while round n of the workers is the current one.
+        """Queue the publication of a checkpoint; it is granted only while its round is current.
 
         Args:
-            n: Their round.
-            fence: Its fence.
-            request: What a worker has asked.
-            reply: Answers it.
+            n: The round of the workers.
+            fence: The fence of that round.
+            request: The worker's request.
+            reply: Sends the reply to the worker.
         """
         until_s = self._clock.now() + request.patience_s
         self._commits.append(
@@ -73,22 +74,28 @@ class StoreWrites:
         )
 
     def master(self, n: int, address: str) -> None:
-        """The TCPStore of round n listens there."""
+        """Queue the publication of the address at which the TCPStore of round n listens."""
         self._master = (n, address)
 
     def run(self, rdzv: Rendezvous, fence: int) -> None:
-        """Tell all of it.
+        """Make all queued writes; a write that fails stays queued.
 
         Args:
-            rdzv: Of the agent.
-            fence: Of the workers that run; 0 if there are none.
+            rdzv: The agent's rendezvous.
+            fence: The fence of the workers that run; 0 if there are none.
         """
         commits, self._commits = self._commits, []
         for commit in commits:
             if commit.fence == fence:
                 self._publish(rdzv, commit)
-        if self._master is not None:
-            self._publish_master(rdzv, *self._master)
+        if (master := self._master) is not None:
+            try:
+                rdzv.publish_master(*master)
+            except STORE_FAILS as error:
+                self._on_failure(error)
+                return
+            if self._master == master:  # not another round's, which came meanwhile
+                self._master = None
 
     def _publish(self, rdzv: Rendezvous, commit: _Commit) -> None:
         request = commit.request
@@ -102,44 +109,29 @@ class StoreWrites:
                 in_ram=request.in_ram,
             )
         except STORE_FAILS as error:
-            self._say_refused(error)
-            self._postpone(commit, error)
+            # An etcd that is full answers everything else: log that from time to time.
+            if isinstance(error, StoreRefused) and self._refused.again(FULL_AGAIN_S):
+                self._journal.tell(
+                    "store",
+                    f"etcd takes no checkpoints ({error}); the workers continue, and nothing that "
+                    "they save is published until etcd does",
+                    level=logging.WARNING,
+                )
+            left_s = commit.until_s - self._clock.now()
+            if left_s <= 0:
+                commit.reply(False, f"etcd did not take it: {error}", True)
+                return
+            # Trying twice is safe: the fence is compared each time, and the value is the same.
+            self._commits.append(commit)
+            if not commit.logged:
+                commit.logged = True
+                self._journal.tell(
+                    "commit",
+                    f"checkpoint {request.tag}, with which the workers leave, is published "
+                    f"when etcd answers, within {left_s:.0f} s",
+                    level=logging.WARNING,
+                )
         else:
             if self._refused.stop():
                 self._journal.tell("store", "etcd takes checkpoints again")
             commit.reply(granted, "" if granted else f"round {commit.round} is over", False)
-
-    def _say_refused(self, error: StoreError) -> None:
-        """Now and then, until etcd takes one again: one that is full answers everything else."""
-        if isinstance(error, StoreRefused) and self._refused.again(FULL_AGAIN_S):
-            self._journal.tell(
-                "store",
-                f"etcd takes no checkpoints ({error}); the workers go on, and nothing that they "
-                "save is published until it does",
-                level=logging.WARNING,
-            )
-
-    def _postpone(self, commit: _Commit, error: StoreError) -> None:
-        """Asking twice does no harm: the fence is compared each time, and the value is the same."""
-        left_s = commit.until_s - self._clock.now()
-        if left_s <= 0:
-            commit.reply(False, f"etcd did not take it: {error}", True)
-            return
-        self._commits.append(commit)
-        if not commit.told:
-            commit.told = True
-            self._journal.tell(
-                "commit",
-                f"checkpoint {commit.request.tag}, with which the workers leave, is published "
-                f"when etcd answers, within {left_s:.0f} s",
-                level=logging.WARNING,
-            )
-
-    def _publish_master(self, rdzv: Rendezvous, n: int, address: str) -> None:
-        try:
-            rdzv.publish_master(n, address)
-        except STORE_FAILS as error:
-            self._on_failure(error)
-            return
-        if self._master == (n, address):  # not another round's, which came meanwhile
-            self._master = None

@@ -1,7 +1,7 @@
-"""What an agent does next: a pure function of the job and of its own workers.
+"""The agent's next action: a pure function of the job and of its own workers.
 
-The agent's loop gathers a `Situation`, asks `next_action`, and carries the answer out; it takes
-no decision of its own. The round machine decides for the job, this decides for the node.
+The agent's loop gathers a `Situation`, calls `next_action`, and carries the action out; it makes
+no decision itself. The round machine decides for the job, this module decides for the node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot, State
 
 
 class Action(StrEnum):
-    """What the agent can do."""
+    """What an agent can do."""
 
     WAIT = "wait"
     HOST_STORE = "host store"
@@ -27,7 +27,7 @@ class Action(StrEnum):
     REPORT_QUIET = "report quiet"
     REPORT_FAILURE = "report failure"
     ABANDON = "abandon"
-    """Leave the job although workers are left that cannot be killed; the fence makes that safe."""
+    """Leave the job although some workers cannot be killed; the fence makes that safe."""
     EXIT = "exit"
 
 
@@ -42,24 +42,24 @@ class Situation:
     """The round of these workers; 0 before the first."""
     asked_to_leave: bool = False
     can_leave: bool = False
-    """Every worker has said that it can leave without losing what it has done."""
+    """Whether every worker can save and leave when asked, without losing its progress."""
     overdue: bool = False
-    """The workers were asked to leave and have not for too long."""
+    """Whether the workers have not left in time after they were asked to."""
     unkillable: str = ""
-    """Why workers are still there long after SIGKILL; empty if none is."""
+    """Why workers still exist long after SIGKILL; empty if none does."""
     checking: bool = False
-    """This node is being examined: whether it is fit for the next round is not known yet."""
+    """Whether health checks run: the node's health for the next round is not known yet."""
     hosting: bool = False
-    """This agent hosts, or is about to host, the TCPStore of the job's round."""
+    """Whether this agent hosts, or is about to host, the TCPStore of the job's round."""
 
     @property
     def busy(self) -> bool:
-        """Whether processes are there."""
+        """Whether worker processes exist."""
         return self.workers in BUSY
 
     @property
     def reported(self) -> bool:
-        """Whether this node has said how its part of the job's round ended."""
+        """Whether this node has reported how its part of the job's round ended."""
         failed = {failure.node for failure in self.job.failures}
         return self.node.id in self.job.quiet | self.job.done | failed
 
@@ -107,7 +107,7 @@ def _active(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
-    # Of a round that is being left, the first node may have gone before it opened the store.
+    # In a round that is being left, the first node may have gone before it opened the store.
     reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
     why = next((reason for reason in reasons if reason is not None), None)
     if why is not None:
@@ -121,8 +121,8 @@ def _enter(now: Situation, index: int) -> Step:
 
 _REPEATED = "what they have done since their last save is done again"
 _STOPPED = (
-    f"the workers are stopped at once, and {_REPEATED}: not all of them have said that they can "
-    "leave, as zero_agent.should_leave() does"
+    f"the workers are stopped at once, and {_REPEATED}: not all of them can save and leave when "
+    "asked, as with zero_agent.should_leave()"
 )
 _LATE = f"the workers have not left in time: they are stopped, and {_REPEATED}"
 

@@ -1,15 +1,16 @@
-"""Neighbours in the ring that seem to be dead: which are removed at once, which once that is sure.
+"""Suspected neighbours in the ring: which to evict at once, which once their lease confirms it.
 
-Some evidence is certain: the process is gone, and this machine is its own, so its own kernel says
-so; or another process of the same node answers in its place. Everything else (a connection that
+Some evidence is certain: the process was one of this machine, whose kernel shows that it is gone;
+or another process of the same node answers in its place. All other evidence (a connection that
 ended, a port that refuses) comes from the network as well: a proxy that restarts and a firewall
-that rejects look the same. There the lease is the counter-evidence. An agent refreshes it every
-third of its time to live; one whose lease has not been refreshed since the suspicion, and for half
-of that time, is dead: removed about a second after its death, where the lease alone takes 2 to
-3.5 s. Whoever was removed so and came back alive is never removed so again: a network that lies
-costs at most one restart for each agent process, and the recovery from a real death a second.
+that rejects look the same. There the lease is the counter-evidence. An agent refreshes its lease
+every third of the time to live. An agent whose lease has not been refreshed since the suspicion,
+and for half of that time, is dead: it is evicted about a second after its death, while the lease
+alone takes 2 to 3.5 s to expire. A node that was evicted on suspicion and came back alive is never
+evicted on suspicion again: misleading evidence costs at most one restart for each agent process,
+and later one more second of recovery from a real death.
 
-Must always hold: nobody is removed whose lease was refreshed after the suspicion arose.
+Must always hold: no node is evicted whose lease was refreshed after the suspicion arose.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
 COARSE_S = 1.0
-"""Etcd tells the rest of a lease in whole seconds, rounded down."""
+"""Etcd reports the time left of a lease in whole seconds, rounded down."""
 
 
 class Verdict(StrEnum):
-    """What a lease says of a suspicion."""
+    """What the readings of a lease show about a suspicion."""
 
     UNKNOWN = "unknown"
     ALIVE = "alive"
@@ -37,13 +38,13 @@ class Verdict(StrEnum):
 
 
 class Suspicion:
-    """What is known of one lease since a suspicion arose; clock readings are handed in."""
+    """The readings of one lease since a suspicion arose; the caller supplies the times."""
 
     def __init__(self, ttl_s: float, since_s: float) -> None:
         """Nothing has been read yet.
 
         Args:
-            ttl_s: Of the lease; it is refreshed every third of that.
+            ttl_s: The lease's time to live; the lease is refreshed every third of that.
             since_s: When the suspicion arose.
         """
         self._ttl_s = ttl_s
@@ -52,14 +53,14 @@ class Suspicion:
         """The last refresh was not after this time."""
 
     def judge(self, left_s: float, asked_s: float, answered_s: float) -> Verdict:
-        """What one more reading shows.
+        """Judge the suspicion with one more reading.
 
         Args:
-            left_s: The rest of the lease, rounded down to whole seconds.
-            asked_s: When it was asked for.
-            answered_s: When the answer was there.
+            left_s: The time left of the lease, rounded down to whole seconds.
+            asked_s: When the request was sent.
+            answered_s: When the answer was received.
         """
-        age_s = self._ttl_s - left_s  # at most; at least COARSE_S less
+        age_s = self._ttl_s - left_s  # an upper bound; at least COARSE_S less
         if asked_s - age_s > self._since_s:
             return Verdict.ALIVE
         by_s = answered_s - (age_s - COARSE_S)
@@ -77,7 +78,7 @@ class _Suspect:
 
 
 class Suspects:
-    """The neighbours that the ring has reported, until etcd knows about each."""
+    """The neighbours that the ring has reported, until each is evicted or cleared."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
@@ -86,11 +87,11 @@ class Suspects:
         self._suspects: list[_Suspect] = []
 
     def add(self, node: Node, certain: bool) -> None:
-        """The ring has found nobody where the agent of this node was.
+        """Record that the ring no longer reaches the agent of this node.
 
         Args:
-            node: As it was registered.
-            certain: There is no doubt.
+            node: The node, as it was registered.
+            certain: Whether its death is certain.
         """
         if certain:
             self._dead.append(node)
@@ -99,34 +100,31 @@ class Suspects:
             self._suspects.append(_Suspect(node=node, suspicion=suspicion))
 
     def run(self, rdzv: Rendezvous) -> None:
-        """Remove those that are certainly dead; ask after the others."""
-        with suppress(*STORE_FAILS):  # their leases will say the same
+        """Evict the nodes that are certainly dead; read the leases of the others."""
+        with suppress(*STORE_FAILS):  # the leases of the dead will expire
             while self._dead:
                 self._evict(rdzv, self._dead.pop(), "its process has ended")
             for suspect in list(self._suspects):
-                self._look(rdzv, suspect)
-
-    def _look(self, rdzv: Rendezvous, suspect: _Suspect) -> None:
-        asked_s = self._clock.now()
-        left_s = rdzv.lease_left_s(suspect.node)
-        found = (
-            suspect.suspicion.judge(left_s, asked_s, self._clock.now())
-            if left_s is not None
-            else Verdict.ALIVE  # it has left, or it has come back: nothing is to be done
-        )
-        if found is Verdict.UNKNOWN:
-            return
-        self._suspects.remove(suspect)
-        if found is Verdict.DEAD:
-            why = "its port refuses, and its lease is not kept alive"
-            self._evict(rdzv, suspect.node, why)
-        elif left_s is not None:
-            self._journal.tell(
-                "ring",
-                f"node {suspect.node.id} keeps its lease alive although "
-                f"{suspect.node.ring} refuses connections from here: it is not removed; "
-                "does a firewall reject them?",
-            )
+                asked_s = self._clock.now()
+                left_s = rdzv.lease_left_s(suspect.node)
+                found = (
+                    suspect.suspicion.judge(left_s, asked_s, self._clock.now())
+                    if left_s is not None
+                    else Verdict.ALIVE  # the node has left, or has come back
+                )
+                if found is Verdict.UNKNOWN:
+                    continue
+                self._suspects.remove(suspect)
+                if found is Verdict.DEAD:
+                    why = "its port refuses, and its lease is not kept alive"
+                    self._evict(rdzv, suspect.node, why)
+                elif left_s is not None:
+                    self._journal.tell(
+                        "ring",
+                        f"node {suspect.node.id} keeps its lease alive although "
+                        f"{suspect.node.ring} refuses connections from here: it is not removed; "
+                        "does a firewall reject them?",
+                    )
 
     def _evict(self, rdzv: Rendezvous, node: Node, why: str) -> None:
         if rdzv.evict(node):
