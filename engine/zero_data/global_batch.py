@@ -4,9 +4,10 @@ Owns the arithmetic from (position, batch, world) to sample ids and seeds. Must 
 
 - A step is cut into *leaves*, micro-batches of a fixed size. Which samples a leaf holds, its
   weight and its random seeds depend on the step and the leaf, never on rank or world.
-- At micro-step s, rank r runs leaf s * world + r. A number past the last leaf is a *ghost*: the
-  rank runs the last leaf again and joins the collectives, but is not summed. So every world
-  size works, with no divisibility rule.
+- An `Assignment` gives every leaf to one rank and micro-step: by default leaf s * world + r to
+  rank r at micro-step s. A number past the last leaf is a *ghost*: the rank runs the last leaf
+  again and joins the collectives, but is not summed. So every world size works, with no
+  divisibility rule.
 - A step never straddles two epochs: the last step of an epoch is shorter. Nothing is dropped,
   padded or repeated.
 
@@ -18,7 +19,7 @@ Source of the idea: fixed virtual workers (VirtualFlow, arXiv 2009.09523; EasySc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,6 +72,62 @@ class Leaf:
     ghost: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Who runs which micro-batch when; it changes no sum, only where the sum is formed.
+
+    Groups of ranks take turns: each takes as many consecutive micro-batches as it runs in so many
+    micro-steps, its ranks one after the other. What is left for the last turn is shared likewise.
+    """
+
+    groups: tuple[int, ...]
+    """Ranks of each; those of a group are consecutive."""
+    turn: int
+    """Micro-steps."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return sum(self.groups)
+
+    def number(self, micro: int, rank: int, micro_batches: int) -> int:
+        """What `rank` runs at this micro-step; past the last one, a padding micro-batch."""
+        turns, within = divmod(micro, self.turn)
+        begin = turns * self.turn * self.world
+        length = min(self.turn, -(-(micro_batches - begin) // self.world))
+        for group in self.groups:
+            if rank < group:
+                return begin + within * group + rank
+            begin, rank = begin + length * group, rank - group
+        raise ValueError(f"no rank has a number from {self.world} on")
+
+    def rows(self, micro_batches: int) -> list[list[int | None]]:
+        """For each micro-step what each rank runs; None: a padding micro-batch."""
+        numbers = (
+            [self.number(micro, rank, micro_batches) for rank in range(self.world)]
+            for micro in range(-(-micro_batches // self.world))
+        )
+        return [[n if n < micro_batches else None for n in row] for row in numbers]
+
+
+def strided(world: int) -> Assignment:
+    """The default: ranks one after the other, in every micro-step."""
+    return Assignment(groups=(world,), turn=1)
+
+
+def node_turns(nodes: Sequence[int], block: int) -> Assignment:
+    """Nodes take blocks in turn, for sums that are formed before they travel between nodes.
+
+    A turn is a block of each node where its ranks divide one; else about one of the largest.
+    """
+    return Assignment(groups=tuple(nodes), turn=max(1, block // max(nodes)))
+
+
+def contiguous(world: int, micro_batches: int) -> Assignment:
+    """Each rank runs consecutive ones, for sums that are formed by each rank on its own."""
+    return Assignment(groups=(1,) * world, turn=-(-micro_batches // world))
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: `samples` samples from `position` on, in leaves of `micro_batch`."""
@@ -101,7 +158,7 @@ class StepPlan:
 
     def leaf(self, micro: int, rank: int, world: int) -> Leaf:
         """What `rank` runs at this micro-step."""
-        number = micro * world + rank
+        number = strided(world).number(micro, rank, self.leaves)
         index = min(number, self.leaves - 1)
         start = index * self.micro_batch
         size = min(self.micro_batch, self.samples - start)

@@ -10,13 +10,16 @@ from zero_data.global_batch import (
     BatchShape,
     Leaf,
     StepPlan,
+    contiguous,
     micro_steps_left,
     mix,
+    node_turns,
     permute,
     plan_epoch,
     plan_step,
     resolve_batch,
     sample_ids,
+    strided,
 )
 
 BATCH = BatchShape(leaves=5, micro_batch=2)
@@ -77,6 +80,43 @@ def test_the_weights_of_the_leaves_add_up_to_one(samples: int, micro_batch: int)
     plan = StepPlan(0, samples, micro_batch)
     weights = [plan.weight(plan.leaf(i, 0, 1)) for i in range(plan.leaves)]
     assert sum(weights) == pytest.approx(1, abs=1e-12)
+
+
+# ---- assignments ----
+
+
+@given(
+    micro_batches=st.integers(1, 70),
+    nodes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    block=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_every_assignment_runs_every_micro_batch_once_in_the_fewest_micro_steps(
+    micro_batches: int, nodes: list[int], block: int
+) -> None:
+    world = sum(nodes)
+    for assignment in (
+        strided(world),
+        node_turns(nodes, block),
+        contiguous(world, micro_batches),
+    ):
+        rows = assignment.rows(micro_batches)
+        run = [number for row in rows for number in row if number is not None]
+        assert sorted(run) == list(range(micro_batches))
+        assert [len(row) for row in rows] == [world] * -(-micro_batches // world)
+
+
+def test_the_default_assignment_goes_from_rank_to_rank_in_each_micro_step() -> None:
+    assert strided(3).rows(5) == [[0, 1, 2], [3, 4, None]]
+
+
+def test_nodes_take_blocks_in_turn_and_share_what_is_left() -> None:
+    rows = node_turns((2, 2), 4).rows(13)
+    assert rows == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, None], [10, 11, None, None]]
+    assert node_turns((1, 2), 4).rows(6) == [[0, 2, 3], [1, 4, 5]]
+
+
+def test_a_rank_that_sums_on_its_own_runs_consecutive_micro_batches() -> None:
+    assert contiguous(2, 5).rows(5) == [[0, 3], [1, 4], [2, None]]
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
