@@ -421,6 +421,82 @@ def exit_codes() -> str:
     return page()
 
 
+# ---- reduction: its picture ----
+
+_CELL = 4
+"""Characters of a micro-batch in the picture."""
+
+
+def reduction() -> str:
+    """The page as it is, with its pictures drawn again."""
+    text = (DOCS / "reduction.md").read_text(encoding="utf-8")
+    for name, draw in (("sum", _sum_drawn), ("schedule", _schedule_drawn)):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        text = "\n".join([before + begin, "```text", *draw(), "```", end + rest.split(end)[1]])
+    return text
+
+
+def _sum_drawn() -> Iterator[str]:
+    """Which pieces of 13 micro-batches there are in blocks of 8, level by level."""
+    from zero_comm.reduction_plan import Expression
+
+    expression = Expression(micro_batches=13, block=8)
+    numbers = range(expression.micro_batches)
+    yield f"{'micro-batch':12}" + "".join(f"{number:<{_CELL}}" for number in numbers).rstrip()
+    for level in range(1, expression.levels + 1):
+        bars = ""
+        for start in range(0, len(numbers), 1 << level):
+            count = min(1 << level, len(numbers) - start)
+            bars += ("|" + "-" * (count * _CELL - 3) + "|").ljust(count * _CELL)
+        yield f"{f'T(a, {level})':12}" + bars.rstrip()
+    blocks = [f"T({start}, {expression.levels})" for start in numbers[:: expression.block]]
+    yield f"{'sum':12}" + " + ".join(blocks)
+
+
+def _schedule_drawn() -> Iterator[str]:
+    """What travels and what is kept: two nodes of two ranks, 16 micro-batches, blocks of 8."""
+    from zero_comm.reduction_plan import Piece, Where, plan_reduction
+    from zero_data.global_batch import contiguous, node_turns, strided
+
+    def names(pieces: Sequence[Piece]) -> str:
+        return " ".join(f"T({piece.start},{piece.level})" for piece in pieces) or "-"
+
+    nodes, count, block = (2, 2), 16, 8
+    assignments = {
+        Where.OWNER: strided(4),
+        Where.NODE: node_turns(nodes, block),
+        Where.LOCAL: contiguous(4, count),
+    }
+    for where, assignment in assignments.items():
+        rows = assignment.rows(count)
+        plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
+        yield f'"{where}"'
+        heads = (
+            "step",
+            "run by",
+            "nodes send",
+            "owners add",
+            "owners keep",
+            "nodes keep",
+            "ranks keep",
+        )
+        table: list[Sequence[str]] = [heads]
+        for number, (row, step) in enumerate(zip(rows, plan.micro_steps, strict=True)):
+            sent = [piece for node in step.nodes for piece in node.gives]
+            runs = " | ".join(f"{row[i]} {row[i + 1]}" for i in (0, 2))
+            kept = [
+                max((each.keeps for each in tier), key=len) for tier in (step.nodes, step.ranks)
+            ]
+            owner = (names(step.owner.gives), names(step.owner.keeps))
+            table.append((str(number), runs, names(sent), *owner, *map(names, kept)))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for cells in table:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            yield "  " + line.rstrip()
+        yield ""
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "exit-codes.md": exit_codes,
     "reference-api.md": api,
@@ -428,6 +504,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference-environment.md": environment,
     "reference-events.md": events,
     "reference-flags.md": flags,
+    "reduction.md": reduction,
 }
 """Page -> what makes it."""
 

@@ -1,0 +1,454 @@
+"""Who adds what to what, and where: the ordered sum of one step as a plan, before a byte travels.
+
+Owns the expression that every sum of gradients is, and its distribution over ranks. The expression,
+for micro-batches 0 .. L-1 and a block of B of them, B a power of two:
+
+    T(a, 0) = fp32(gradient of micro-batch a)
+    T(a, k) = T(a, k-1) + T(a + 2**(k-1), k-1)      a micro-batch that is absent: x + nothing = x
+    S       = ((T_0 + T_1) + T_2) + ...              T_q = T(q * B, log2 B)
+
+Must always hold: which numbers are added to which depends on the numbers of the micro-batches
+alone. Assignment, nodes, the world size and the mode decide only where a sum is formed. Whoever
+holds pieces adds two siblings, or a whole block to the chain, and nothing else.
+
+A plan has three tiers. A *rank* has the gradients of its own micro-batches. Each rank of a *node*
+holds one slice of the pieces that the node forms of them: the n-th of G. The *owner* of a shard
+receives the pieces of all nodes and ends the sum. In a tier everybody does the same, each on its
+own part of the elements.
+
+Standard library only: the engine, the memory estimate, models of large clusters and the docs read
+the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+from math import lcm
+
+SUM_BYTES = 4
+"""Of an element of a sum: fp32."""
+
+Rows = Sequence[Sequence[int | None]]
+"""For each micro-step, the micro-batch that each rank runs; None: a padding micro-batch."""
+
+
+class Where(StrEnum):
+    """Where the pieces of several micro-steps are added."""
+
+    OWNER = "owner"
+    """At the owner: what a node has formed travels in every micro-step."""
+    NODE = "node"
+    """At the sender: a node keeps a piece until it has no further part of it to run."""
+    LOCAL = "local"
+    """On each rank, whole gradients; they travel once, in the last micro-step."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """T(start, level): the sum over micro-batches [start, start + 2**level), as far as there are.
+
+    Its level is the highest that it can be called by: absent micro-batches add nothing.
+    """
+
+    start: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """The addition of two siblings, left + right."""
+
+    left: Piece
+    right: Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """What one place does in one micro-step, in this order."""
+
+    takes: tuple[Piece, ...]
+    """What comes to it, in the order in which it is taken."""
+    merges: tuple[Merge, ...]
+    gives: tuple[Piece, ...]
+    """What is passed on; by an owner, the blocks that are added to the chain, in order."""
+    keeps: tuple[Piece, ...]
+    """What is pending afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStep:
+    """One micro-step of all ranks, nodes and owners."""
+
+    ranks: tuple[Formed, ...]
+    nodes: tuple[Formed, ...]
+    owner: Formed
+    """Of every owner, on its shard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """Pieces that one rank sends to another, for the elements [start, stop)."""
+
+    source: int
+    target: int
+    pieces: tuple[Piece, ...]
+    start: int
+    """In `Plan.parts`-ths of the gradient."""
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes that each node sends in one step, by node."""
+
+    inside_bytes: tuple[int, ...]
+    """From rank to rank of the node."""
+    between_bytes: tuple[int, ...]
+    """To other nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expression:
+    """How the sum over so many micro-batches is written."""
+
+    micro_batches: int
+    block: int
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.block & (self.block - 1):
+            raise ValueError(f"a block of {self.block} micro-batches: give a power of two")
+
+    @property
+    def levels(self) -> int:
+        """The level of a whole block."""
+        return self.block.bit_length() - 1
+
+    def named(self, start: int, level: int) -> Piece:
+        """T(start, level) by its highest level."""
+        while (
+            level < self.levels
+            and not start >> level & 1
+            and start + (1 << level) >= self.micro_batches
+        ):
+            level += 1
+        return Piece(start, level)
+
+    def is_single(self, piece: Piece) -> bool:
+        """Whether it is one micro-batch's gradient: no sum, so it can travel in its own dtype."""
+        return piece.level == 0 or piece.start + 1 >= self.micro_batches
+
+    def is_block(self, piece: Piece) -> bool:
+        """Whether it is whole: the next thing to be done with it is to add it to the chain."""
+        return piece.level == self.levels
+
+    def pieces(self, held: Iterable[int]) -> tuple[Piece, ...]:
+        """The fewest pieces that some micro-batches can be added up to, in order."""
+        found: list[Piece] = []
+        for start, stop in _intervals(held):
+            at = start
+            while at < stop:
+                found.append(self._largest(at, stop))
+                at += 1 << found[-1].level
+        return tuple(found)
+
+    def _largest(self, start: int, stop: int) -> Piece:
+        """The largest piece that begins at `start` and holds nothing beyond [start, stop)."""
+        ends = stop == self.micro_batches  # what is absent is held by everybody
+        level = 0
+        while (
+            level < self.levels
+            and not start >> level & 1
+            and (ends or start + (2 << level) <= stop)
+        ):
+            level += 1
+        return Piece(start, level)
+
+
+def _intervals(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The runs of consecutive numbers, [start, stop)."""
+    start = stop = -1
+    for number in sorted(numbers):
+        if number != stop:
+            if stop > start:
+                yield start, stop
+            start = number
+        stop = number + 1
+    if stop > start:
+        yield start, stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sum of one step: what every place forms, in every micro-step."""
+
+    expression: Expression
+    nodes: tuple[int, ...]
+    """Ranks of each node; the ranks of a node are consecutive."""
+    owners: tuple[int, ...]
+    """By shard, the rank that owns it."""
+    micro_steps: tuple[MicroStep, ...]
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return sum(self.nodes)
+
+    @property
+    def parts(self) -> int:
+        """Every slice and every shard is so many parts of this number."""
+        return lcm(self.world, *self.nodes)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The node of a rank, and its number there."""
+        for node, stop in enumerate(accumulate(self.nodes)):
+            if rank < stop:
+                return node, rank - (stop - self.nodes[node])
+        raise ValueError(f"rank {rank} of {self.world}")
+
+    def slice_of(self, rank: int) -> range:
+        """The parts of the gradient that a rank forms the pieces of its node for."""
+        node, local = self.place(rank)
+        size = self.parts // self.nodes[node]
+        return range(local * size, (local + 1) * size)
+
+    def shard_of(self, rank: int) -> range:
+        """The parts that a rank owns."""
+        size, shard = self.parts // self.world, self.owners.index(rank)
+        return range(shard * size, (shard + 1) * size)
+
+    def routes(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """To whom a rank's slice goes: (owner, start, stop), in parts; itself included."""
+        own, size = self.slice_of(rank), self.parts // self.world
+        for shard in range(own.start // size, -(-own.stop // size)):
+            start, stop = max(own.start, shard * size), min(own.stop, (shard + 1) * size)
+            yield self.owners[shard], start, stop
+
+    def messages_inside(self, micro_step: int, rank: int) -> Iterator[Message]:
+        """What a rank sends to the others of its node: to each its slice of what the rank has."""
+        node, local = self.place(rank)
+        pieces = self.micro_steps[micro_step].ranks[rank].gives
+        first = rank - local
+        for target in range(first, first + self.nodes[node]):
+            if pieces and target != rank:
+                own = self.slice_of(target)
+                yield Message(
+                    source=rank, target=target, pieces=pieces, start=own.start, stop=own.stop
+                )
+
+    def messages_to_owners(self, micro_step: int, rank: int) -> Iterator[Message]:
+        """What a rank sends to owners: their parts of its slice of each piece of its node."""
+        pieces = self.micro_steps[micro_step].nodes[self.place(rank)[0]].gives
+        for target, start, stop in self.routes(rank):
+            if pieces and target != rank:
+                yield Message(source=rank, target=target, pieces=pieces, start=start, stop=stop)
+
+    def early(self, micro_step: int) -> tuple[Piece, ...]:
+        """Whole blocks that an owner keeps, because an earlier one is not there yet."""
+        keeps = self.micro_steps[micro_step].owner.keeps
+        return tuple(piece for piece in keeps if self.expression.is_block(piece))
+
+    def kept_bytes(self, micro_step: int, rank: int, elements: int) -> int:
+        """What a rank keeps after a micro-step, in three tiers, beside the sum that it owns.
+
+        A piece that begins at 0 costs an owner nothing: it is kept where the sum is going to be.
+        """
+        step, (node, _) = self.micro_steps[micro_step], self.place(rank)
+        beside = sum(piece.start > 0 for piece in step.owner.keeps)
+        parts = (
+            len(step.ranks[rank].keeps) * self.parts
+            + len(step.nodes[node].keeps) * len(self.slice_of(rank))
+            + beside * (self.parts // self.world)
+        )
+        return parts * elements * SUM_BYTES // self.parts
+
+    def traffic(self, elements: int, gradient_bytes: int) -> Traffic:
+        """What the gradients of one step cost.
+
+        Args:
+            elements: Of the gradient.
+            gradient_bytes: Of an element of a micro-batch's gradient; sums are in fp32.
+        """
+        inside, between = [0] * len(self.nodes), [0] * len(self.nodes)
+        first = 0
+        for node, size in enumerate(self.nodes):
+            ranks = range(first, first + size)
+            near, far = self._parts_to_owners(ranks)
+            for step in self.micro_steps:
+                to_owners = self._bytes(step.nodes[node].gives, gradient_bytes)
+                to_others = sum(self._bytes(step.ranks[r].gives, gradient_bytes) for r in ranks)
+                others = self.parts - self.parts // size  # of each piece, all but its own slice
+                inside[node] += to_others * others + to_owners * near
+                between[node] += to_owners * far
+            first += size
+        return Traffic(
+            inside_bytes=tuple(parts * elements // self.parts for parts in inside),
+            between_bytes=tuple(parts * elements // self.parts for parts in between),
+        )
+
+    def _parts_to_owners(self, ranks: range) -> tuple[int, int]:
+        """Of one piece of a node, the parts that go to owners inside of it and outside."""
+        near = far = 0
+        for rank in ranks:
+            for target, start, stop in self.routes(rank):
+                if target not in ranks:
+                    far += stop - start
+                elif target != rank:
+                    near += stop - start
+        return near, far
+
+    def _bytes(self, pieces: Iterable[Piece], gradient_bytes: int) -> int:
+        """Of one element of each piece."""
+        single = self.expression.is_single
+        return sum(gradient_bytes if single(piece) else SUM_BYTES for piece in pieces)
+
+
+def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Owners by shard, such that a rank's slice goes to the ranks of the same number elsewhere.
+
+    Where all nodes are equal it is local rank * nodes + node: a slice is whole shards.
+    """
+    places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
+    turn = lcm(*nodes)
+    middles = [((2 * local + 1) * (turn // nodes[node]), node) for node, local in places]
+    return tuple(sorted(range(len(places)), key=lambda rank: middles[rank]))
+
+
+def plan_reduction(
+    rows: Rows,
+    *,
+    block: int,
+    nodes: Sequence[int],
+    where: Where = Where.OWNER,
+    owners: Sequence[int] | None = None,
+) -> Plan:
+    """Plan the sum of one step.
+
+    Args:
+        rows: Who runs what; every micro-batch once.
+        block: B, a power of two.
+        nodes: Ranks of each node, in the order of ranks.
+        where: The pieces of several micro-steps are added.
+        owners: By shard, the rank that owns it; by default in the order of rails.
+
+    Raises:
+        ValueError: The rows are not an assignment to these nodes, or the block is no power of two.
+    """
+    _check(rows, nodes)
+    expression = Expression(
+        micro_batches=sum(number is not None for row in rows for number in row), block=block
+    )
+    if where is Where.LOCAL:
+        by_rank = list(_at_the_end(rows, expression))
+    else:
+        by_rank = [tuple(_passed_on(number) for number in row) for row in rows]
+    by_node = list(zip(*_node_tier(by_rank, rows, nodes, expression, where), strict=True))
+    owned = _owner_tier(by_node, expression)
+    return Plan(
+        expression=expression,
+        nodes=tuple(nodes),
+        owners=tuple(rail_order(nodes) if owners is None else owners),
+        micro_steps=tuple(
+            MicroStep(ranks=ranks, nodes=of_nodes, owner=owner)
+            for ranks, of_nodes, owner in zip(by_rank, by_node, owned, strict=True)
+        ),
+    )
+
+
+def _check(rows: Rows, nodes: Sequence[int]) -> None:
+    world = sum(nodes)
+    if not rows or not nodes or min(nodes) < 1 or any(len(row) != world for row in rows):
+        raise ValueError(
+            f"nodes of {list(nodes)} ranks need {world} entries in each of one or more rows"
+        )
+    numbers = sorted(number for row in rows for number in row if number is not None)
+    if numbers != list(range(len(numbers))) or not numbers:
+        raise ValueError("every micro-batch from 0 on must be run, and each once")
+
+
+def _passed_on(number: int | None) -> Formed:
+    """A rank that keeps nothing: its gradient travels as it is."""
+    pieces = () if number is None else (Piece(number, 0),)
+    return Formed(takes=pieces, merges=(), gives=pieces, keeps=())
+
+
+def _formed(
+    held: Mapping[int, Piece], takes: Iterable[Piece], expression: Expression
+) -> tuple[dict[int, Piece], list[Merge]]:
+    """What is held, by start, after some more pieces have come and siblings have been added."""
+    now, merges = dict(held), list[Merge]()
+    for taken in sorted(takes):
+        piece = expression.named(taken.start, taken.level)
+        while not expression.is_block(piece):
+            size = 1 << piece.level
+            other = now.get(piece.start ^ size)
+            if other is None or other.level != piece.level:
+                break
+            del now[other.start]
+            left, right = sorted((piece, other))
+            merges.append(Merge(left, right))
+            piece = expression.named(left.start, piece.level + 1)
+        now[piece.start] = piece
+    return now, merges
+
+
+def _at_the_end(rows: Rows, expression: Expression) -> Iterator[tuple[Formed, ...]]:
+    """Ranks that add up what they run, and pass it on in the last micro-step."""
+    held: list[dict[int, Piece]] = [{} for _ in rows[0]]
+    for micro_step, row in enumerate(rows, start=1):
+        formed = []
+        for rank, number in enumerate(row):
+            takes = () if number is None else (Piece(number, 0),)
+            held[rank], merges = _formed(held[rank], takes, expression)
+            pieces = tuple(sorted(held[rank].values()))
+            last = micro_step == len(rows)
+            gives, keeps = (pieces, ()) if last else ((), pieces)
+            formed.append(Formed(takes=takes, merges=tuple(merges), gives=gives, keeps=keeps))
+        yield tuple(formed)
+
+
+def _node_tier(
+    by_rank: Sequence[Sequence[Formed]],
+    rows: Rows,
+    nodes: Sequence[int],
+    expression: Expression,
+    where: Where,
+) -> Iterator[list[Formed]]:
+    """Each node in all micro-steps."""
+    first = 0
+    for size in nodes:
+        ranks = slice(first, first + size)
+        first += size
+        run = [[number for number in row[ranks] if number is not None] for row in rows]
+        if where is Where.OWNER:
+            complete = {piece for numbers in run for piece in expression.pieces(numbers)}
+        else:
+            complete = set(expression.pieces(number for numbers in run for number in numbers))
+        held: dict[int, Piece] = {}
+        steps = []
+        for formed in by_rank:
+            takes = tuple(sorted(piece for rank in formed[ranks] for piece in rank.gives))
+            held, merges = _formed(held, takes, expression)
+            gives = tuple(sorted(piece for piece in held.values() if piece in complete))
+            for piece in gives:
+                del held[piece.start]
+            keeps = tuple(sorted(held.values()))
+            steps.append(Formed(takes=takes, merges=tuple(merges), gives=gives, keeps=keeps))
+        yield steps
+
+
+def _owner_tier(by_node: Sequence[Sequence[Formed]], expression: Expression) -> Iterator[Formed]:
+    """An owner in all micro-steps: siblings first, then blocks in their order."""
+    held: dict[int, Piece] = {}
+    expected = 0
+    for formed in by_node:
+        takes = tuple(sorted(piece for node in formed for piece in node.gives))
+        held, merges = _formed(held, takes, expression)
+        gives = []
+        while expected in held and expression.is_block(held[expected]):
+            gives.append(held.pop(expected))
+            expected += expression.block
+        keeps = tuple(sorted(held.values()))
+        yield Formed(takes=takes, merges=tuple(merges), gives=tuple(gives), keeps=keeps)
