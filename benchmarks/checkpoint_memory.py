@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from zero_agent.node.memory import Ram
-from zero_checkpoint.memory.node import RamNode
-from zero_contract.worker import RamRequest
+from zero_agent.node.memory import NodeMemory
+from zero_checkpoint.memory.node import MemoryNode
+from zero_contract.worker import PeerMemoryRequest
 
 JOB, SECRET = "benchmark", "of this benchmark"
 
 
 @contextmanager
-def node_memory(rank: int, budget_bytes: int) -> Iterator[RamNode]:
+def node_memory(rank: int, budget_bytes: int) -> Iterator[MemoryNode]:
     """The memory of one node, until the block ends."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -33,11 +33,11 @@ def node_memory(rank: int, budget_bytes: int) -> Iterator[RamNode]:
 
 
 def _serve(pipe: Connection, rank: int, budget_bytes: int) -> None:
-    memory = Ram(JOB, f"n{rank}", "127.0.0.1")
-    reply = memory.open(RamRequest(request=1, budget_bytes=budget_bytes), SECRET)
+    memory = NodeMemory(JOB, f"n{rank}", "127.0.0.1")
+    reply = memory.open(PeerMemoryRequest(request=1, budget_bytes=budget_bytes), SECRET)
     if not reply.directory:
         raise SystemExit(reply.reason)
-    node = RamNode(
+    node = MemoryNode(
         directory=Path(reply.directory),
         address=reply.address,
         key=reply.key,

@@ -25,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import zero_deepspeed
-from zero_checkpoint import Ballot, find
-from zero_checkpoint.memory.commit import RamSave, commit_in_ram
-from zero_checkpoint.memory.node import RamNode
-from zero_checkpoint.memory.peers import Neighbours
-from zero_checkpoint.room import SharedRoom
-from zero_checkpoint.staging import Arena
+from zero_checkpoint import StoreConsensus, find
+from zero_checkpoint.memory.commit import MemorySave, commit_in_memory
+from zero_checkpoint.memory.node import MemoryNode
+from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.staging import StagingBuffer
+from zero_checkpoint.staging_memory import SharedStaging
 from zero_comm.distributed import group_store
 from zero_engine.core.engine import Engine
 
 Took = dict[str, float]
 GPT2_BLOCK = ((2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,))
-SLAB_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 MEMORY_BYTES = 8 << 30
 """Of a node, at most: two images, and two copies of another node's."""
 
@@ -76,7 +76,7 @@ def shapes_of(workload: str, quick: bool) -> list[list[tuple[int, ...]]]:
 class Bench:
     """This rank's engine and the peers' view of the same state."""
 
-    def __init__(self, workload: str, quick: bool, root: Path, node: RamNode) -> None:
+    def __init__(self, workload: str, quick: bool, root: Path, node: MemoryNode) -> None:
         self.root = root
         torch.manual_seed(dist.get_rank())
         settings = {
@@ -96,16 +96,19 @@ class Bench:
         self.peer_state = self._peer_state(per_tensor=workload != "gpt2")
         state = self.engine._state.capture({"weight_hash": None}, {})
         self.own_bytes = sum(piece.data.nbytes for piece in state.pieces)
-        self._arena = random_bytes(self.own_bytes)
+        self._staging = random_bytes(self.own_bytes)
         self._source = random_bytes(self.own_bytes)
         self._node = node
-        self._neighbours = Neighbours(node.key)
-        self._ballot = Ballot(group_store("benchmark"), dist.get_rank(), dist.get_world_size())
-        self._arenas = [
-            Arena(SharedRoom("benchmark", dist.get_rank(), node.directory)) for _ in range(2)
+        self._neighbours = SameHostPeers(node.key)
+        self._consensus = StoreConsensus(
+            group_store("benchmark"), dist.get_rank(), dist.get_world_size()
+        )
+        self._stagings = [
+            StagingBuffer(SharedStaging("benchmark", dist.get_rank(), node.directory))
+            for _ in range(2)
         ]
-        for arena in self._arenas:  # reserves it: what is measured is a later save
-            arena.freeze(self.engine._persistence.saver.lay_out(state))
+        for staging in self._stagings:  # reserves it: what is measured is a later save
+            staging.snapshot(self.engine._persistence.saver.lay_out(state))
         self._kept = 0
 
     def _peer_state(self, *, per_tensor: bool) -> dict[str, DTensor]:
@@ -123,7 +126,7 @@ class Bench:
 
     def memcpy(self) -> Took:
         """Copy this rank's bytes to memory that is there already."""
-        return timed(lambda: self._arena.copy_(self._source))
+        return timed(lambda: self._staging.copy_(self._source))
 
     def disk(self, direct: bool) -> Took:
         """Write this rank's bytes and fsync, in the plainest way there is."""
@@ -136,8 +139,8 @@ class Bench:
 
         def write() -> None:
             descriptor = os.open(path, flags, 0o600)
-            for begin in range(0, len(data), SLAB_BYTES):
-                os.write(descriptor, data[begin : begin + SLAB_BYTES])
+            for begin in range(0, len(data), CHUNK_BYTES):
+                os.write(descriptor, data[begin : begin + CHUNK_BYTES])
             os.fsync(descriptor)
             os.close(descriptor)
 
@@ -176,10 +179,10 @@ class Bench:
         def begin() -> Callable[[], object]:
             state = self.engine._state.capture({"weight_hash": None}, {})
             layout = self.engine._persistence.saver.lay_out(state)
-            save = RamSave(
+            save = MemorySave(
                 root=self.root / "ours",
                 state=state,
-                image=self._arenas[self._kept % 2].freeze(layout),
+                image=self._stagings[self._kept % 2].snapshot(layout),
                 problem="",
                 step=self._kept,
                 tag=f"global_step{self._kept}",
@@ -188,7 +191,7 @@ class Bench:
                 newest=lambda: None,
                 replicas=1,
             )
-            return lambda: commit_in_ram(save, self._ballot, self._node, self._neighbours)
+            return lambda: commit_in_memory(save, self._consensus, self._node, self._neighbours)
 
         return self._saved(self._node.directory, begin)
 
@@ -238,7 +241,7 @@ class Bench:
         """Read this rank's part of the files' bytes in the plainest way; do nothing with them."""
         files = sorted((self.root / "ours").glob("step-*/r*.safetensors"))
         flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-        slab = memoryview(random_bytes(SLAB_BYTES).numpy())
+        chunk = memoryview(random_bytes(CHUNK_BYTES).numpy())
         rank, world = dist.get_rank(), dist.get_world_size()
 
         def read() -> None:
@@ -248,7 +251,7 @@ class Bench:
                 begin, end = (pages * part // world * 4096 for part in (rank, rank + 1))
                 descriptor = os.open(path, flags)
                 while begin < min(end, size):
-                    begin += os.preadv(descriptor, [slab[: end - begin]], begin)
+                    begin += os.preadv(descriptor, [chunk[: end - begin]], begin)
                 os.close(descriptor)
 
         return self._loaded(self.root / "ours", read)
@@ -262,8 +265,8 @@ class Bench:
 
     def close(self) -> None:
         self.engine.destroy()
-        for arena in self._arenas:
-            arena.close()
+        for staging in self._stagings:
+            staging.close()
 
 
 def random_bytes(size: int) -> Tensor:

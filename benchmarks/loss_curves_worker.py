@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from train_gpt import GPT
 
-LENGTH, MICRO_BATCH, LEAVES, SEED = 64, 4, 6, 42
-BATCH = MICRO_BATCH * LEAVES
+LENGTH, MICRO_BATCH, MICROBATCHES, SEED = 64, 4, 6, 42
+BATCH = MICRO_BATCH * MICROBATCHES
 RATE = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -92,10 +92,12 @@ def ddp(steps: int) -> list[float]:
 
 def batches(dataset: TensorDataset, steps: int) -> Iterator[tuple[Tensor, ...]]:
     """The global batches, in our engine's order."""
-    size, shape = len(dataset), BatchShape(leaves=LEAVES, micro_batch=MICRO_BATCH)
+    size, shape = len(dataset), BatchShape(microbatches=MICROBATCHES, micro_batch=MICRO_BATCH)
     for plan, _ in zip(plan_epoch(0, shape, size), range(steps), strict=False):
-        leaves = [plan.leaf(index, 0, 1) for index in range(plan.leaves)]
-        ids = [i for leaf in leaves for i in sample_ids(plan, leaf, size, size, SEED)]
+        microbatches = [plan.microbatch(index, 0, 1) for index in range(plan.microbatches)]
+        ids = [
+            i for microbatch in microbatches for i in sample_ids(plan, microbatch, size, size, SEED)
+        ]
         yield dataset[ids]
 
 

@@ -208,7 +208,7 @@ def join(job: Job) -> float:
     job.start_node()
     job.at_world(1)
     job.start_node()
-    return standstill(job, after=job.at_world(2, steps=1))
+    return deadlock(job, after=job.at_world(2, steps=1))
 
 
 def drain(job: Job) -> float:
@@ -216,10 +216,10 @@ def drain(job: Job) -> float:
     job.start_node()
     job.at_world(2)
     os.kill(job.victim, signal.SIGTERM)
-    return standstill(job, after=job.at_world(1, steps=1))
+    return deadlock(job, after=job.at_world(1, steps=1))
 
 
-def standstill(job: Job, after: float) -> float:
+def deadlock(job: Job, after: float) -> float:
     """Between the first step of the new group and the last one before it, beyond a step's time."""
     return after - max(at for at, _ in job.steps() if at < after) - PACE_S
 

@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_agent.etcd.etcd_process import EtcdProcess, Member, free_port
-from zero_orchestrator.membership.sight import FIRST
+from zero_orchestrator.membership.job_view import FIRST
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 PER_PROCESS = 100

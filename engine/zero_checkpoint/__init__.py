@@ -7,19 +7,19 @@ both; `find` lists what a directory holds. The words for the state itself are in
 """
 
 from zero_checkpoint.candidates import Candidate, Found, Rejected, find
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.plain import Part, Restored, load, save
 from zero_checkpoint.weight_hash import weight_hash
 
 __all__ = [
-    "Ballot",
     "Candidate",
     "Found",
     "Manifest",
     "Part",
     "Rejected",
     "Restored",
+    "StoreConsensus",
     "find",
     "load",
     "save",

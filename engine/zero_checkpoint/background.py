@@ -3,7 +3,7 @@
 Must always hold: what a save ends with, a path or an error, is handed out once, by `wait` or by
 `finished`, and never lost; a save that is under way when the interpreter ends is finished first
 (`concurrent.futures` joins its threads there). A thread is ended by nobody: a save ends by the
-deadlines of its ballot, or when the ballot's `on_wait` raises.
+deadlines of its store consensus, or when the store consensus's `on_wait` raises.
 
 Called by `persistence`.
 """

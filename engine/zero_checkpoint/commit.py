@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_checkpoint.candidates import newest_committed
-from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.storage import Disk
@@ -53,7 +53,7 @@ _UNKNOWN = (
 def save(
     root: Place,
     state: State,
-    ballot: Ballot,
+    consensus: StoreConsensus,
     *,
     step: int,
     tag: str,
@@ -68,7 +68,7 @@ def save(
         root: On storage that all ranks share; created if need be. Rank 0's is taken where a rank
             names one in which nobody has opened this checkpoint.
         state: This rank's pieces; `tensors`, `aliases` and `meta` equal on every rank.
-        ballot: The votes of this group.
+        consensus: The votes of this group.
         step: Steps done; the second key of the order among checkpoints.
         tag: The user's name for it; need not be unique.
         round: The round of this group; the first key of that order, see `generation`.
@@ -86,24 +86,26 @@ def save(
         CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
             On every rank. Or: no verdict came, or the storage failed in the commit itself, and the
             outcome is unknown.
-        PeerLost: The store of the ballot is gone.
+        PeerLost: The store of the store consensus is gone.
     """
     disk = disk or disk_of(root)
-    opened = ballot.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
+    opened = consensus.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
     _raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
     number, nonce = opened["round"], opened["nonce"]
     header = Header(tag=tag, step=step, block_bytes=block_bytes, round=number, nonce=nonce)
     name = directory_name(step, number, nonce)
     directory = _as_opened(root, opened["root"], name) / name
-    path = directory / file_name(ballot.rank)
+    path = directory / file_name(consensus.rank)
     try:
-        verdict = ballot.ask(
-            _write_own(path, state, image, ballot.rank, block_bytes, disk),
+        verdict = consensus.ask(
+            _write_own(path, state, image, consensus.rank, block_bytes, disk),
             lambda votes: _judge(directory, state, header, votes, fence, disk),
         )
     except KeyboardInterrupt:
-        if ballot.world == 1 and not (directory / MANIFEST).exists():  # else it is not ours to undo
+        if (
+            consensus.world == 1 and not (directory / MANIFEST).exists()
+        ):  # else it is not ours to undo
             withdraw(directory, disk)
         raise
     if "problem" in verdict and not verdict.get("unknown"):

@@ -51,7 +51,7 @@ _FAREWELL_S = 5.0
 """How long rank 0 stays for the others to hear a verdict; one that has died never will."""
 
 
-class Ballot:
+class StoreConsensus:
     """One rank's end of the votes; make one per process group, on a store of its own prefix."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Ballot:
         """Keys of what rank 0 has said and not taken back yet."""
 
     @classmethod
-    def alone(cls) -> Ballot:
+    def alone(cls) -> StoreConsensus:
         """Of a process that is in no group: its vote is the verdict."""
         return cls(HashStore(), 0, 1)
 
@@ -122,7 +122,7 @@ class Ballot:
 
     def _next_question(self) -> str:
         self._asked += 1
-        return f"ballot/{self._asked}"
+        return f"consensus/{self._asked}"
 
     def _collect(self, question: str, own: Record) -> list[Record | None]:
         keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]

@@ -22,7 +22,7 @@ from zero_checkpoint.retention import Best, abandoned, expired, remove, sweep
 _log = logging.getLogger(__name__)
 
 DEAD_AFTER_S = 3600.0
-"""Longer than any rank waits for another in a save (`Ballot`, 20 minutes)."""
+"""Longer than any rank waits for another in a save (`StoreConsensus`, 20 minutes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

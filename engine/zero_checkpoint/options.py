@@ -20,7 +20,7 @@ MOST_REPLICAS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ram:
+class NodeMemory:
     """In-memory checkpoints between those on disk. They need zero-agent."""
 
     every_steps: int = 1
@@ -79,7 +79,7 @@ class Checkpoint:
     weight_hash: bool | None = None
     """Whether the manifest holds the hash of all weights, as `Engine.weight_hash` computes it. Null
     is: only in saves that training waits for anyway, because stage 3 gathers the weights for it."""
-    ram: Ram | None = None
+    ram: NodeMemory | None = None
     """In-memory checkpoints between those on disk."""
     tag_validation: str = "Warn"
     """What happens when ranks name a checkpoint differently: "Warn", "Ignore" or "Fail"."""

@@ -26,19 +26,19 @@ from typing import Any, Protocol
 from zero_checkpoint.background import Outcome
 from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.commit import Lineage
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.search import RamSearch
-from zero_checkpoint.memory.tier import RamTier
+from zero_checkpoint.memory.search import MemorySearch
+from zero_checkpoint.memory.tier import InMemoryCheckpoints
 from zero_checkpoint.options import SKIP, Checkpoint
 from zero_checkpoint.place import Place
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
-from zero_checkpoint.siblings import BESIDE, Moment, torn
+from zero_checkpoint.siblings import BESIDE, Moment, inconsistent
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
@@ -125,7 +125,7 @@ class Loading(Protocol):
         """What was filled from the checkpoint that was tried last."""
 
     def read(
-        self, root: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
+        self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
     ) -> Loaded | None:
         """Fill this rank's share of the state, see `restore.load`. Collective."""
 
@@ -148,13 +148,13 @@ class Persistence:
         self._config = config
         self._link = link
         self._lineage = Lineage(link.round)
-        votes = self._ballot_of("saves", partial(_check_group, link, "written"))
+        votes = self._consensus_of("saves", partial(_check_group, link, "written"))
         self.saver = Saver(config, votes, self._lineage)
         self.schedule = Schedule(config, restarts, training.rank)
-        self.ram = self._ram_tier()
-        self._ballot = self._ballot_of("ballot", partial(link.raise_if_leaving, "loading"))
+        self.ram = self._in_memory_checkpoints()
+        self._consensus = self._consensus_of("consensus", partial(link.raise_if_leaving, "loading"))
         self._directory: Place | None = None
-        self._ram_root: Place | None = None
+        self._memory_root: Place | None = None
         """The directory that this run goes on from: the first that it was loaded from or saved to.
         Others that it writes, the best so far for one, are not to be mixed with what is newest."""
         self._has_stepped = False
@@ -169,23 +169,23 @@ class Persistence:
         """Saves in a row that were not published, with nobody to see to it."""
         self.number = link.add(self)
         self._some_rank_busy = False
-        self._some_ram_busy = False
+        self._some_memory_busy = False
         self._told_of_metric = False
         self._owed: Request | None = None
         """The last save, if it has found no room: a script must not end without it."""
 
-    def _ballot_of(self, part: str, on_wait: Callable[[], None]) -> Ballot:
+    def _consensus_of(self, part: str, on_wait: Callable[[], None]) -> StoreConsensus:
         """Votes of their own: what is asked in one of them is not heard in another."""
         store, training = group_store(part), self.training
         key = self._link.votes_key(store.path)
-        return Ballot(store, training.rank, training.world, on_wait=on_wait, key=key)
+        return StoreConsensus(store, training.rank, training.world, on_wait=on_wait, key=key)
 
-    def _ram_tier(self) -> RamTier | None:
+    def _in_memory_checkpoints(self) -> InMemoryCheckpoints | None:
         if (config := self._config.ram) is None:
             return None
-        reply = self._link.request_ram(config.budget_bytes)
-        votes = self._ballot_of("ram", partial(_check_group, self._link, "kept in memory"))
-        return RamTier(config, votes, self._lineage, reply, self._link.ram_bytes)
+        reply = self._link.request_peer_memory(config.budget_bytes)
+        votes = self._consensus_of("ram", partial(_check_group, self._link, "kept in memory"))
+        return InMemoryCheckpoints(config, votes, self._lineage, reply, self._link.ram_bytes)
 
     # ---- among the trainings of the process ----
 
@@ -229,7 +229,7 @@ class Persistence:
         client = client or self._client_state()
         packed = pack(client)
         self._check_metric(client)
-        self._directory, self._ram_root = directory, self._ram_root or directory
+        self._directory, self._memory_root = directory, self._memory_root or directory
         self._script_has_state |= bool(client)
         self._script_has_saved = True
         if self.ram is not None and self._known_to_script_alone:
@@ -350,7 +350,7 @@ class Persistence:
         with exit_on_peer_loss(self._link):
             while not self._try_again(request):
                 self._link.heartbeat()  # or its agent would take it for hung
-                if not self._ballot.announce(partial(self._may_wait, until_s))["wait"]:
+                if not self._consensus.announce(partial(self._may_wait, until_s))["wait"]:
                     self._settle()
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
                     raise DiskFull(f"{text} within {limit_s:g} s; free some")
@@ -457,17 +457,17 @@ class Persistence:
 
     # ---- in memory ----
 
-    def keep_in_ram(self) -> None:
+    def keep_in_memory(self) -> None:
         """At the end of a step: keep it in memory, if that is due."""
-        root, self._has_stepped = self._ram_root, True
+        root, self._has_stepped = self._memory_root, True
         if self.ram is None or root is None or self.leaving:
             return
         if self._known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
-        if self.ram.due(self.training.step, some_rank_busy=self._some_ram_busy):
+        if self.ram.due(self.training.step, some_rank_busy=self._some_memory_busy):
             client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
-            fence = partial(self._link.fence, samples=self.training.samples, in_ram=True)
+            fence = partial(self._link.fence, samples=self.training.samples, in_memory=True)
             self.ram.begin(root, state, self.saver.lay_out, fence)
 
     @property
@@ -495,7 +495,7 @@ class Persistence:
         # Memory is for going on after a failure; who has trained and loads wants what is on disk.
         recovers = tag is None and loading.resumes and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
-        loaded = loading.read(directory, self._ballot, tag, search)
+        loaded = loading.read(directory, self._consensus, tag, search)
         self._directory = directory
         if not self.saver.has_laid_out(loading.filled):
             # The next save is laid out like the last one, or lets go of its tensors.
@@ -503,9 +503,9 @@ class Persistence:
             if self.ram is not None:
                 self.ram.forget()
         if self.ram is not None and loading.resumes:
-            self._ram_root = directory if recovers else self._ram_root or directory
+            self._memory_root = directory if recovers else self._memory_root or directory
             step = loaded.manifest.step if loaded is not None else 0
-            self.ram.loaded(self._ram_root, loaded, step)
+            self.ram.loaded(self._memory_root, loaded, step)
         if loaded is None:
             return None, {}
         return str(loaded.path), self._go_on_from(loaded, loading)
@@ -533,25 +533,27 @@ class Persistence:
         self._moment = Moment(number=self.number, step=saved["step"], beside=beside)
         others = [each for each in self._engines() if each is not self]
         moments = [each._moment for each in others if each._moment is not None]
-        if (problem := torn(self._moment, moments)) and self.training.rank == 0:
+        if (problem := inconsistent(self._moment, moments)) and self.training.rank == 0:
             _log.warning("%s", problem)
 
     # ---- at the end of a step ----
 
     def notes(self) -> list[float]:
         """[NOTES] for all ranks: whether to leave, which saves are in flight, the schedule's."""
-        in_ram = self.ram is not None and self.ram.busy
-        own = [self._link.leave_asked, self.saver.busy, in_ram, *self.schedule.notes()]
+        in_memory = self.ram is not None and self.ram.busy
+        own = [self._link.leave_asked, self.saver.busy, in_memory, *self.schedule.notes()]
         return [float(note) for note in own]
 
     def hear(self, notes: Sequence[Sequence[float]]) -> None:
         """Take everybody's notes [world][NOTES], and tell of a save that has ended."""
-        leave_asked, saves, in_ram = (any(column) for column in list(zip(*notes, strict=True))[:3])
+        leave_asked, saves, in_memory = (
+            any(column) for column in list(zip(*notes, strict=True))[:3]
+        )
         if leave_asked and not self._link.leaving:
             gc.collect()  # engines that the script has let go of are waited for on no rank
             self._link.leaving = True
         self._some_rank_busy = saves
-        self._some_ram_busy = in_ram
+        self._some_memory_busy = in_memory
         self.schedule.hear(notes[0][3:])
         self._tell(self.saver.finished())
 
@@ -603,7 +605,7 @@ class Persistence:
         for each in self._engines():
             with suppress(DiskFull):  # said below
                 each.close()
-            each.saver.tell_lost(in_ram=each.ram is not None)
+            each.saver.tell_lost(in_memory=each.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.
         self.training.meet("leaving")
         self._link.leave(self.saver.last_step)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero_checkpoint import commit, restore
 from zero_checkpoint.client_state import Stored, pack, unpack
-from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES, name_of
 from zero_checkpoint.format.manifest import Manifest
@@ -78,7 +78,7 @@ def save(
     step: int,
     tag: str | None = None,
     keep_last: int | None = None,
-    ballot: Ballot | None = None,
+    consensus: StoreConsensus | None = None,
 ) -> Place:
     """Save a structure under `root`; every rank calls it, and returns when it is committed.
 
@@ -89,7 +89,7 @@ def save(
         step: Steps done. Of two checkpoints, the one with more steps is newer.
         tag: A name to load it by; by default global_step<N>.
         keep_last: How many of the newest checkpoints stay, at least 2; None: all.
-        ballot: How the ranks agree; None: through the default process group, or alone.
+        consensus: How the ranks agree; None: through the default process group, or alone.
 
     Returns:
         The directory of the checkpoint.
@@ -99,7 +99,7 @@ def save(
             other, or a rank failed: nothing was published. On every rank.
         PeerLost: A rank is gone.
     """
-    ballot, where = ballot or _default_ballot(), place(root)
+    consensus, where = consensus or _default_consensus(), place(root)
     own: dict[str, Part] = {}
     try:
         skeleton = _mapped(state, "", lambda value, name: _taken_out(value, name, own))
@@ -112,7 +112,7 @@ def save(
         }
     except CheckpointError as error:
         vote = {"problem": str(error)}
-    agreed = ballot.ask(vote, agree)
+    agreed = consensus.ask(vote, agree)
     if "problem" in agreed:
         raise CheckpointError(f"{where} was not saved: {agreed['problem']}")
     whole = State(
@@ -122,7 +122,7 @@ def save(
         },
         pieces=tuple(
             Piece(TensorId(PARAM, name), own[name].start, own[name].data)
-            for name in agreed["writes"][ballot.rank]
+            for name in agreed["writes"][consensus.rank]
         ),
         meta={
             "engine": {**UNKNOWN_RUN, "step": step, "groups": []},
@@ -133,13 +133,13 @@ def save(
     path = commit.save(
         where,
         whole,
-        ballot,
+        consensus,
         step=step,
         tag=tag or f"global_step{step}",
         round=current_round(),
         fence=None,
     )
-    if ballot.rank == COORDINATOR:
+    if consensus.rank == COORDINATOR:
         tidy(where, path, Keep(last=keep_last))
     return path
 
@@ -149,7 +149,7 @@ def load(
     into: Mapping[str, Any] | None = None,
     *,
     tag: str | None = None,
-    ballot: Ballot | None = None,
+    consensus: StoreConsensus | None = None,
 ) -> Restored | None:
     """Load the newest checkpoint that is whole; every rank calls it, in a group of any size.
 
@@ -158,7 +158,7 @@ def load(
         into: A structure with tensors and `Part`s that are filled in place, on any device; what
             else the checkpoint holds is not read. None: every rank gets all tensors, on the CPU.
         tag: Only a checkpoint of this name.
-        ballot: As for `save`.
+        consensus: As for `save`.
 
     Returns:
         What was found; None if nothing was ever saved here.
@@ -189,7 +189,7 @@ def load(
         pieces = tuple(Piece(t, part.start, part.data) for t, part in parts.items())
         return State(tensors, pieces, spare=frozenset(manifest.tensors.keys() - tensors.keys()))
 
-    loaded = restore.load(place(root), ballot or _default_ballot(), wanted, tag=tag)
+    loaded = restore.load(place(root), consensus or _default_consensus(), wanted, tag=tag)
     if loaded is None:
         return None
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
@@ -286,10 +286,10 @@ def _whole(tensor: Tensor) -> Part:
     return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
 
 
-def _default_ballot() -> Ballot:
+def _default_consensus() -> StoreConsensus:
     if not (dist.is_available() and dist.is_initialized()):
-        return Ballot.alone()
+        return StoreConsensus.alone()
     store = group_store("plain")
     key = os.environ.get(contract.ENV_VOTE_KEY, "")
     key = key and contract.derived_key(key, store.path)
-    return Ballot(store, dist.get_rank(), dist.get_world_size(), key=key)
+    return StoreConsensus(store, dist.get_rank(), dist.get_world_size(), key=key)

@@ -26,12 +26,12 @@ from enum import StrEnum
 from functools import partial
 
 from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, quarantine, scan
-from zero_checkpoint.consensus import COORDINATOR, Ballot, Record
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import ManifestError, parse, read_manifest
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.search import RamCheckpoint, RamSearch
+from zero_checkpoint.memory.search import MemoryCheckpoint, MemorySearch
 from zero_checkpoint.place import Place
 from zero_checkpoint.reader import Copies, fill
 from zero_contract.errors import PeerLost
@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_TOLD_BYTES = 1 << 30
 """Of manifests, from rank 0 to all others: beyond that, each of them reads it from storage."""
-_InRam = tuple[RamCheckpoint, Manifest]
-_Entry = Candidate | Rejected | _InRam
+_InMemory = tuple[MemoryCheckpoint, Manifest]
+_Entry = Candidate | Rejected | _InMemory
 Wanted = Callable[[Manifest], State]
 """From a manifest to the state whose pieces are to be filled in place."""
 Exchange = Callable[[bool], None]
@@ -78,25 +78,25 @@ class Loaded:
     manifest: Manifest
     bytes_read: int = 0
     """By this rank from the files of this checkpoint, edges of blocks included."""
-    in_ram: bool = False
+    in_memory: bool = False
     """It was in the memory of the nodes; `path` is this node's part of it."""
 
 
 def load(
     root: Place,
-    ballot: Ballot,
+    consensus: StoreConsensus,
     wanted: Wanted,
     *,
     exchange: Exchange = lambda _: None,
     meet: Meet = lambda _: None,
     tag: str | None = None,
-    ram: RamSearch | None = None,
+    ram: MemorySearch | None = None,
 ) -> Loaded | None:
     """Fill the wanted pieces from the newest valid checkpoint; every rank calls it.
 
     Args:
         root: As given to `save`.
-        ballot: The votes of this group, of any size.
+        consensus: The votes of this group, of any size.
         wanted: Called with each manifest that is tried; its pieces are filled in place. After
             an error they hold anything.
         exchange: Called once for each checkpoint that is tried, on every rank: with True when
@@ -113,21 +113,21 @@ def load(
         DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
         ModelMismatch: The newest one is of another model; names the tensors. No rank has read it.
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
-        PeerLost: The store of the ballot is gone; or `exchange` or `meet` says so.
+        PeerLost: The store of the store consensus is gone; or `exchange` or `meet` says so.
     """
     search = _Search(root, tag, ram)
     if ram is not None:
-        ram.gather(ballot)
+        ram.gather(consensus)
     while True:
-        offer = ballot.announce(partial(search.next_offer, ballot.world), voted_on="name")
+        offer = consensus.announce(partial(search.next_offer, consensus.world), voted_on="name")
         if "name" not in offer:
             _raise(offer)
             return None
         offered = _open(root, ram, offer)
         read = partial(_manifest, offered, offer, search)
-        attempt = _try(offered, read, wanted, exchange, ballot.rank)
+        attempt = _try(offered, read, wanted, exchange, consensus.rank)
         meet(f"all ranks have read {offered.path.name}")
-        verdict = ballot.ask(attempt.vote, partial(search.judge, offered))
+        verdict = consensus.ask(attempt.vote, partial(search.judge, offered))
         if verdict["outcome"] == Outcome.GOOD:
             assert attempt.loaded is not None
             return attempt.loaded
@@ -143,7 +143,7 @@ def _raise(verdict: Record, cause: Exception | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OnDisk:
-    """A checkpoint on disk, in the words of `RamCheckpoint`."""
+    """A checkpoint on disk, in the words of `MemoryCheckpoint`."""
 
     path: Place
     copies: Copies | None = None
@@ -152,7 +152,7 @@ class _OnDisk:
         return read_manifest(self.path / MANIFEST)
 
 
-_Offered = _OnDisk | RamCheckpoint
+_Offered = _OnDisk | MemoryCheckpoint
 
 
 def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
@@ -172,7 +172,7 @@ def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
     return manifest
 
 
-def _open(root: Place, ram: RamSearch | None, offer: Record) -> _Offered:
+def _open(root: Place, ram: MemorySearch | None, offer: Record) -> _Offered:
     """What rank 0 offers, as this rank sees it."""
     name = str(offer["name"])
     if "home" not in offer:
@@ -206,7 +206,7 @@ def _try(
             count = fill(
                 path, manifest, state, copies=offered.copies, weights_filled=weights_filled
             )
-        loaded = Loaded(path, manifest, count, isinstance(offered, RamCheckpoint))
+        loaded = Loaded(path, manifest, count, isinstance(offered, MemoryCheckpoint))
         return _Attempt({"outcome": Outcome.GOOD}, loaded)
     except PeerLost:
         raise
@@ -241,7 +241,7 @@ class _Search:
 
     root: Place
     tag: str | None
-    ram: RamSearch | None
+    ram: MemorySearch | None
     damaged: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
@@ -314,7 +314,7 @@ class _Search:
         return verdict
 
 
-def _newest_first(root: Place, ram: RamSearch | None) -> Iterator[_Entry]:
+def _newest_first(root: Place, ram: MemorySearch | None) -> Iterator[_Entry]:
     """Both kinds in one order; of two that are equally new, the one in memory first."""
     in_memory = ram.candidates(root) if ram is not None else iter(())
     return heapq.merge(in_memory, scan(root), key=_age, reverse=True)

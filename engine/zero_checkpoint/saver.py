@@ -18,11 +18,11 @@ from functools import partial
 from zero_checkpoint.background import Background, Outcome
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage, own_layout, save
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.chunks import two_memories
 from zero_checkpoint.files.direct import DirectDisk
 from zero_checkpoint.files.object_disk import disk_of
-from zero_checkpoint.files.slabs import two_rooms
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import Image, LiveImage
 from zero_checkpoint.format.layout import FileLayout
@@ -32,8 +32,8 @@ from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
-from zero_checkpoint.room import NoArena, PrivateRoom
-from zero_checkpoint.staging import Arena
+from zero_checkpoint.staging import StagingBuffer
+from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
 from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
@@ -53,31 +53,31 @@ class Request:
 class Saver:
     """Runs the saves of this rank, one after the other."""
 
-    def __init__(self, config: Checkpoint, ballot: Ballot, lineage: Lineage) -> None:
+    def __init__(self, config: Checkpoint, consensus: StoreConsensus, lineage: Lineage) -> None:
         """Nothing is saved yet.
 
         Args:
             config: What to keep of the checkpoints before.
-            ballot: The votes of these saves alone; its `on_wait` says when the group is lost.
+            consensus: The votes of these saves alone; its `on_wait` says when the group is lost.
             lineage: Shared with all that keeps checkpoints of this run.
         """
         self.disk: Disk = DirectDisk()
-        self.arena = Arena(PrivateRoom())
+        self.staging = StagingBuffer(PrivateStaging())
         self.last_step = 0
         """Of the newest checkpoint that this worker knows to be committed."""
         best, wanted = None, config.keep_best
         if wanted is not None:
             best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
         self._keep = Keep(last=config.keep_last, every=config.keep_every, best=best)
-        self._rank = ballot.rank
+        self._rank = consensus.rank
         self._lineage = lineage
-        self._ballot = ballot
+        self._consensus = consensus
         self._background = Background()
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._copies = True
-        self._rooms = two_rooms()
+        self._memories = two_memories()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
     @property
@@ -106,9 +106,9 @@ class Saver:
         except CheckpointError:  # the save itself will say it, to all ranks
             self._start(request, None)
             return False
-        copied = copy and self._freeze(request, layout)
+        copied = copy and self._snapshot(request, layout)
         if not copied:
-            self._start(request, LiveImage(layout, self._rooms))
+            self._start(request, LiveImage(layout, self._memories))
         return copied
 
     def wait(self) -> Outcome | None:
@@ -141,11 +141,11 @@ class Saver:
                     error,
                 )
 
-    def tell_lost(self, *, in_ram: bool) -> None:
+    def tell_lost(self, *, in_memory: bool) -> None:
         """When leaving: which steps are lost, if the last save has failed.
 
         Args:
-            in_ram: Checkpoints are kept in memory as well.
+            in_memory: Checkpoints are kept in memory as well.
         """
         if self._failed is None or self._rank != 0:
             return
@@ -161,19 +161,19 @@ class Saver:
             kept,
             kept + 1,
             self._in_flight_step,
-            ", unless a node that stays has them in memory" if in_ram else "",
+            ", unless a node that stays has them in memory" if in_memory else "",
         )
 
     def forget(self) -> None:
         """Let go of the tensors of the last save."""
         self._layout = None
-        self.arena.forget()
+        self.staging.forget()
 
     def close(self) -> None:
         """Finish what is in flight, and give the memory back."""
         self.report(self.wait())
         self._background.close()
-        self.arena.close()
+        self.staging.close()
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
@@ -181,11 +181,11 @@ class Saver:
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 
-    def _freeze(self, request: Request, layout: FileLayout) -> bool:
+    def _snapshot(self, request: Request, layout: FileLayout) -> bool:
         """Copy this rank's share, which is written meanwhile; False if there is no room."""
         try:
-            self.arena.freeze(layout, begin=partial(self._start, request))
-        except NoArena as error:
+            self.staging.snapshot(layout, begin=partial(self._start, request))
+        except NoStagingMemory as error:
             if self._copies:
                 _log.warning("training waits for checkpoints to be written: %s", error)
             self._copies = False
@@ -210,7 +210,7 @@ class Saver:
         path = save(
             request.root,
             request.state,
-            self._ballot,
+            self._consensus,
             step=request.step,
             tag=request.tag,
             round=self._lineage.round,
@@ -227,5 +227,5 @@ class Saver:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether other ranks may not know of it; what the ballot decided, all of them do."""
+    """Whether other ranks may not know of it; what the store consensus decided, all of them do."""
     return not isinstance(error, CheckpointError)

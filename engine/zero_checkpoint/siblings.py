@@ -29,7 +29,7 @@ class Moment:
     """Number of each other engine that trains -> its step then. JSON has no other keys."""
 
 
-def torn(mine: Moment, others: list[Moment]) -> str:
+def inconsistent(mine: Moment, others: list[Moment]) -> str:
     """How the checkpoints that engines go on from contradict each other, or "".
 
     Two belong together if the later one was made while the other engine was at the step that it

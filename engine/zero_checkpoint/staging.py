@@ -1,9 +1,10 @@
 """Memory that a save is copied into, so that training goes on while it is written.
 
-An arena is mapped memory, reused from save to save; a frozen image in it is byte for byte the file
-that goes to disk, or that is a checkpoint in memory. `room` says where the memory comes from.
+A staging buffer is mapped memory, reused from save to save; a frozen image in it is byte for byte
+the file that goes to disk, or that is a checkpoint in memory. `room` says where the memory comes
+from.
 
-Must always hold: a slab of an image is read only when all of it is copied; who waits for one hears
+Must always hold: a chunk of an image is read only when all of it is copied; who waits for one hears
 of it when the copy is broken off.
 
 Called by `saver` and `memory.tier`, on every rank.
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.slabs import Copy, copies, halves, slabs_of
+from zero_checkpoint.files.chunks import Copy, chunks_of, copies, halves
 from zero_checkpoint.format.layout import FileLayout
-from zero_checkpoint.room import Room
+from zero_checkpoint.staging_memory import StagingMemory
 
 _GRAIN_BYTES = 2 << 20
-"""Capacities are multiples of it: a step count that grows by a digit needs no new arena."""
+"""Capacities are multiples of it: a step count that grows by a digit needs no new buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +33,34 @@ class FrozenImage:
 
     layout: FileLayout
     path: Path | None
-    """The file of its memory, if it has one, for as long as the arena is not closed."""
+    """The file of its memory, if it has one, for as long as the staging buffer is not closed."""
     copied: Sequence[Future[memoryview]]
-    """Its memory in halves, each once it is copied. To read it from the first slab on would make
+    """Its memory in halves, each once it is copied. To read it from the first chunk on would make
     it durable sooner, but slow the copy, for which training waits, by a fifth."""
 
-    def slabs(self) -> Iterator[memoryview]:
-        """As `writer.Image.slabs`, each once it is copied.
+    def chunks(self) -> Iterator[memoryview]:
+        """As `writer.Image.chunks`, each once it is copied.
 
         Raises:
             CheckpointError: The copy was broken off.
         """
         for part in self.copied:
             try:
-                yield from slabs_of(part.result())
+                yield from chunks_of(part.result())
             except CancelledError:
                 raise CheckpointError("the copy of the state was broken off") from None
 
 
-class Arena:
-    """The arena of one rank. One image at a time: the next `freeze` overwrites it."""
+class StagingBuffer:
+    """The staging buffer of one rank. One image at a time: the next `snapshot` overwrites it."""
 
-    def __init__(self, room: Room) -> None:
-        """Nothing is reserved before the first `freeze`."""
+    def __init__(self, room: StagingMemory) -> None:
+        """Nothing is reserved before the first `snapshot`."""
         self._room = room
         self._memory: mmap.mmap | None = None
         self._plan: _Plan | None = None
 
-    def freeze(
+    def snapshot(
         self, layout: FileLayout, begin: Callable[[FrozenImage], object] = lambda _: None
     ) -> FrozenImage:
         """Copy what is placed in a layout; when this returns, the tensors may change.
@@ -69,7 +70,7 @@ class Arena:
             begin: Given the image before anything is copied, to begin reading it elsewhere.
 
         Raises:
-            NoArena: There is no room; `begin` was not called.
+            NoStagingMemory: There is no room; `begin` was not called.
         """
         if self._memory is None or len(self._memory) < layout.size_bytes:
             self.close()

@@ -37,12 +37,20 @@ from zero_comm.errors import LeavingNow
 from zero_comm.waiting import Interrupt
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
-from zero_contract.worker import Ability, CommitReply, ExitCode, Leave, Message, RamReply, When
+from zero_contract.worker import (
+    Ability,
+    CommitReply,
+    ExitCode,
+    Leave,
+    Message,
+    PeerMemoryReply,
+    When,
+)
 
 _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 30.0
-RAM_TIMEOUT_S = 10.0
+PEER_MEMORY_TIMEOUT_S = 10.0
 LAST_SAVE = 0.75
 """Of the time that leaving may take, the last save may wait so much for etcd: the rest is needed to
 leave, before the agent ends it."""
@@ -79,7 +87,7 @@ class AgentLink:
         self._leave = threading.Event()
         self._last_save_by_s = 0.0
         self._numbers = itertools.count(1)
-        self._answers: dict[int, CommitReply | RamReply] = {}
+        self._answers: dict[int, CommitReply | PeerMemoryReply] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         path = path or os.environ.get(contract.ENV_SOCKET)
@@ -167,7 +175,7 @@ class AgentLink:
         samples: int,
         timeout_s: float = COMMIT_TIMEOUT_S,
         *,
-        in_ram: bool = False,
+        in_memory: bool = False,
         patience_s: float = 0.0,
     ) -> CommitReply:
         """Ask whether a checkpoint may be published; no answer in time is a refusal."""
@@ -178,7 +186,7 @@ class AgentLink:
             tag=tag,
             digest=digest,
             samples=samples,
-            in_ram=in_ram,
+            in_memory=in_memory,
             patience_s=patience_s,
             round=self.round,
         )
@@ -187,20 +195,22 @@ class AgentLink:
             return answer
         return CommitReply(request=number, granted=False, reason=str(answer))
 
-    def request_ram(self, budget_bytes: int | None, timeout_s: float = RAM_TIMEOUT_S) -> RamReply:
+    def request_peer_memory(
+        self, budget_bytes: int | None, timeout_s: float = PEER_MEMORY_TIMEOUT_S
+    ) -> PeerMemoryReply:
         """Ask where this node keeps checkpoints in memory; no answer in time is a refusal."""
         number = next(self._numbers)
         if not self.present:
-            return RamReply(request=number, reason="there is no zero-agent to keep them")
-        request = contract.RamRequest(request=number, budget_bytes=budget_bytes)
+            return PeerMemoryReply(request=number, reason="there is no zero-agent to keep them")
+        request = contract.PeerMemoryRequest(request=number, budget_bytes=budget_bytes)
         answer = self._ask(request, timeout_s)
-        if isinstance(answer, RamReply):
+        if isinstance(answer, PeerMemoryReply):
             return answer
-        return RamReply(request=number, reason=str(answer))
+        return PeerMemoryReply(request=number, reason=str(answer))
 
     def _ask(
-        self, request: contract.CommitRequest | contract.RamRequest, timeout_s: float
-    ) -> CommitReply | RamReply | str:
+        self, request: contract.CommitRequest | contract.PeerMemoryRequest, timeout_s: float
+    ) -> CommitReply | PeerMemoryReply | str:
         """The agent's answer, or why there is none."""
         number = request.request
         self._send(request)
@@ -216,7 +226,7 @@ class AgentLink:
         return f"the agent did not answer within {timeout_s:g} s"
 
     def fence(
-        self, step: int, tag: str, samples: int, *, in_ram: bool = False, last: bool = False
+        self, step: int, tag: str, samples: int, *, in_memory: bool = False, last: bool = False
     ) -> Callable[[str], None] | None:
         """What to call with a manifest's digest before publishing it; raises CommitRefused.
 
@@ -224,7 +234,7 @@ class AgentLink:
             step: Of the checkpoint.
             tag: Of it.
             samples: Consumed up to it.
-            in_ram: It is one in memory.
+            in_memory: It is one in memory.
             last: The workers leave with it: while etcd is away it waits for as long as they may.
         """
         if not self.present:
@@ -233,7 +243,7 @@ class AgentLink:
         def check(digest: str) -> None:
             patience_s = max(0.0, self._last_save_by_s - time.monotonic()) if last else 0.0
             reply = self.request_commit(
-                step, tag, digest, samples, in_ram=in_ram, patience_s=patience_s
+                step, tag, digest, samples, in_memory=in_memory, patience_s=patience_s
             )
             if not reply.granted:
                 raise CommitRefused(
@@ -276,7 +286,7 @@ class AgentLink:
                 if message.when is When.NOW:
                     self.interrupt.request(message.reason)
                     self.group_lost.set()
-            case CommitReply() | RamReply():
+            case CommitReply() | PeerMemoryReply():
                 with self._changed:
                     self._answers[message.request] = message
                     self._changed.notify_all()

@@ -2,8 +2,8 @@
 
 Owns the name, the count and the waiting of everything that travels between ranks. Must always hold:
 
-- The reduction is *ordered*: `exchange_leaves` delivers gradients unreduced, and the owner adds
-  them in leaf order. A sum depends on the leaves, never on who computed them.
+- The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
+  them in micro-batch order. A sum depends on the micro-batches, never on who computed them.
 - All ranks issue the same exchanges in the same order. Where they do not, nothing is mixed up:
   shards travel under the name of what they belong to, and ranks that wait for each other in a
   circle get `Diverged`, which names the exchanges.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zero_comm.comms_log import LOG
 from zero_comm.cpu.transport import CpuTransport
-from zero_comm.deadlock import Standstill
+from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
 from zero_comm.transport import Transport
@@ -73,7 +73,7 @@ class Collectives:
         self,
         group: dist.ProcessGroup | None = None,
         interrupt: Interrupt | None = None,
-        name: str = "standstill",
+        name: str = "deadlock",
     ) -> None:
         """Use a process group.
 
@@ -91,7 +91,7 @@ class Collectives:
         group = group or dist.group.WORLD
         timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
         self._waiter = Waiter(group, interrupt, timeout.total_seconds())
-        self._standstill = Standstill(group_store(name), self.rank, self.world)
+        self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
 
     def _transport(self, tensor: Tensor) -> Transport:
         return self._by_cpu if tensor.device.type == "cpu" else self._by_device
@@ -119,7 +119,7 @@ class Collectives:
         """See `wait`."""
 
         def look() -> None:
-            if circle := self._standstill.look(pending.what, pending.turn):
+            if circle := self._deadlock.look(pending.what, pending.turn):
                 raise Diverged(circle)
 
         if self._waiter.interrupt.reason:
@@ -132,7 +132,7 @@ class Collectives:
             ended = self._waiter.wait(pending.works, look)
         if not ended:
             self._leave(pending)
-        self._standstill.go_on()  # a wait that was given up stays posted: the rank is not coming
+        self._deadlock.go_on()  # a wait that was given up stays posted: the rank is not coming
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
@@ -140,7 +140,7 @@ class Collectives:
     def _pending(
         self, kind: str, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...], sent: int
     ) -> Pending:
-        turn = self._standstill.begin(what)
+        turn = self._deadlock.begin(what)
         return Pending(what, tuple(works), buffers, turn, self, kind, sent)
 
     def own(self, full: Tensor) -> Tensor:
@@ -148,29 +148,29 @@ class Collectives:
         size = full.numel() // self.world
         return full[self.rank * size : (self.rank + 1) * size]
 
-    def exchange_leaves(self, leaves: Tensor, received: Tensor, what: str) -> Pending:
+    def exchange_gradients(self, microbatches: Tensor, received: Tensor, what: str) -> Pending:
         """Send interval j of `leaves` [world * n] to every other rank j.
 
-        `received` [(world - 1) * n] gets this rank's interval of the leaves that the others ran;
-        `in_leaf_order` puts them and its own in order.
+        `received` [(world - 1) * n] gets this rank's interval of the micro-batches that the others
+        ran; `in_microbatch_order` puts them and its own in order.
         """
-        sent_bytes, turn = self._count("leaves", leaves), self._standstill.begun[what]
-        out, into = leaves.view(self.world, -1), received.view(self.world - 1, -1)
+        sent_bytes, turn = self._count("leaves", microbatches), self._deadlock.begun[what]
+        out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
         with transport_failures(what):
-            works = self._transport(leaves).scatter(out, into, what, turn)
-        return self._pending("leaves", what, works, (leaves, received), sent_bytes)
+            works = self._transport(microbatches).scatter(out, into, what, turn)
+        return self._pending("leaves", what, works, (microbatches, received), sent_bytes)
 
-    def in_leaf_order(self, leaves: Tensor, received: Tensor) -> list[Tensor]:
+    def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
         others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
-        others.insert(self.rank, self.own(leaves))
+        others.insert(self.rank, self.own(microbatches))
         return others
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
         if self.world == 1:
             return self._pending("", what, (), (), 0)
-        sent_bytes, turn = self._count("gather", full), self._standstill.begun[what]
+        sent_bytes, turn = self._count("gather", full), self._deadlock.begun[what]
         with transport_failures(what):
             works = self._transport(full).gather(full.view(self.world, -1), what, turn)
         return self._pending("gather", what, works, (full,), sent_bytes)
@@ -188,7 +188,7 @@ class Collectives:
             return {r: each for r, each in tensors.items() if r != self.rank and each.numel()}
 
         held, wanted = to_others(held), to_others(wanted)
-        sent_bytes, turn = sum(each.nbytes for each in held.values()), self._standstill.begun[what]
+        sent_bytes, turn = sum(each.nbytes for each in held.values()), self._deadlock.begun[what]
         self.bytes_sent["pieces"] += sent_bytes
         buffers, works = (*wanted.values(), *held.values()), list[Work]()
         if buffers:

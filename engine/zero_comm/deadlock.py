@@ -96,8 +96,8 @@ def describe(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
     )
 
 
-class Standstill:
-    """One rank's view of a group that may have come to a standstill."""
+class DeadlockDetector:
+    """One rank's view of a group that may have come to a deadlock."""
 
     def __init__(self, board: Board, rank: int, world: int) -> None:
         self.begun: Counter[str] = Counter()

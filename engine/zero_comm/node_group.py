@@ -36,6 +36,6 @@ def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives
             )
         return None
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
-    node = Collectives(groups[rank // size], interrupt, name=f"standstill/{rank // size}")
+    node = Collectives(groups[rank // size], interrupt, name=f"deadlock/{rank // size}")
     node.meet(local_device())
     return node

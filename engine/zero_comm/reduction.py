@@ -152,7 +152,7 @@ class OrderedReduction:
         received = self._pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
         if world == 1:
             return Reduction(Pending(what), gradient, received)
-        pending = self._collectives.exchange_leaves(gradient, received, what)
+        pending = self._collectives.exchange_gradients(gradient, received, what)
         return Reduction(pending, gradient, received)
 
     def finish(self, reduction: Reduction, total: Tensor, *, live: int, first: bool) -> None:
@@ -170,7 +170,7 @@ class OrderedReduction:
             Diverged: The ranks wait for each other.
         """
         wait(reduction.pending)
-        gradients = self._collectives.in_leaf_order(reduction.sent, reduction.received)
+        gradients = self._collectives.in_microbatch_order(reduction.sent, reduction.received)
         fold(gradients[:live], total, self._pool, first=first, packed=self._quantized)
         self._pool.give(reduction.received)
         if self._quantized:

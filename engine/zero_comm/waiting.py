@@ -92,7 +92,7 @@ class Work(Protocol):
         """Stand still until it has ended; raises what the transport raises."""
 
 
-class Told:
+class Watched:
     """An exchange whose end somebody tells: no thread has to wait for it."""
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -123,7 +123,7 @@ class Told:
             raise self._error
 
 
-class _Job(Told):
+class _Job(Watched):
     """Exchanges that the thread waits for."""
 
     def __init__(self, works: Sequence[Work], changed: threading.Condition) -> None:
@@ -163,8 +163,8 @@ class Waiter:
         Returns:
             False if it was interrupted. Raises what the transport raises.
         """
-        told = [work for work in works if isinstance(work, Told)]
-        others = [work for work in works if not isinstance(work, Told)]
+        told = [work for work in works if isinstance(work, Watched)]
+        others = [work for work in works if not isinstance(work, Watched)]
         if all(work.is_completed() for work in works):
             for work in works:  # an exchange that failed has also ended
                 work.wait()
@@ -183,7 +183,7 @@ class Waiter:
                 work.wait()
         return _ended(told)
 
-    def _begin(self, works: Sequence[Work]) -> Told:
+    def _begin(self, works: Sequence[Work]) -> Watched:
         """Let the thread wait for these."""
         job = _Job(works, self.interrupt.changed)
         if self._thread is None:
@@ -193,7 +193,7 @@ class Waiter:
         self._jobs.put(job)
         return job
 
-    def _stand_still(self, told: Sequence[Told], look: Callable[[], None]) -> None:
+    def _stand_still(self, told: Sequence[Watched], look: Callable[[], None]) -> None:
         def settled() -> bool:
             failed = any(work.failed for work in told)
             return failed or _ended(told) or bool(self.interrupt.reason)
@@ -208,7 +208,7 @@ class Waiter:
                 raise RuntimeError(f"timed out waiting for {self._timeout_s:g} s")
 
 
-def _ended(told: Sequence[Told]) -> bool:
+def _ended(told: Sequence[Watched]) -> bool:
     return all(work.is_completed() for work in told)
 
 

@@ -1,9 +1,9 @@
-"""The loader: the rest of an epoch, leaf by leaf, from the committed position.
+"""The loader: the rest of an epoch, micro-batch by micro-batch, from the committed position.
 
 Owns the way from a position to batches. Must always hold: iterating reads the position and
 never moves it, whatever has been prefetched; only `engine.step()` moves it. What a rank is
 given is a function of (seed, position, world, rank), so a run that goes on at another world
-size consumes every sample exactly once. Random augmentation is seeded per leaf, in worker
+size consumes every sample exactly once. Random augmentation is seeded per micro-batch, in worker
 processes and without them, so that it does not depend on who loads a sample.
 
 Made by `assembly`; users iterate it; `engine` asks it which samples it handed out last. `streams`
@@ -25,7 +25,7 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import (
     BatchShape,
     Cursor,
-    Leaf,
+    MicroBatch,
     StepPlan,
     micro_steps_left,
     mix,
@@ -39,12 +39,12 @@ PAST_THE_EPOCH = (
     "of each epoch: a step does not straddle two"
 )
 _AUGMENTATION = 1
-"""Keeps the seeds of data apart from those of dropout, which mix (seed, step, leaf)."""
+"""Keeps the seeds of data apart from those of dropout, which mix (seed, step, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Which leaf a batch is, and the samples in it."""
+    """Which micro-batch a batch is, and the samples in it."""
 
     start: int
     """The position in the run of its first sample."""
@@ -115,7 +115,7 @@ def make_source(
 
 
 @dataclass(kw_only=True)
-class LeafSampler:
+class MicroBatchSampler:
     """The leaves of one rank, as tickets; the loader's batch sampler."""
 
     source: DataSource
@@ -133,8 +133,8 @@ class LeafSampler:
         return self.cursor.samples // self.source.epoch_size
 
     def leave_steps_to_script(self) -> bool:
-        """As `Feed` says: without ghosts, samples come in one order whatever a step is."""
-        if self.batch.leaves % self.world == 0:
+        """As `Feed` says: without padding micro-batches, samples come in one order."""
+        if self.batch.microbatches % self.world == 0:
             self.managed = False
         return not self.managed
 
@@ -158,33 +158,37 @@ class LeafSampler:
         plans = plan_epoch(self.cursor.samples, self.batch, self.source.epoch_size)
         for step, plan in enumerate(plans, self.cursor.step):
             for micro in range(begun, plan.micro_steps(self.world)):
-                leaf = plan.leaf(micro, self.rank, self.world)
-                yield self._ticket(plan, leaf, leaf_seed(self.seed, step, leaf.index))
+                microbatch = plan.microbatch(micro, self.rank, self.world)
+                yield self._ticket(
+                    plan, microbatch, microbatch_seed(self.seed, step, microbatch.index)
+                )
             begun = 0
 
     def _rest(self) -> StepPlan:
         return plan_rest(self.cursor.samples, self.batch, self.source.epoch_size)
 
     def _tickets_of_rest(self) -> Iterator[Ticket]:
-        # Nobody knows yet in which step a leaf will run: its place in the run seeds it.
+        # Nobody knows yet in which step a micro-batch will run: its place in the run seeds it.
         plan, begun = self._rest(), self.cursor.micro
         if begun == plan.micro_steps(self.world):
             raise ZeroError(PAST_THE_EPOCH)
         for micro in range(begun, plan.micro_steps(self.world)):
-            leaf = plan.leaf(micro, self.rank, self.world)
-            yield self._ticket(plan, leaf, leaf_seed(self.seed, plan.position + leaf.start, 0))
+            microbatch = plan.microbatch(micro, self.rank, self.world)
+            yield self._ticket(
+                plan, microbatch, microbatch_seed(self.seed, plan.position + microbatch.start, 0)
+            )
 
-    def _ticket(self, plan: StepPlan, leaf: Leaf, seed: int) -> Ticket:
+    def _ticket(self, plan: StepPlan, microbatch: MicroBatch, seed: int) -> Ticket:
         source = self.source
-        ids = sample_ids(plan, leaf, source.size, source.epoch_size, source.shuffle_key)
-        return Ticket(plan.position + leaf.start, tuple(ids), seed)
+        ids = sample_ids(plan, microbatch, source.size, source.epoch_size, source.shuffle_key)
+        return Ticket(plan.position + microbatch.start, tuple(ids), seed)
 
 
 class ElasticLoader:
     """Iterates over the rest of the current epoch in this rank's micro-batches.
 
     Each iteration begins at the committed position and ends with the epoch; the next one is the
-    next epoch. Ghost batches are included: every rank gets equally many.
+    next epoch. Padding micro-batches are included: every rank gets equally many.
     """
 
     # Nothing that this class owns refers back to it: in a reference cycle, the garbage collector
@@ -192,7 +196,7 @@ class ElasticLoader:
 
     def __init__(
         self,
-        sampler: LeafSampler,
+        sampler: MicroBatchSampler,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -267,13 +271,13 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def leaf_seed(seed: int, step: int, leaf: int) -> int:
-    """Where the augmentation of one leaf begins."""
-    return mix(seed, step, leaf, _AUGMENTATION)
+def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
+    """Where the augmentation of one micro-batch begins."""
+    return mix(seed, step, microbatch, _AUGMENTATION)
 
 
 class _SeededDataset(Dataset[Any]):
-    """Fetches the samples of one ticket, from a random state that depends on the leaf alone."""
+    """Fetches the samples of one ticket; its random state depends on the micro-batch alone."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

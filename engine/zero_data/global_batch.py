@@ -2,12 +2,12 @@
 
 Owns the arithmetic from (position, batch, world) to sample ids and seeds. Must always hold:
 
-- A step is cut into *leaves*, micro-batches of a fixed size. Which samples a leaf holds, its
-  weight and its random seeds depend on the step and the leaf, never on rank or world.
-- An `Assignment` gives every leaf to one rank and micro-step: by default leaf s * world + r to
-  rank r at micro-step s. A number past the last leaf is a *ghost*: the rank runs the last leaf
-  again and joins the collectives, but is not summed. So every world size works, with no
-  divisibility rule.
+- A step is cut into micro-batches of a fixed size. Which samples a micro-batch holds, its
+  weight and its random seeds depend on the step and the micro-batch, never on rank or world.
+- An `Assignment` gives every micro-batch to one rank and micro-step: by default micro-batch s *
+  world + r to rank r at micro-step s. A number past the last micro-batch is a *padding
+  micro-batch*: the rank runs the last micro-batch again and joins the collectives, but is not
+  summed. So every world size works, with no divisibility rule.
 - A step never straddles two epochs: the last step of an epoch is shorter. Nothing is dropped,
   padded or repeated.
 
@@ -36,13 +36,13 @@ _ENDLESS = 1 << 62
 class BatchShape:
     """The global batch: `leaves` micro-batches of `micro_batch` samples."""
 
-    leaves: int
+    microbatches: int
     micro_batch: int
 
     @property
     def samples(self) -> int:
         """Samples in a full step: DeepSpeed's train_batch_size."""
-        return self.leaves * self.micro_batch
+        return self.microbatches * self.micro_batch
 
 
 @dataclass(slots=True)
@@ -63,13 +63,13 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class MicroBatch:
     """A rank's share of one micro-step: `size` samples from `start` of its step."""
 
     index: int
     start: int
     size: int
-    ghost: bool
+    padding: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +130,13 @@ def contiguous(world: int, micro_batches: int) -> Assignment:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: `samples` samples from `position` on, in leaves of `micro_batch`."""
+    """One step: `samples` samples from `position` on, in micro-batches of `micro_batch`."""
 
     position: int
     samples: int
     micro_batch: int
     weighed_as: int | None = None
-    """Samples that a leaf's weight is its share of; None: those of the step."""
+    """Samples that a micro-batch's weight is its share of; None: those of the step."""
 
     @property
     def base(self) -> int:
@@ -144,29 +144,29 @@ class StepPlan:
         return self.samples if self.weighed_as is None else self.weighed_as
 
     @property
-    def leaves(self) -> int:
-        """Number of leaves; the last one may be smaller."""
+    def microbatches(self) -> int:
+        """Number of micro-batches; the last one may be smaller."""
         return -(-self.samples // self.micro_batch)
 
     def micro_steps(self, world: int) -> int:
         """Micro-steps that every rank runs."""
-        return -(-self.leaves // world)
+        return -(-self.microbatches // world)
 
     def live(self, micro: int, world: int) -> int:
         """Leaves summed at this micro-step: those of ranks [0, live)."""
-        return min(world, self.leaves - micro * world)
+        return min(world, self.microbatches - micro * world)
 
-    def leaf(self, micro: int, rank: int, world: int) -> Leaf:
+    def microbatch(self, micro: int, rank: int, world: int) -> MicroBatch:
         """What `rank` runs at this micro-step."""
-        number = strided(world).number(micro, rank, self.leaves)
-        index = min(number, self.leaves - 1)
+        number = strided(world).number(micro, rank, self.microbatches)
+        index = min(number, self.microbatches - 1)
         start = index * self.micro_batch
         size = min(self.micro_batch, self.samples - start)
-        return Leaf(index, start, size, ghost=number >= self.leaves)
+        return MicroBatch(index, start, size, padding=number >= self.microbatches)
 
-    def weight(self, leaf: Leaf) -> float:
-        """The share of a leaf's mean loss in the mean loss of the step."""
-        return leaf.size / self.base
+    def weight(self, microbatch: MicroBatch) -> float:
+        """The share of a micro-batch's mean loss in the mean loss of the step."""
+        return microbatch.size / self.base
 
     def first(self, micro_steps: int, world: int) -> StepPlan:
         """The part of it that so many micro-steps run."""
@@ -233,14 +233,16 @@ def resolve_batch(
                 f"world_size: {train_batch} != {micro_batch} * {accumulation} * {world}; leave "
                 "out gradient_accumulation_steps, which follows from the others at every world size"
             )
-        leaves = _divide(train_batch, micro_batch, "train_micro_batch_size_per_gpu")
-        return BatchShape(leaves=leaves, micro_batch=micro_batch), False
-    leaves = (accumulation or 1) * world
+        microbatches = _divide(train_batch, micro_batch, "train_micro_batch_size_per_gpu")
+        return BatchShape(microbatches=microbatches, micro_batch=micro_batch), False
+    microbatches = (accumulation or 1) * world
     if train_batch is not None:
         factors = f"gradient_accumulation_steps * world ({accumulation or 1} * {world})"
-        return BatchShape(leaves=leaves, micro_batch=_divide(train_batch, leaves, factors)), True
+        return BatchShape(
+            microbatches=microbatches, micro_batch=_divide(train_batch, microbatches, factors)
+        ), True
     if micro_batch is not None:
-        return BatchShape(leaves=leaves, micro_batch=micro_batch), True
+        return BatchShape(microbatches=microbatches, micro_batch=micro_batch), True
     raise ConfigError(
         "the config gives no batch size: set train_batch_size and train_micro_batch_size_per_gpu"
     )
@@ -307,14 +309,14 @@ def _scramble(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64
 
 
 def sample_ids(
-    plan: StepPlan, leaf: Leaf, dataset_size: int, epoch_size: int, key: int | None
+    plan: StepPlan, microbatch: MicroBatch, dataset_size: int, epoch_size: int, key: int | None
 ) -> list[int]:
-    """The samples of one leaf. `key` is the seed of the shuffle; None keeps the dataset's order.
+    """The samples of one micro-batch. `key`: the seed of the shuffle; None keeps the order.
 
     `epoch_size` < `dataset_size` when the tail of every epoch is dropped.
     """
     epoch, offset = divmod(plan.position, epoch_size)
-    first = offset + leaf.start
-    offsets = np.arange(first, first + leaf.size, dtype=np.int64)
+    first = offset + microbatch.start
+    offsets = np.arange(first, first + microbatch.size, dtype=np.int64)
     ids = offsets if key is None else permute(offsets, dataset_size, key, epoch)
     return [int(i) for i in ids]

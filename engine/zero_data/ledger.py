@@ -28,8 +28,8 @@ class Entry:
     round: int
     rank: int
     world: int
-    leaves: Mapping[int, tuple[int, ...]]
-    """Leaf -> sample ids; ghosts are not in it."""
+    microbatches: Mapping[int, tuple[int, ...]]
+    """Micro-batch -> sample ids; padding micro-batches are not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +65,20 @@ class Ledger:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"round": round, "rank": rank, "world": world}
-        self._leaves: dict[int, list[int]] = {}
+        self._microbatches: dict[int, list[int]] = {}
         # Unbuffered: each write is one system call, and survives the process from then on.
         path = directory / f"round{round}-rank{rank}.jsonl"
         self._file = path.open("ab", buffering=0)
 
-    def consume(self, leaf: int, ids: Iterable[int]) -> None:
-        """Note a leaf of the step that is under way."""
-        self._leaves.setdefault(leaf, []).extend(ids)
+    def consume(self, microbatch: int, ids: Iterable[int]) -> None:
+        """Note a micro-batch of the step that is under way."""
+        self._microbatches.setdefault(microbatch, []).extend(ids)
 
     def end_step(self, step: int) -> None:
         """Write the entry of the step that has just ended."""
-        record = {"step": step, **self._common, "leaves": self._leaves}
+        record = {"step": step, **self._common, "leaves": self._microbatches}
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._leaves = {}
+        self._microbatches = {}
 
     def close(self) -> None:
         """Close the file."""
@@ -103,8 +103,8 @@ def read_ledger(directory: str | Path) -> list[Entry]:
 def _entry(line: bytes, where: str) -> Entry:
     try:
         record = json.loads(line)
-        leaves = {int(leaf): tuple(ids) for leaf, ids in record["leaves"].items()}
-        return Entry(record["step"], record["round"], record["rank"], record["world"], leaves)
+        microbatches = {int(microbatch): tuple(ids) for microbatch, ids in record["leaves"].items()}
+        return Entry(record["step"], record["round"], record["rank"], record["world"], microbatches)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
 
@@ -125,7 +125,7 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     problems = [f"step {step} is in no ledger" for step in missing]
     consumed: list[int] = []
     for step, ranks in committed.items():
-        ids, wrong = _leaves_in_order(step, ranks)
+        ids, wrong = _in_microbatch_order(step, ranks)
         consumed += ids
         problems += wrong
     return Report(
@@ -137,19 +137,23 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     )
 
 
-def _leaves_in_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:
-    """The samples of one execution in leaf order, and what is wrong with its leaves."""
-    leaves = [(leaf, ids) for entry in ranks for leaf, ids in entry.leaves.items()]
-    counts = Counter(leaf for leaf, _ in leaves)
+def _in_microbatch_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:
+    """The samples of one execution in micro-batch order, and what is wrong with them."""
+    microbatches = [
+        (microbatch, ids) for entry in ranks for microbatch, ids in entry.microbatches.items()
+    ]
+    counts = Counter(microbatch for microbatch, _ in microbatches)
     problems = [
-        f"step {step}: micro-batch {leaf} ran {n} times" for leaf, n in counts.items() if n > 1
+        f"step {step}: micro-batch {microbatch} ran {n} times"
+        for microbatch, n in counts.items()
+        if n > 1
     ]
     absent = sorted(set(range(max(counts, default=-1) + 1)) - counts.keys())
-    problems += [f"step {step}: micro-batch {leaf} ran on no rank" for leaf in absent]
+    problems += [f"step {step}: micro-batch {microbatch} ran on no rank" for microbatch in absent]
     world = ranks[0].world
     if len(ranks) != world:
         problems.append(f"step {step}: {len(ranks)} of {world} ranks have an entry")
-    return [i for _, ids in sorted(leaves) for i in ids], problems
+    return [i for _, ids in sorted(microbatches) for i in ids], problems
 
 
 def _epoch_problems(consumed: list[int], dataset_size: int) -> list[str]:

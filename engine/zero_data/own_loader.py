@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from zero_data.elastic_loader import LeafSampler, Ticket
+from zero_data.elastic_loader import MicroBatchSampler, Ticket
 from zero_data.global_batch import BatchShape
 
 
-class LeafBatches(Sampler[list[int]]):
+class MicroBatches(Sampler[list[int]]):
     """This rank's micro-batches as lists of indices: `DataLoader(batch_sampler=...)`."""
 
-    def __init__(self, sampler: LeafSampler) -> None:
+    def __init__(self, sampler: MicroBatchSampler) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.elastic_loader import ElasticLoader, LeafSampler, make_source
+from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
 from zero_data.global_batch import Cursor, StepPlan, plan_step, resolve_batch
 from zero_data.ledger import Ledger
 
@@ -69,7 +69,7 @@ class Samples:
         """The position: steps and samples that have been committed."""
         self._rank = rank
         self._world = world
-        sampler = LeafSampler(
+        sampler = MicroBatchSampler(
             source=source, batch=self._batch, cursor=self.cursor, rank=rank, world=world, seed=seed
         )
         self._loader = ElasticLoader(sampler, collate_fn=collate_fn, num_workers=num_workers)
@@ -118,12 +118,12 @@ class Samples:
 
     def _run(self, plan: StepPlan, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for micro in range(plan.micro_steps(self._world)):
-            batch, leaf = next(batches), plan.leaf(micro, self._rank, self._world)
+            batch, microbatch = next(batches), plan.microbatch(micro, self._rank, self._world)
             ticket = self._loader.last
             assert ticket is not None
-            if self.ledger is not None and not leaf.ghost:
-                self.ledger.consume(leaf.index, ticket.ids)
-            yield batch, 0.0 if leaf.ghost else plan.weight(leaf)
+            if self.ledger is not None and not microbatch.padding:
+                self.ledger.consume(microbatch.index, ticket.ids)
+            yield batch, 0.0 if microbatch.padding else plan.weight(microbatch)
 
 
 class Step:

@@ -1,4 +1,4 @@
-"""Datasets that can only be iterated: read whole by every rank, which keeps its own leaves.
+"""Datasets that can only be iterated: read whole by every rank, which keeps its own micro-batches.
 
 Owns the way from a position in a stream to batches. Must always hold: what a rank is given is a
 function of the stream and the position, so every sample is consumed exactly once at every world
@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.elastic_loader import Ticket, leaf_seed, seed_everything
+from zero_data.elastic_loader import Ticket, microbatch_seed, seed_everything
 from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix
 
 _READING = 2
@@ -139,10 +139,10 @@ class StreamSteps(IterableDataset[Item]):
 
     def _tickets(self, plan: StepPlan, step: int, begun: int, read: int) -> Iterator[Ticket]:
         for micro in range(begun, plan.micro_steps(self.world)):
-            leaf = plan.leaf(micro, self.rank, self.world)
-            ids = range(read + leaf.start, read + leaf.start + leaf.size)
-            seed = leaf_seed(self.seed, step, leaf.index)
-            yield Ticket(plan.position + leaf.start, tuple(ids), seed)
+            microbatch = plan.microbatch(micro, self.rank, self.world)
+            ids = range(read + microbatch.start, read + microbatch.start + microbatch.size)
+            seed = microbatch_seed(self.seed, step, microbatch.index)
+            yield Ticket(plan.position + microbatch.start, tuple(ids), seed)
 
     def _find(self, position: int) -> tuple[int, int, Iterator[Any]]:
         """The epoch of a position, how far into it that is, and the samples from there on."""

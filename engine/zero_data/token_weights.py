@@ -2,8 +2,9 @@
 
 Owns two factors. The tokens of a whole step are known only when its last micro-batch has run, so
 a loss is first weighted as if every sample had NOMINAL tokens, and the sums are corrected in the
-step. Must always hold: the weight of a leaf depends on the leaf alone and the correction on all
-leaves, so neither depends on the world size; NOMINAL is a power of two, so it rounds nothing.
+step. Must always hold: the weight of a micro-batch depends on the micro-batch alone and the
+correction on all micro-batches, so neither depends on the world size; NOMINAL is a power of two, so
+it rounds nothing.
 
 Called by `engine`.
 
@@ -52,30 +53,31 @@ def nominal(plan: StepPlan) -> int:
 def correction(counts: Tensor, plan: StepPlan) -> float:
     """What the sums over a step are multiplied with.
 
-    Whoever divides over micro-steps and ranks takes all their leaves for full ones; where some are
-    short or ghosts, the mean over the samples that there are stands for that.
+    Whoever divides over micro-steps and ranks takes all their micro-batches for full ones; where
+    some are short or padding micro-batches, the mean over the samples that there are stands for
+    that.
 
     Args:
-        counts: [world, micro-steps], the tokens of every leaf, or NOT_GIVEN, or BY_SCRIPT.
-        plan: The step; what is beyond its leaves is ghosts.
+        counts: [world, micro-steps], the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.
+        plan: The step; what is beyond its micro-batches is padding micro-batches.
 
     Raises:
-        ZeroError: Not all leaves are weighted in the same way.
+        ZeroError: Not all micro-batches are weighted in the same way.
     """
-    leaves = counts.t().flatten()[: plan.leaves].tolist()
-    without = sum(count < 0 for count in leaves)
-    if without == len(leaves):
-        if len(set(leaves)) > 1:
+    microbatches = counts.t().flatten()[: plan.microbatches].tolist()
+    without = sum(count < 0 for count in microbatches)
+    if without == len(microbatches):
+        if len(set(microbatches)) > 1:
             raise ZeroError(
                 "scale_wrt_gas is true in some micro-batches of this step and false in others; "
                 "give the same to every backward()"
             )
         full = counts.numel() * plan.micro_batch / plan.samples
-        return full if BY_SCRIPT in leaves or plan.weighed_as is not None else 1.0
+        return full if BY_SCRIPT in microbatches or plan.weighed_as is not None else 1.0
     if without:
         raise ZeroError(
-            f"{without} of the {len(leaves)} micro-batches of this step have no number of tokens, "
+            f"{without} of {len(microbatches)} micro-batches of this step have no token count, "
             "the others have; give it to every backward() or to none"
         )
-    total = sum(int(count) for count in leaves)
+    total = sum(int(count) for count in microbatches)
     return nominal(plan) / total if total else 1.0

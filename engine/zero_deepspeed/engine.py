@@ -22,7 +22,7 @@ from zero_checkpoint.tools.locate import one
 from zero_comm.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
-from zero_data.own_loader import LeafBatches
+from zero_data.own_loader import MicroBatches
 from zero_deepspeed.export import without_frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
 from zero_engine.core.engine import Engine
@@ -128,15 +128,15 @@ class DeepSpeedEngine(Engine):
                 f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
                 f"size {micro_batch}"
             )
-        if isinstance(self._run.loader, LeafBatches):
+        if isinstance(self._run.loader, MicroBatches):
             raise ZeroError(
                 "set_train_batch_size(): what a loader of your own has prefetched cannot be taken "
                 "back; use the loader of initialize() or deepspeed_io()"
             )
         if self._run.cursor.micro or self._micro_steps.awaits_step:
             raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
-        leaves = train_batch_size // micro_batch
-        self._run.adopt_batch(BatchShape(leaves=leaves, micro_batch=micro_batch))
+        microbatches = train_batch_size // micro_batch
+        self._run.adopt_batch(BatchShape(microbatches=microbatches, micro_batch=micro_batch))
 
     def deepspeed_io(
         self,
@@ -193,15 +193,15 @@ class DeepSpeedEngine(Engine):
         return self._run.batch.samples
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per leaf."""
+        """Samples per micro-batch."""
         return self._run.batch.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps of a full step at this world size."""
-        return -(-self._run.batch.leaves // self.world_size)
+        return -(-self._run.batch.microbatches // self.world_size)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step, samples per leaf, micro-steps."""
+        """Samples per step, samples per micro-batch, micro-steps."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),

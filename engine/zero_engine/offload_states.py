@@ -59,7 +59,7 @@ WEIGHTS = frozenset({Kind.lp_params, Kind.hp_params})
 
 
 @dataclass(frozen=True, slots=True)
-class Torn:
+class Inconsistency:
     """Weights that hold anything."""
 
     reason: str
@@ -78,7 +78,7 @@ class MovedStates:
         """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
         self.given_away = False
         """Another engine has taken the module."""
-        self.torn: Torn | None = None
+        self.inconsistent: Inconsistency | None = None
         self._read_until: Callable[[], object] | None = None
 
     def offload(
@@ -178,10 +178,10 @@ class MovedStates:
             ZeroError: Something is, or another engine has the module.
         """
         self._wait_for_reader()
-        if self.torn is not None and not refills:
+        if self.inconsistent is not None and not refills:
             raise ZeroError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "
-                f"{self.torn.reason}; load a whole checkpoint, or start again"
+                f"{self.inconsistent.reason}; load a whole checkpoint, or start again"
             )
         if self.given_away:
             raise ZeroError(

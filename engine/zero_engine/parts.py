@@ -11,7 +11,7 @@ from torch import nn
 
 from zero_comm.collectives import Collectives
 from zero_data.elastic_loader import Feed
-from zero_data.global_batch import BatchShape, Cursor, Leaf, StepPlan, plan_rest, plan_step
+from zero_data.global_batch import BatchShape, Cursor, MicroBatch, StepPlan, plan_rest, plan_step
 from zero_data.ledger import Ledger
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -78,9 +78,9 @@ class Run:
         plan = self.plan()
         return plan if self.managed else plan.first(self.cursor.micro, self.world)
 
-    def leaf(self) -> Leaf:
+    def microbatch(self) -> MicroBatch:
         """What this rank runs at the micro-step under way, or about to begin."""
-        return self.plan().leaf(self.cursor.micro, self.rank, self.world)
+        return self.plan().microbatch(self.cursor.micro, self.rank, self.world)
 
     def adopt_batch(self, batch: BatchShape) -> None:
         """Go on with the batch of a checkpoint."""

@@ -20,7 +20,8 @@ class Stage:
     shards_optimizer: bool
     """Each rank steps its own interval of the master weights, not all of them."""
     shards_gradients: bool
-    """Gradients are divided. They are at every stage: here each leaf is reduced at once, so a unit
+    """Gradients are divided. They are at every stage: each micro-batch is reduced at once, so a
+    unit
     has a full gradient for moments only; at the others `no_sync` is allowed, as in DeepSpeed."""
     shards_parameters: bool
     """The full parameters of a unit exist only while its module computes."""

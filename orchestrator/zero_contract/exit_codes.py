@@ -36,7 +36,7 @@ class AgentExit(IntEnum):
     """This node left because of `zero-ctl drain`; the job goes on without it."""
     NO_PROGRESS = 7
     """The job failed early: it restarted again and again and finished no new step."""
-    UNFIT = 8
+    UNHEALTHY = 8
     """This node cannot take part (its health, its GPUs, its directory, its imports, a worker that
     cannot be killed); the job is not over."""
     MISMATCH = 9
@@ -121,7 +121,7 @@ AGENT: Sequence[Meaning] = (
     Meaning((AgentExit.STOPPED,), *_OVER),
     Meaning((AgentExit.DRAINED,), *_LEFT),
     Meaning((AgentExit.NO_PROGRESS,), *_OVER),
-    Meaning((AgentExit.UNFIT,), *_BROKEN),
+    Meaning((AgentExit.UNHEALTHY,), *_BROKEN),
     Meaning((AgentExit.MISMATCH,), *_WRONG),
     Meaning((AgentExit.CRASHED,), *_BROKEN),
     Meaning((AgentExit.JOB_FAILED,), *_OVER),

@@ -104,14 +104,14 @@ class CommitReply:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RamReply:
-    """The answer to `RamRequest` `request`; without a directory, `reason` says why."""
+class PeerMemoryReply:
+    """The answer to `PeerMemoryRequest` `request`; without a directory, `reason` says why."""
 
     request: int
     directory: str = ""
     """On a tmpfs of this node; belongs to the agent and outlives its workers."""
     address: str = ""
-    """Where the agent serves it, `host:port`, as `ram_wire` says."""
+    """Where the agent serves it, `host:port`; see `peer_memory`."""
     key: str = ""
     """Opens that, here and at every other agent of the job."""
     budget_bytes: int = 0
@@ -155,7 +155,7 @@ class CommitRequest:
     tag: str
     digest: str
     samples: int
-    in_ram: bool = False
+    in_memory: bool = False
     """It is one in the memory of the nodes, not on disk."""
     patience_s: float = 0.0
     """While etcd is away it may be asked again for so long."""
@@ -164,7 +164,7 @@ class CommitRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RamRequest:
+class PeerMemoryRequest:
     """Where may this worker keep checkpoints in memory?"""
 
     request: int
@@ -181,7 +181,15 @@ class Left:
 
 
 Message = (
-    Leave | Join | CommitReply | RamReply | Hello | Progress | CommitRequest | RamRequest | Left
+    Leave
+    | Join
+    | CommitReply
+    | PeerMemoryReply
+    | Hello
+    | Progress
+    | CommitRequest
+    | PeerMemoryRequest
+    | Left
 )
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}

@@ -35,13 +35,13 @@ def main() -> None:
         print(f"{walk(args.nodes, args.walk, args.seed)} rounds, no invariant broken")
         return
     spec = JobSpec(min_nodes=args.at_least, max_nodes=args.nodes, max_restarts=args.restarts)
-    wishes = {
+    requests = {
         "may_stop": args.stop,
         "commits": args.commits,
         "drains": args.drains,
         "sticks": args.sticks,
     }
-    world = begin(spec, args.nodes, args.faults, **wishes)
+    world = begin(spec, args.nodes, args.faults, **requests)
     began = time.process_time()
     count = explore(world, args.rounds)
     print(f"{count:,} worlds, no invariant broken, {time.process_time() - began:.0f} s")

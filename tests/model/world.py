@@ -20,12 +20,12 @@ from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
-from zero_orchestrator.membership.rounds import Observed, Timing, Transition, decide, transaction
+from zero_orchestrator.membership.rounds import Observation, Timing, Transition, decide, transaction
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import Compare, Delete, Put, Range, Write, absent, unchanged
 
 KEYS = Keys("model")
-LONG_AGO = Observed(nodes_s=1e9, symptom_s=1e9)
+LONG_AGO = Observation(nodes_s=1e9, symptom_s=1e9)
 """Every wait of the round machine is over; not moving yet is another order of the same moves."""
 
 
@@ -324,8 +324,8 @@ def drain(world: World, index: int) -> Iterator[World]:
         told = replace(agent, draining=True, plan=None)
         says = Put(KEYS.node(agent.id), told.node.to_json(), agent.lease)
         notes = KEYS.report(world.job.n, "leaving", agent.id)
-        wishes = write(world, [], [says, Put(notes, "")])[0]
-        yield wishes.with_agent(index, told, drains=world.drains - 1)
+        requests = write(world, [], [says, Put(notes, "")])[0]
+        yield requests.with_agent(index, told, drains=world.drains - 1)
 
 
 def stop(world: World) -> World:

@@ -176,7 +176,7 @@ def open_at_the_end():
 
 threading.Thread(target=open_at_the_end).start()
 engine.save_checkpoint(sys.argv[1])
-wait_for(disk.reached.is_set, 30, "the first slab")
+wait_for(disk.reached.is_set, 30, "the first chunk")
 """
 
 
@@ -184,7 +184,7 @@ wait_for(disk.reached.is_set, 30, "the first slab")
 def test_a_save_that_outlives_the_script_is_finished_by_the_ending_interpreter(
     tmp_path: Path,
 ) -> None:
-    """No thread starts there any more; the file is 48 MB, so there are slabs left to make."""
+    """No thread starts there any more; the file is 48 MB, so there are chunks left to make."""
     run = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -66,8 +66,8 @@ class Shards(Stream):
             yield Tokens(self.size)[before + number]
 
 
-class ShardPerLeaf(Shards):
-    """A shard for each of the five leaves of a step."""
+class ShardPerMicroBatch(Shards):
+    """A shard for each of the five micro-batches of a step."""
 
     shard_sizes = (5, 4, 5, 4, 5)
 
@@ -94,7 +94,7 @@ KINDS: dict[str, Any] = {
     "stream": Stream,
     "shuffling": Shuffling,
     "shards": Shards,
-    "shard per leaf": ShardPerLeaf,
+    "shard per micro-batch": ShardPerMicroBatch,
     "map": Map,
 }
 
@@ -163,8 +163,9 @@ def go_on(kind: str, root: str) -> str:
 
 def test_of_shards_a_rank_reads_what_it_runs_of_a_stream_everything(worlds: WorldPool) -> None:
     assert worlds.run(4, count_read, "stream") == [23] * 4
-    # Five leaves on four ranks: all run the last one, one rank's and three ghosts.
-    assert max(worlds.run(4, count_read, "shard per leaf")) <= 11
+    # Five micro-batches on four ranks: all run the last one, one rank's and three padding
+    # micro-batches.
+    assert max(worlds.run(4, count_read, "shard per micro-batch")) <= 11
 
 
 def count_read(kind: str) -> int:

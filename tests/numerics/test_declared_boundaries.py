@@ -20,8 +20,8 @@ STAGES = (0, 1, 2, 3)
 SIZE, MICRO = 16, 2
 
 
-def make(stage: int = 2, leaves: int = 4) -> Engine:
-    return make_engine(config(stage, train_batch_size=MICRO * leaves), training_data=None)
+def make(stage: int = 2, microbatches: int = 4) -> Engine:
+    return make_engine(config(stage, train_batch_size=MICRO * microbatches), training_data=None)
 
 
 def own_batches(engine: Engine) -> Iterator[Tensor]:
@@ -96,7 +96,7 @@ def test_it_may_be_said_after_the_backward_too(worlds: WorldPool) -> None:
 
 
 def declare_after_backward() -> list[int]:
-    engine, steps = make(leaves=8), []
+    engine, steps = make(microbatches=8), []
     loader = RepeatingLoader(list(own_batches(engine)))
     for last in (False, False, True) * 2:
         engine.backward(engine(next(loader)))

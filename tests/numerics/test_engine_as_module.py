@@ -59,7 +59,7 @@ def look_inside() -> list[bool]:
 def test_hooks_of_the_engine_see_its_own_calls(worlds: WorldPool, stage: int) -> None:
     hooked, plain = worlds.run(2, train_with_hooks, stage), worlds.run(2, train_plainly, stage)
     for calls, result in hooked:
-        assert calls == ["before", "after"] * 3  # 5 leaves on 2 ranks
+        assert calls == ["before", "after"] * 3  # 5 micro-batches on 2 ranks
         assert result == plain[0]
 
 

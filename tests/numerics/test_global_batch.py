@@ -27,7 +27,7 @@ STAGES = (0, 1, 2, 3)
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ghosts_and_the_short_last_step_are_counted_right(worlds: WorldPool, world: int) -> None:
-    """23 samples: steps of 10, 10 and 3, in 5, 5 and 2 leaves."""
+    """23 samples: steps of 10, 10 and 3, in 5, 5 and 2 micro-batches."""
     expected = {1: [5, 5, 2], 2: [3, 3, 1], 4: [2, 2, 1]}[world]
     assert (
         worlds.run(world, count_micro_steps)
@@ -117,7 +117,7 @@ def train_on_noise(num_workers: int) -> str:
 
 
 def test_data_of_the_users_own_works_without_our_loader(worlds: WorldPool) -> None:
-    """Every rank feeds its leaves; full steps, each leaf weighted alike."""
+    """Every rank feeds its micro-batches; full steps, each micro-batch weighted alike."""
     assert len(one_result(worlds, train_on_own_data, sizes=(1, 2, 4))) == 64
 
 
@@ -125,11 +125,11 @@ def train_on_own_data() -> str:
     torch.manual_seed(0)
     engine, _, loader, _ = zero_deepspeed.initialize(model=nn.Linear(4, 1), config=config(1))
     assert loader is None
-    rank, world, leaves = engine.global_rank, engine.world_size, 5
+    rank, world, microbatches = engine.global_rank, engine.world_size, 5
     for step in range(3):
         for micro in range(engine.gradient_accumulation_steps()):
-            leaf = min(micro * world + rank, leaves - 1)
-            batch = torch.full((2, 4), float(step + leaf))
+            microbatch = min(micro * world + rank, microbatches - 1)
+            batch = torch.full((2, 4), float(step + microbatch))
             engine.backward(engine(batch).square().mean())
             engine.step()
     assert engine.global_samples == 30

@@ -23,7 +23,7 @@ from zero_checkpoint.saver import Saver
 from zero_engine.core.engine import Engine
 
 WIDTH = 2048
-"""Its state takes several slabs, most of which are not copied before the first is written."""
+"""Its state takes several chunks, most of which are not copied before the first is written."""
 
 
 class Preempted(Exception):

@@ -33,9 +33,9 @@ from zero_contract.worker import (
     Hello,
     Leave,
     Left,
+    PeerMemoryReply,
+    PeerMemoryRequest,
     Progress,
-    RamReply,
-    RamRequest,
     When,
 )
 from zero_engine.core.engine import Engine
@@ -53,7 +53,7 @@ class Agent:
         grants: bool = True,
         passing: bool = False,
         leave_after: int | None = None,
-        memory: Callable[[RamRequest], RamReply] | None = None,
+        memory: Callable[[PeerMemoryRequest], PeerMemoryReply] | None = None,
     ) -> None:
         self.heard: list[contract.Message] = []
         self._grants = grants
@@ -85,7 +85,7 @@ class Agent:
                     reason=reason,
                     passing=self._passing,
                 )
-            case RamRequest() if self._memory is not None:
+            case PeerMemoryRequest() if self._memory is not None:
                 yield self._memory(message)
             case Progress() if message.step == self._leave_after:
                 yield Leave(round=ROUND, when=When.BOUNDARY, reason="drain")

@@ -69,8 +69,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 3))
 
 
-def batch(step: int, leaf: int) -> Tensor:
-    return torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + leaf))
+def batch(step: int, microbatch: int) -> Tensor:
+    return torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + microbatch))
 
 
 def train_on_shards(name: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def train_on_whole_parameters(name: str) -> dict[str, Any]:
     optimizer = {"Lion": Lion, "Lamb": Lamb}[name](model.parameters(), **OPTIONS)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for leaf in range(2):
-            (model(batch(step, leaf)).square().mean() / 2).backward()
+        for microbatch in range(2):
+            (model(batch(step, microbatch)).square().mean() / 2).backward()
         optimizer.step()
     return {name: value.numpy() for name, value in model.state_dict().items()}
 

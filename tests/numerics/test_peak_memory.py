@@ -12,7 +12,7 @@ from tests.support.fresh import run_module
 from zero_engine.config import load_config
 from zero_engine.observe.memory import Estimate, estimate, is_stepped_whole, optimizer_states
 
-MASTERS, NARROW = "16-bit master weights", "everything in 16 bits"
+MASTERS, LOW_PRECISION = "16-bit master weights", "everything in 16 bits"
 ADAFACTOR = "Adafactor, in bf16"
 CASES: list[tuple[int, str, bool | str]] = [
     (0, "none", True),
@@ -26,9 +26,9 @@ CASES: list[tuple[int, str, bool | str]] = [
     (3, "nvme+nvme", True),
     (3, "nvme+nvme", False),
     (3, "cpu+nvme", True),
-    (2, "none", NARROW),
-    (3, "none", NARROW),
-    (3, "nvme+nvme", NARROW),
+    (2, "none", LOW_PRECISION),
+    (3, "none", LOW_PRECISION),
+    (3, "nvme+nvme", LOW_PRECISION),
     (3, "cpu", MASTERS),
     (1, "none", ADAFACTOR),
     (3, "none", ADAFACTOR),
@@ -39,8 +39,8 @@ _STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 def settings_of(stage: int, where: str, bf16: bool | str, path: str) -> dict[str, Any]:
     settings = offloading(stage, where, path, bf16=bool(bf16))
-    settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, NARROW)
-    settings["bf16"]["bf16_optimizer_states"] = bf16 == NARROW
+    settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, LOW_PRECISION)
+    settings["bf16"]["bf16_optimizer_states"] = bf16 == LOW_PRECISION
     settings["zero_optimization"]["sub_group_size"] = 10**9
     settings["optimizer"]["type"] = "Adafactor" if bf16 == ADAFACTOR else "AdamW"
     return settings | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}

@@ -93,7 +93,7 @@ def plain_torch(run: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         plan = next(plan_epoch(position, batch, size))
         optimizer.zero_grad()
-        for index in range(plan.leaves):
+        for index in range(plan.microbatches):
             leaf = plan.leaf(index, 0, 1)
             ids = sample_ids(plan, leaf, size, size, 42)
             torch.manual_seed(mix(42, step, index))
@@ -109,4 +109,4 @@ def plain_torch(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(run: dict[str, Any]) -> BatchShape:
-    return BatchShape(leaves=run["leaves"], micro_batch=run["micro"])
+    return BatchShape(microbatches=run["leaves"], micro_batch=run["micro"])

@@ -14,7 +14,7 @@ from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.siblings import Moment, torn
+from zero_checkpoint.siblings import Moment, inconsistent
 from zero_contract.worker import CommitRequest, ExitCode, Hello, Left, Progress
 from zero_engine.core.engine import Engine
 
@@ -150,7 +150,7 @@ def test_two_belong_together_if_one_was_saved_while_the_other_was_there(
     def moment(number: int, step: int, beside: dict[str, int]) -> Moment:
         return Moment(number=number, step=step, beside=beside)
 
-    problem = torn(moment(*mine), [moment(*other) for other in others])
+    problem = inconsistent(moment(*mine), [moment(*other) for other in others])
     assert problem.startswith(named) if named else problem == ""
 
 

@@ -50,15 +50,15 @@ def test_every_stage_and_world_size_gives_the_same_bits(
     assert results == [[reference[bf16]] * len(STAGES)] * world
 
 
-@pytest.mark.parametrize("leaves", [1, 4], ids=["one leaf", "four leaves"])
+@pytest.mark.parametrize("microbatches", [1, 4], ids=["one micro-batch", "four micro-batches"])
 @pytest.mark.parametrize("clip", [0.0, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.corners(leaves=[4], clip=[0.1], dropout=[0.3])
+@pytest.mark.corners(microbatches=[4], clip=[0.1], dropout=[0.3])
 def test_no_combination_of_options_depends_on_stage_or_world(
-    worlds: WorldPool, leaves: int, clip: float, dropout: float, bf16: bool
+    worlds: WorldPool, microbatches: int, clip: float, dropout: float, bf16: bool
 ) -> None:
-    settings = {"gradient_clipping": clip, "train_batch_size": 3 * leaves}
+    settings = {"gradient_clipping": clip, "train_batch_size": 3 * microbatches}
     results = [
         state for world in (1, 2) for state in worlds.run(world, states, settings, dropout, bf16)
     ]

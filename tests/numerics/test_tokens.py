@@ -106,9 +106,13 @@ def plain_torch() -> list[tuple[float, float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     curve = []
     for _ in range(STEPS):
-        plan = next(plan_epoch(position, BatchShape(leaves=5, micro_batch=2), SAMPLES))
-        leaves = [plan.leaf(index, 0, 1) for index in range(plan.leaves)]
-        ids = [i for leaf in leaves for i in sample_ids(plan, leaf, SAMPLES, SAMPLES, 42)]
+        plan = next(plan_epoch(position, BatchShape(microbatches=5, micro_batch=2), SAMPLES))
+        microbatches = [plan.microbatch(index, 0, 1) for index in range(plan.microbatches)]
+        ids = [
+            i
+            for microbatch in microbatches
+            for i in sample_ids(plan, microbatch, SAMPLES, SAMPLES, 42)
+        ]
         samples = [data[i] for i in ids]
         values, counts = (torch.stack(part) for part in zip(*samples, strict=True))
         summed, count = loss_of(model, values, counts)
@@ -133,7 +137,7 @@ def test_in_fp16_the_loss_scale_divides_out(worlds: WorldPool) -> None:
 def test_a_step_with_and_without_counts_is_an_error_on_every_rank(worlds: WorldPool) -> None:
     with pytest.raises(WorldError) as caught:
         worlds.run(2, train, (1,), "some")
-    message = "3 of the 5 micro-batches of this step have no number of tokens, the others have"
+    message = "3 of 5 micro-batches of this step have no token count, the others have"
     assert str(caught.value).count("errors.ZeroError: " + message) == 2
 
 

@@ -17,7 +17,7 @@ from zero_data.ledger import read_ledger, verify
 from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
-LEAVES, STEPS = 12, 3
+MICROBATCHES, STEPS = 12, 3
 """Divisible by worlds of 1, 2 and 3; two steps are an epoch."""
 
 
@@ -32,8 +32,8 @@ def fingerprints_of_managed_steps() -> list[tuple[Any, ...]]:
 
 
 def fingerprint_of_managed_steps(stage: int) -> tuple[Any, ...]:
-    batch = {"train_batch_size": 2 * LEAVES, "managed_gradient_accumulation": True}
-    engine = make(size=4 * LEAVES, stage=stage, **batch)
+    batch = {"train_batch_size": 2 * MICROBATCHES, "managed_gradient_accumulation": True}
+    engine = make(size=4 * MICROBATCHES, stage=stage, **batch)
     train(engine, STEPS)
     return fingerprint(engine)
 
@@ -43,8 +43,8 @@ def fingerprints_of_own_steps(scaling: str) -> list[tuple[Any, ...]]:
 
 
 def fingerprint_of_own_steps(stage: int, scaling: str) -> tuple[Any, ...]:
-    engine = make(size=4 * LEAVES, stage=stage, train_batch_size=2 * LEAVES)
-    count = LEAVES // engine.world_size
+    engine = make(size=4 * MICROBATCHES, stage=stage, train_batch_size=2 * MICROBATCHES)
+    count = MICROBATCHES // engine.world_size
     while engine.global_steps < STEPS:
         for number, batch in enumerate(engine.training_dataloader, 1):
             backward(engine, engine(batch), scaling, count)
@@ -72,7 +72,7 @@ def backward(engine: Engine, loss: torch.Tensor, scaling: str, count: int) -> No
 def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
     worlds: WorldPool, scaling: str
 ) -> None:
-    """1/3 rounds alike in both; what else is in the share of a leaf is a power of two, or one."""
+    """1/3 rounds alike in both; the rest of a micro-batch's share is a power of two, or one."""
     ours = one_result(worlds, fingerprints_of_managed_steps)
     assert len(set(ours)) == 1
     assert one_result(worlds, fingerprints_of_own_steps, scaling, sizes=(1, 2, 3)) == ours
@@ -82,8 +82,8 @@ def fingerprints_scaled_by_the_script() -> list[tuple[Any, ...]]:
     """In steps of the engine's own."""
     found = []
     for stage in STAGES:
-        settings = {"train_batch_size": 2 * LEAVES, "managed_gradient_accumulation": True}
-        engine = make(size=4 * LEAVES, stage=stage, **settings)
+        settings = {"train_batch_size": 2 * MICROBATCHES, "managed_gradient_accumulation": True}
+        engine = make(size=4 * MICROBATCHES, stage=stage, **settings)
         while engine.global_steps < STEPS:
             for batch in engine.training_dataloader:
                 count = engine.gradient_accumulation_steps()
@@ -148,7 +148,7 @@ def step_by_step(engine: Engine, steps: int) -> None:
 # ---- what a step is at the end of an epoch ----
 
 SIZE = 21
-"""Samples in 11 leaves, of which the last is short; with 2 or 4 ranks there is a ghost as well."""
+"""Samples in 11 micro-batches, the last one short; 2 or 4 ranks run a padding one as well."""
 
 
 @pytest.mark.parametrize("managed", [True, False])

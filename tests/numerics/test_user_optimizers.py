@@ -171,7 +171,7 @@ def skip_a_step(stage: int) -> tuple[Any, ...]:
     assert loader is not None
     for batch in loader:
         loss = engine(batch)
-        # One leaf, on one rank.
+        # One micro-batch, on one rank.
         spoil = engine.global_rank == 0 and engine.micro_steps == 0
         engine.backward(loss * float("inf") if spoil else loss)
         engine.step()

@@ -236,7 +236,7 @@ def test_states_can_be_moved_away_for_a_while(worlds: WorldPool) -> None:
 # ---- where state can rest ----
 
 
-def narrow(stages: list[int]) -> list[str]:
+def low_precision(stages: list[int]) -> list[str]:
     hashes = []
     for stage in stages:
         settings = config(stage, optimizer=ADAFACTOR)
@@ -248,7 +248,7 @@ def narrow(stages: list[int]) -> list[str]:
 
 
 def test_weights_may_rest_in_16_bits(worlds: WorldPool) -> None:
-    hashes = one_result(worlds, narrow, [1, 2, 3], sizes=(1, 2, 3))
+    hashes = one_result(worlds, low_precision, [1, 2, 3], sizes=(1, 2, 3))
     assert len(set(hashes)) == 1
 
 

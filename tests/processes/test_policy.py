@@ -1,4 +1,4 @@
-"""Jobs that keep failing, as real processes: who is excluded, who is unfit, when it is enough."""
+"""Jobs that keep failing, as processes: who is excluded, who is unhealthy, when it is enough."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_a_node_that_is_unfit_after_a_failure_is_replaced_by_a_spare_and_comes_b
     job.start("c", ZERO_TEST_NODE="c")
     wait_for(lambda: conditions(etcd_store, job).get("c") is Condition.SPARE, 150, "a spare")
     sick.touch()
-    wait_for(lambda: conditions(etcd_store, job).get("b") is Condition.UNFIT, 150, "b is unfit")
+    wait_for(
+        lambda: conditions(etcd_store, job).get("b") is Condition.UNHEALTHY, 150, "b is unhealthy"
+    )
     wait_for(lambda: "runs on c" in job.output, 150, "the spare runs")
     assert "said: no GPU" in job.events("health")[0]["text"]
     assert status.read(etcd_store, job.job).restarts == 1
@@ -170,7 +172,11 @@ def test_a_node_that_is_not_fit_does_not_join_and_says_why(etcd, tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "zero_agent", f"--rdzv-endpoint={etcd.endpoint}"),
-            *("--rdzv-id=unfit", "--join-timeout=0.1", "--health-check=echo broken link; exit 9"),
+            *(
+                "--rdzv-id=unhealthy",
+                "--join-timeout=0.1",
+                "--health-check=echo broken link; exit 9",
+            ),
             *write(tmp_path / "script.py", "print('ran')"),
         ],
         env=environment(),
@@ -182,7 +188,7 @@ def test_a_node_that_is_not_fit_does_not_join_and_says_why(etcd, tmp_path):
     assert (done.returncode, done.stdout) == (8, "")
     assert done.stderr.strip().endswith("ended with 9 and printed: broken link")
     assert "(--join-timeout)" in done.stderr
-    asked = ctl(etcd.endpoint, "status", "unfit")
+    asked = ctl(etcd.endpoint, "status", "unhealthy")
     assert (asked.returncode, asked.stdout) == (2, ""), "nothing was written of such a job"
 
 
@@ -200,7 +206,7 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     assert f"{etcd.endpoint} answers in " in fit.stdout
     command += ["--health-check=echo one; echo two; exit 4"]
     sick = subprocess.run(command, check=False, **options)
-    assert (sick.returncode, sick.stderr) == (AgentExit.UNFIT, "")
+    assert (sick.returncode, sick.stderr) == (AgentExit.UNHEALTHY, "")
     last = sick.stdout.splitlines()[-1]
     assert last.split("  ")[0] == "health check"
     assert "NOT FIT" in last

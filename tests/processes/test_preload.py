@@ -103,7 +103,7 @@ def test_an_agent_starts_no_process_of_a_version_that_was_installed_under_it(tmp
             "raise SystemExit('new')"
         )
         os.kill(forkserver, signal.SIGKILL)
-        assert agent.wait(60) == AgentExit.UNFIT
+        assert agent.wait(60) == AgentExit.UNHEALTHY
         said = agent.stderr.read()
     assert "forkserver.py has changed since this agent began" in said
 
@@ -133,7 +133,7 @@ def test_imports_that_somebody_kills_are_begun_again_once(importing, tmp_path):
         "the imports, again",
     )
     os.kill(int(new), signal.SIGKILL)
-    assert agent.wait(150) == AgentExit.UNFIT
+    assert agent.wait(150) == AgentExit.UNHEALTHY
     said = agent.stderr.read()
     assert said.count("the forkserver is gone: killed by SIGKILL") == 1
     assert said.endswith(", endless: killed by SIGKILL\n")

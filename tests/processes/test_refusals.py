@@ -159,14 +159,14 @@ def test_a_full_etcd_is_said_once_and_costs_commits_alone(small, tmp_path):
         rdzv = Rendezvous(store, "job", spec, node, clock=clock, journal=journal)
         rdzv.register()
         wait_for(lambda: rdzv.poll().state is State.ACTIVE, 60, "the round")
-        errands = StoreWrites(journal, clock, pytest.fail)
+        store_writes = StoreWrites(journal, clock, pytest.fail)
         replies: list[tuple[bool, str]] = []
 
         def save(step: int) -> bool:
             request = CommitRequest(request=step, step=step, tag="t", digest="d", samples=0)
             fence = rdzv.poll().fence
-            errands.commit(1, fence, request, lambda *reply: replies.append(reply))
-            errands.run(rdzv, fence)
+            store_writes.commit(1, fence, request, lambda *reply: replies.append(reply))
+            store_writes.run(rdzv, fence)
             return replies[-1][0]
 
         assert save(1)

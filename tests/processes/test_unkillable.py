@@ -79,7 +79,7 @@ def test_a_node_whose_worker_cannot_be_killed_leaves_and_the_others_go_on(cluste
     stuck = job.worker_of("a")
     with frozen(stuck):
         os.kill(job.worker_of("b"), signal.SIGKILL)
-        assert job.agents["a"].wait(90) == AgentExit.UNFIT
+        assert job.agents["a"].wait(90) == AgentExit.UNHEALTHY
         wait_for(lambda: len(job.events("worker")) == 3, 60, "the next round")
         enough.touch()
         assert job.agents["b"].wait(60) == 0

@@ -34,14 +34,14 @@ def plain_torch(
     cls: Any = getattr(torch.optim, optimizer) if isinstance(optimizer, str) else optimizer
     made = cls(param_groups(model), **options)
     trained = [p for p in model.parameters() if p.requires_grad]
-    data, batch = Tokens(DATASET_SIZE), BatchShape(leaves=5, micro_batch=2)
+    data, batch = Tokens(DATASET_SIZE), BatchShape(microbatches=5, micro_batch=2)
     position = 0
     for step in range(steps):
         plan = next(plan_epoch(position, batch, DATASET_SIZE))
         made.zero_grad()
-        for index in range(plan.leaves):
-            leaf = plan.leaf(index, 0, 1)
-            ids = sample_ids(plan, leaf, DATASET_SIZE, DATASET_SIZE, 42)
+        for index in range(plan.microbatches):
+            microbatch = plan.microbatch(index, 0, 1)
+            ids = sample_ids(plan, microbatch, DATASET_SIZE, DATASET_SIZE, 42)
             tokens = torch.stack([data[i] for i in ids])
             torch.manual_seed(mix(42, step, index))
             (model(tokens) * (len(ids) / plan.samples)).backward()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tests.support.training import config, make_engine, train
-from zero_checkpoint import room
+from zero_checkpoint import staging_memory as room
 from zero_checkpoint.files.storage import Disk
 from zero_engine.core.engine import Engine
 from zero_engine.observe.reporting import LOGGERS
@@ -60,7 +60,7 @@ class Full(Disk):
 
 
 class Deadly(Disk):
-    """A disk that kills the process once half of a slab is written."""
+    """A disk that kills the process once half of a chunk is written."""
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         super().write(file, data[: len(data) // 2])

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
-from zero_checkpoint import Ballot
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.storage import Disk
@@ -131,11 +131,13 @@ def _save_as_rank(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     store = TCPStore("127.0.0.1", port, None, is_master=False)
     # All begin together, so that a short limit below is not spent on starting processes.
-    Ballot(PrefixStore("begin", store), rank, world, timeout_s=DEADLINE_S).ask({}, lambda _: {})
-    ballot = Ballot(PrefixStore("save", store), rank, world, timeout_s=timeout_s)
+    StoreConsensus(PrefixStore("begin", store), rank, world, timeout_s=DEADLINE_S).ask(
+        {}, lambda _: {}
+    )
+    consensus = StoreConsensus(PrefixStore("save", store), rank, world, timeout_s=timeout_s)
     state = share(full, rank, world)
     try:
-        save(root, state, ballot, step=2, tag="t", round=0, fence=None, disk=disk)
+        save(root, state, consensus, step=2, tag="t", round=0, fence=None, disk=disk)
     except CheckpointError as error:
         outcome.send(str(error))
     else:

@@ -11,11 +11,11 @@ from tests.support.models import Tokens, make_model, param_groups
 from zero_engine.core.engine import Engine
 
 DATASET_SIZE = 23
-"""Odd on purpose: steps of 10 samples leave a last step of 3, in leaves of 2 and 1."""
+"""Odd on purpose: steps of 10 samples leave a last step of 3, in micro-batches of 2 and 1."""
 
 
 def config(stage: int = 0, *, bf16: bool = False, **more: Any) -> dict[str, Any]:
-    """A configuration of 5 leaves of 2 samples."""
+    """A configuration of 5 micro-batches of 2 samples."""
     return {
         "train_batch_size": 10,
         "train_micro_batch_size_per_gpu": 2,

@@ -12,9 +12,9 @@ from zero_agent.command.resolve import resolve
 from zero_agent.etcd.meeting import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.loop.config import AgentConfig
-from zero_agent.node.memory import Ram
+from zero_agent.node.memory import NodeMemory
 from zero_agent.workers.environment import Orders
-from zero_contract.worker import RamRequest
+from zero_contract.worker import PeerMemoryRequest
 from zero_orchestrator.membership.job_state import Members, Snapshot, State
 
 
@@ -48,8 +48,8 @@ def test_without_it_others_are_told_the_own_address(configured):
 
 
 def test_the_memory_for_checkpoints_is_found_at_the_advertised_address(tmp_path):
-    with closing(Ram("job", "a", "127.0.0.1", tmp_path, advertised="203.0.113.7")) as ram:
-        reply = ram.open(RamRequest(request=1), "secret")
+    with closing(NodeMemory("job", "a", "127.0.0.1", tmp_path, advertised="203.0.113.7")) as ram:
+        reply = ram.open(PeerMemoryRequest(request=1), "secret")
     assert reply.address.startswith("203.0.113.7:")
 
 

@@ -286,8 +286,10 @@ def test_who_is_waited_for_in_vain_is_said():
         None,
         "1 of 2:4 nodes are here; waiting for 1; b is excluded: by me",
     )
-    unfit = replace(forming("ab", low=2), nodes=(node("a"), replace(node("b"), unfit="no disk")))
-    assert verdict(unfit)[1].endswith("; waiting for 1; b is unfit: no disk")
+    unhealthy = replace(
+        forming("ab", low=2), nodes=(node("a"), replace(node("b"), unhealthy="no disk"))
+    )
+    assert verdict(unhealthy)[1].endswith("; waiting for 1; b is unhealthy: no disk")
 
 
 def test_an_exclusion_is_of_a_host_and_so_of_every_agent_on_it():

@@ -13,11 +13,11 @@ import pytest
 from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node, Snapshot, State
-from zero_orchestrator.membership.rounds import Move, Observed, Timing, decide
+from zero_orchestrator.membership.rounds import Move, Observation, Timing, decide
 from zero_orchestrator.membership.spec import JobSpec
 
 LARGE = 2000
-STEADY = Observed(nodes_s=60.0, symptom_s=60.0)
+STEADY = Observation(nodes_s=60.0, symptom_s=60.0)
 
 
 class Counted(str):
@@ -91,11 +91,11 @@ SITUATIONS: dict[str, Callable[[Snapshot], Snapshot]] = {
     "half are lost": lambda job: replace(job, nodes=job.nodes[::2]),
     "all leave": lambda job: replace(job, yielding="because", yield_revision=8),
     "half would join": lambda job: replace(job, members=Members(job.nodes[::2])),
-    "half are unfit": lambda job: replace(
+    "half are unhealthy": lambda job: replace(
         forming(job),
         spec=replace(job.spec, min_nodes=len(job.nodes)),
         nodes=tuple(
-            replace(node, unfit="no GPU" if index % 2 else "")
+            replace(node, unhealthy="no GPU" if index % 2 else "")
             for index, node in enumerate(job.nodes)
         ),
     ),

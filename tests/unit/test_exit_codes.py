@@ -65,7 +65,7 @@ def test_systemd_does_what_the_table_says():
         ([AgentExit.CRASHED, 0], 0),
         ([1, AgentExit.JOB_FAILED], AgentExit.JOB_FAILED),
         ([AgentExit.CRASHED, AgentExit.NO_PROGRESS], AgentExit.NO_PROGRESS),
-        ([AgentExit.CRASHED, AgentExit.UNFIT], AgentExit.CRASHED),
+        ([AgentExit.CRASHED, AgentExit.UNHEALTHY], AgentExit.CRASHED),
         ([-9, 1], 137),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_host_without_the_shared_directory_is_unfit_and_ends_nobodys_job(tmp_p
     )
     there = ("sh", "-c", f"{plan.in_shell('w1')}")
     commands = [Command(where="w1", argv=there), Command(where="w2", argv=("sleep", "0.5"))]
-    assert subprocess.run(there, capture_output=True, check=False).returncode == AgentExit.UNFIT
+    assert subprocess.run(there, capture_output=True, check=False).returncode == AgentExit.UNHEALTHY
     assert Session(commands, ask_to_stop=lambda: None).run() == 0
 
 

@@ -36,7 +36,7 @@ def job(store: MemoryStore, name: str, state: str, *, age_s: float, alive: bool 
     store.put(keys.round, json.dumps(record))
     told = {"time": NOW_S - age_s, "event": "finish", "text": "done"}
     store.put(events_prefix(name) + "a.1.000001", json.dumps(told))
-    store.put(keys.in_ram, "{}")
+    store.put(keys.in_memory, "{}")
     if alive:
         lease = store.grant(3)
         node = Node(id="a", incarnation="1", address="a", slots=1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import (
     BatchShape,
-    Leaf,
+    MicroBatch,
     StepPlan,
     contiguous,
     micro_steps_left,
@@ -22,31 +22,31 @@ from zero_data.global_batch import (
     strided,
 )
 
-BATCH = BatchShape(leaves=5, micro_batch=2)
+BATCH = BatchShape(microbatches=5, micro_batch=2)
 
 
 def ids_of_epoch(epoch: int, world: int, dataset_size: int, batch: BatchShape) -> list[int]:
-    """What all ranks consume in one epoch, in step and leaf order, ghosts left out."""
+    """What all ranks consume in one epoch, in step and micro-batch order, without padding."""
     consumed = []
     for plan in plan_epoch(epoch * dataset_size, batch, dataset_size):
         for micro in range(plan.micro_steps(world)):
             for rank in range(world):
-                leaf = plan.leaf(micro, rank, world)
-                if not leaf.ghost:
-                    consumed += sample_ids(plan, leaf, dataset_size, dataset_size, 42)
+                microbatch = plan.microbatch(micro, rank, world)
+                if not microbatch.padding:
+                    consumed += sample_ids(plan, microbatch, dataset_size, dataset_size, 42)
     return consumed
 
 
 @given(
     dataset_size=st.integers(1, 60),
-    leaves=st.integers(1, 7),
+    microbatches=st.integers(1, 7),
     micro_batch=st.integers(1, 4),
     world=st.integers(1, 9),
 )
 def test_an_epoch_is_every_sample_once_in_the_same_order_at_every_world_size(
-    dataset_size: int, leaves: int, micro_batch: int, world: int
+    dataset_size: int, microbatches: int, micro_batch: int, world: int
 ) -> None:
-    batch = BatchShape(leaves=leaves, micro_batch=micro_batch)
+    batch = BatchShape(microbatches=microbatches, micro_batch=micro_batch)
     epoch = ids_of_epoch(1, world, dataset_size, batch)
     assert sorted(epoch) == list(range(dataset_size))
     assert epoch == ids_of_epoch(1, 1, dataset_size, batch)
@@ -55,9 +55,9 @@ def test_an_epoch_is_every_sample_once_in_the_same_order_at_every_world_size(
 def test_the_last_step_of_an_epoch_is_shorter_and_straddles_nothing() -> None:
     plans = list(plan_epoch(20, BATCH, 23))
     assert plans == [StepPlan(20, 3, 2)]
-    assert [plans[0].leaf(0, rank, 2) for rank in range(2)] == [
-        Leaf(0, 0, 2, ghost=False),
-        Leaf(1, 2, 1, ghost=False),
+    assert [plans[0].microbatch(0, rank, 2) for rank in range(2)] == [
+        MicroBatch(0, 0, 2, padding=False),
+        MicroBatch(1, 2, 1, padding=False),
     ]
     assert plan_step(23, BATCH, 23) == StepPlan(23, 10, 2)
 
@@ -66,7 +66,7 @@ def test_a_rank_past_the_last_leaf_runs_it_again_as_a_ghost() -> None:
     plan = StepPlan(0, 10, 2)
     assert plan.micro_steps(3) == 2
     assert plan.live(1, 3) == 2
-    assert plan.leaf(1, 2, 3) == Leaf(4, 8, 2, ghost=True)
+    assert plan.microbatch(1, 2, 3) == MicroBatch(4, 8, 2, padding=True)
 
 
 @given(position=st.integers(0, 99), world=st.integers(1, 9))
@@ -78,7 +78,7 @@ def test_the_micro_steps_left_are_those_of_the_plans_left(position: int, world: 
 @given(samples=st.integers(1, 40), micro_batch=st.integers(1, 9))
 def test_the_weights_of_the_leaves_add_up_to_one(samples: int, micro_batch: int) -> None:
     plan = StepPlan(0, samples, micro_batch)
-    weights = [plan.weight(plan.leaf(i, 0, 1)) for i in range(plan.leaves)]
+    weights = [plan.weight(plan.microbatch(i, 0, 1)) for i in range(plan.microbatches)]
     assert sum(weights) == pytest.approx(1, abs=1e-12)
 
 
@@ -149,12 +149,12 @@ def test_a_shuffle_puts_samples_everywhere() -> None:
 @pytest.mark.parametrize(
     ("numbers", "world", "expected"),
     [
-        ((12, 3, None), 8, (BatchShape(leaves=4, micro_batch=3), False)),
-        ((12, 3, 7), 8, (BatchShape(leaves=4, micro_batch=3), False)),
-        ((None, 3, 2), 4, (BatchShape(leaves=8, micro_batch=3), True)),
-        ((None, 3, None), 4, (BatchShape(leaves=4, micro_batch=3), True)),
-        ((12, None, 2), 3, (BatchShape(leaves=6, micro_batch=2), True)),
-        ((12, None, None), 3, (BatchShape(leaves=3, micro_batch=4), True)),
+        ((12, 3, None), 8, (BatchShape(microbatches=4, micro_batch=3), False)),
+        ((12, 3, 7), 8, (BatchShape(microbatches=4, micro_batch=3), False)),
+        ((None, 3, 2), 4, (BatchShape(microbatches=8, micro_batch=3), True)),
+        ((None, 3, None), 4, (BatchShape(microbatches=4, micro_batch=3), True)),
+        ((12, None, 2), 3, (BatchShape(microbatches=6, micro_batch=2), True)),
+        ((12, None, None), 3, (BatchShape(microbatches=3, micro_batch=4), True)),
     ],
 )
 def test_any_two_of_deepspeeds_batch_numbers_describe_the_batch(
@@ -170,7 +170,7 @@ def test_three_numbers_must_agree_when_a_job_begins_and_may_not_after_a_resize()
     )
     with pytest.raises(ConfigError, match=message):
         resolve_batch(7, 2, 3, 1, first_round=True)
-    fixed = (BatchShape(leaves=6, micro_batch=2), False)
+    fixed = (BatchShape(microbatches=6, micro_batch=2), False)
     assert resolve_batch(12, 2, 3, 2, first_round=True) == fixed
     assert resolve_batch(12, 2, 3, 5, first_round=False) == fixed
 

@@ -15,15 +15,7 @@ from tests.support.waiting import wait_for
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_clock
 from zero_agent.etcd.etcd_access import Access
-from zero_agent.node import (
-    health_checks as checks,
-)
-from zero_agent.node import (
-    health_checks as examination,
-)
-from zero_agent.node import (
-    health_checks as fitness,
-)
+from zero_agent.node import health_checks
 from zero_agent.node.health_checks import (
     CHECKS,
     Check,
@@ -37,7 +29,7 @@ from zero_contract.exit_codes import AgentExit
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
 
 
-def found(node: Surroundings) -> dict[str, examination.Finding]:
+def found(node: Surroundings) -> dict[str, health_checks.Finding]:
     return {finding.check: finding for finding in examine(node)}
 
 
@@ -74,7 +66,7 @@ def test_an_address_of_another_machine_is_found_out():
 
 
 def test_gpus_that_are_hidden_do_not_count(monkeypatch):
-    monkeypatch.setattr(checks, "_count_gpus", lambda: 4)
+    monkeypatch.setattr(health_checks, "_count_gpus", lambda: 4)
     node = replace(NODE, slots=2, gpus=True)
     assert found(replace(node, environ={}))["GPUs"].found == "4 of 4 for 2 workers"
     hidden = found(replace(node, environ={"CUDA_VISIBLE_DEVICES": "3"}))["GPUs"]
@@ -161,38 +153,38 @@ def _runs(pid: int) -> bool:
 def test_a_check_that_never_returns_is_a_finding_and_no_hang(monkeypatch):
     never = threading.Event()
     stuck = Check(look=lambda node: str(never.wait()), limit_s=lambda node: 0.05)
-    monkeypatch.setattr(examination, "CHECKS", {**CHECKS, "disk": stuck})
+    monkeypatch.setattr(health_checks, "CHECKS", {**CHECKS, "disk": stuck})
     disk = found(NODE)["disk"]
     never.set()
     assert str(disk) == "disk: no answer within 0.05 s; the machine or a disk of it hangs"
 
 
 def test_a_check_that_breaks_is_a_finding_of_its_own(monkeypatch):
-    monkeypatch.setattr(examination, "CHECKS", {"odd": Check(look=lambda node: os.fspath(1))})
+    monkeypatch.setattr(health_checks, "CHECKS", {"odd": Check(look=lambda node: os.fspath(1))})
     assert str(found(NODE)["odd"]).startswith("odd: expected str")
 
 
 def test_a_sick_node_waits_until_it_is_fit(monkeypatch):
     tries = iter(["no", "no", ""])
-    monkeypatch.setattr(fitness, "complaint", lambda findings: next(tries))
-    monkeypatch.setattr(fitness, "FIRST_PAUSE_S", 0.01)
-    fitness.await_fit(NODE, timeout_s=30.0, max_nodes=4, others=lambda: True)
+    monkeypatch.setattr(health_checks, "complaint", lambda findings: next(tries))
+    monkeypatch.setattr(health_checks, "FIRST_PAUSE_S", 0.01)
+    health_checks.await_fit(NODE, timeout_s=30.0, max_nodes=4, others=lambda: True)
     assert next(tries, None) is None, "it was looked at three times"
 
 
 def test_a_node_that_does_not_become_fit_gives_up_with_its_reason_and_a_code_of_its_own():
     node = replace(NODE, command="echo broken; false")
     with pytest.raises(AgentFailed, match=r"--join-timeout.*printed: broken") as failed:
-        fitness.await_fit(node, timeout_s=0.0, max_nodes=4, others=lambda: True)
-    assert failed.value.code == AgentExit.UNFIT
+        health_checks.await_fit(node, timeout_s=0.0, max_nodes=4, others=lambda: True)
+    assert failed.value.code == AgentExit.UNHEALTHY
 
 
 def test_a_node_without_which_nothing_runs_says_at_once_that_it_is_not_healthy(monkeypatch):
-    monkeypatch.setattr(fitness, "SINGLE_S", 0.01)
+    monkeypatch.setattr(health_checks, "SINGLE_S", 0.01)
     node = replace(NODE, command="echo broken; false")
     with pytest.raises(AgentFailed, match=r"there is no other node .*printed: broken") as failed:
-        fitness.await_fit(node, timeout_s=3600.0, max_nodes=1, others=lambda: False)
-    assert failed.value.code == AgentExit.UNFIT
+        health_checks.await_fit(node, timeout_s=3600.0, max_nodes=1, others=lambda: False)
+    assert failed.value.code == AgentExit.UNHEALTHY
 
 
 @pytest.mark.parametrize(
@@ -200,5 +192,8 @@ def test_a_node_without_which_nothing_runs_says_at_once_that_it_is_not_healthy(m
     [(1, False, 5.0), (4, False, 30.0), (4, True, 600.0), (1, True, 600.0)],
 )
 def test_how_long_an_unhealthy_node_waits_depends_on_who_else_is_there(max_nodes, others, limit_s):
-    assert fitness.patience(600.0, max_nodes=max_nodes, others=others)[0] == limit_s
-    assert fitness.patience(0.1, max_nodes=max_nodes, others=others) == (0.1, "--join-timeout")
+    assert health_checks.patience(600.0, max_nodes=max_nodes, others=others)[0] == limit_s
+    assert health_checks.patience(0.1, max_nodes=max_nodes, others=others) == (
+        0.1,
+        "--join-timeout",
+    )

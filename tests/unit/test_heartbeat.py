@@ -9,34 +9,34 @@ from zero_agent.node.heartbeat import ENV_FILE, Heartbeats
 from zero_contract.worker import ENV_HEARTBEAT
 
 
-def felt(pulses: Heartbeats) -> list[tuple[int, int | None]]:
-    return list(pulses.beats())
+def felt(heartbeats: Heartbeats) -> list[tuple[int, int | None]]:
+    return list(heartbeats.beats())
 
 
 def test_each_beat_is_felt_once_with_its_step(tmp_path, monkeypatch):
     file = tmp_path / "pulse"
-    pulses = Heartbeats({3: file, 4: tmp_path / "silent"})
-    assert felt(pulses) == []
+    heartbeats = Heartbeats({3: file, 4: tmp_path / "silent"})
+    assert felt(heartbeats) == []
     monkeypatch.setenv(ENV_FILE, str(file))
     for step in (99, 100, 7):
         zero_agent.heartbeat(step)
-        assert felt(pulses) == [(3, step)]
-        assert felt(pulses) == []
+        assert felt(heartbeats) == [(3, step)]
+        assert felt(heartbeats) == []
     zero_agent.heartbeat()
-    assert felt(pulses) == [(3, None)]
+    assert felt(heartbeats) == [(3, None)]
 
 
 def test_a_shell_may_touch_the_file(tmp_path):
     file = tmp_path / "pulse"
-    pulses = Heartbeats({0: file})
+    heartbeats = Heartbeats({0: file})
     subprocess.run(["touch", str(file)], check=True)
-    assert felt(pulses) == [(0, None)]
+    assert felt(heartbeats) == [(0, None)]
     file.write_text("12\n")
     os.utime(file, ns=(1, 1))
-    assert felt(pulses) == [(0, 12)]
+    assert felt(heartbeats) == [(0, 12)]
     file.write_bytes(b"\xff rubbish")
     os.utime(file, ns=(2, 2))
-    assert felt(pulses) == [(0, None)]
+    assert felt(heartbeats) == [(0, None)]
 
 
 def test_a_heartbeat_never_disturbs_the_script(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from zero_data.ledger import Entry, Ledger, read_ledger, verify
 
 
 def entry(
-    step: int, round_: int, rank: int, world: int, leaves: dict[int, tuple[int, ...]]
+    step: int, round_: int, rank: int, world: int, microbatches: dict[int, tuple[int, ...]]
 ) -> Entry:
-    return Entry(step, round_, rank, world, leaves)
+    return Entry(step, round_, rank, world, microbatches)
 
 
 WHOLE = [

@@ -16,22 +16,22 @@ import pytest
 import xxhash
 
 from tests.support.waiting import wait_for
-from zero_agent.node.memory import GRACE_S, Ram, sweep
-from zero_agent.node.memory_server import RamServer
-from zero_contract import peer_memory as ram_wire
+from zero_agent.node.memory import GRACE_S, NodeMemory, sweep
+from zero_agent.node.memory_server import MemoryServer
+from zero_contract import peer_memory
 from zero_contract.owned_dir import OWNER
 from zero_contract.peer_memory import Get, Put, Reply, WireError
-from zero_contract.worker import RamRequest
+from zero_contract.worker import PeerMemoryRequest
 
-KEY = ram_wire.key_of("the job's secret")
+KEY = peer_memory.key_of("the job's secret")
 BLOCK = 1000
 DATA = os.urandom(3500)
 FILE = "0123456789abcdef/step-000000007.g2.ab12/r00001.safetensors"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RamServer]:
-    one = RamServer(tmp_path, "127.0.0.1", KEY, budget_bytes=10_000)
+def server(tmp_path: Path) -> Iterator[MemoryServer]:
+    one = MemoryServer(tmp_path, "127.0.0.1", KEY, budget_bytes=10_000)
     yield one
     one.close()
 
@@ -43,22 +43,22 @@ def put(data: bytes = DATA, path: str = FILE, **more: object) -> Put:
     return Put(**{**facts, **more})
 
 
-def offer(server: RamServer, wish: Put, data: bytes = DATA) -> Reply:
+def offer(server: MemoryServer, wish: Put, data: bytes = DATA) -> Reply:
     """The last reply to a Put."""
-    with closing(ram_wire.dial(server.address, KEY)) as connection:
-        ram_wire.send(connection, wish)
-        reply = ram_wire.hear_reply(connection)
+    with closing(peer_memory.dial(server.address, KEY)) as connection:
+        peer_memory.send(connection, wish)
+        reply = peer_memory.hear_reply(connection)
         if reply.ok:
             connection.sendall(data)
-            reply = ram_wire.hear_reply(connection)
+            reply = peer_memory.hear_reply(connection)
         return reply
 
 
-def get(server: RamServer, path: str, offset: int, length: int) -> bytes | str:
-    with closing(ram_wire.dial(server.address, KEY)) as connection:
-        ram_wire.send(connection, Get(path=path, offset=offset, length=length))
-        reply = ram_wire.hear_reply(connection)
-        return ram_wire.receive(connection, reply.length) if reply.ok else reply.reason
+def get(server: MemoryServer, path: str, offset: int, length: int) -> bytes | str:
+    with closing(peer_memory.dial(server.address, KEY)) as connection:
+        peer_memory.send(connection, Get(path=path, offset=offset, length=length))
+        reply = peer_memory.hear_reply(connection)
+        return peer_memory.receive(connection, reply.length) if reply.ok else reply.reason
 
 
 def files(directory: Path) -> list[str]:
@@ -83,17 +83,17 @@ def test_a_copy_that_arrives_damaged_is_refused_and_leaves_nothing(server, tmp_p
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(server, tmp_path):
-    with closing(ram_wire.dial(server.address, KEY)) as connection:
-        ram_wire.send(connection, put())
-        assert ram_wire.hear_reply(connection).ok
+    with closing(peer_memory.dial(server.address, KEY)) as connection:
+        peer_memory.send(connection, put())
+        assert peer_memory.hear_reply(connection).ok
         connection.sendall(DATA[:2000])
         assert files(tmp_path) != []
     wait_for(lambda: files(tmp_path) == [], 60, "the sweep of what was begun")
 
 
 def test_the_budget_counts_all_that_is_there_and_a_linked_file_once(server, tmp_path):
-    (tmp_path / "arena").write_bytes(bytes(6000))
-    (tmp_path / "link").hardlink_to(tmp_path / "arena")
+    (tmp_path / "buffer").write_bytes(bytes(6000))
+    (tmp_path / "link").hardlink_to(tmp_path / "buffer")
     assert offer(server, put()).ok
     refused = offer(server, put(path=FILE.replace("r00001", "r00002")))
     assert not refused.ok
@@ -111,7 +111,7 @@ def test_the_budget_counts_all_that_is_there_and_a_linked_file_once(server, tmp_
         FILE.replace("r00001", "../r00001"),
         FILE + "\n",
         FILE.replace("r00001.safetensors", ".r00001.safetensors.1234"),
-        "zero-arena.job.r00000.1234",
+        "zero-staging.job.r00000.1234",
     ],
 )
 def test_a_path_leads_to_files_of_checkpoints_and_nowhere_else(server, tmp_path, path):
@@ -143,7 +143,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused_before_anything_is_taken(
     [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x01x", b"\x00\x00\x00\x04null"],
 )
 def test_who_speaks_another_language_is_hung_up_on_and_others_are_served(server, said):
-    with closing(ram_wire.dial(server.address, KEY)) as connection:
+    with closing(peer_memory.dial(server.address, KEY)) as connection:
         connection.sendall(said)
         assert connection.recv(1) == b""
     assert offer(server, put()).ok
@@ -154,18 +154,18 @@ def test_a_number_is_one_and_not_negative(field):
     record = {"path": FILE, "offset": 0, "length": 1, **field}
     near, far = socket.socketpair()
     with near, far:
-        ram_wire.send(near, Get(**record))
+        peer_memory.send(near, Get(**record))
         with pytest.raises(WireError):
-            ram_wire.hear(far)
+            peer_memory.hear(far)
 
 
 def test_who_does_not_know_the_secret_is_neither_served_nor_believed(server, tmp_path):
     (tmp_path / FILE).parent.mkdir(parents=True)
     (tmp_path / FILE).write_bytes(DATA)
     with pytest.raises(OSError, match=r"hung up|reset"):
-        ram_wire.dial(server.address, ram_wire.key_of("another secret"))
+        peer_memory.dial(server.address, peer_memory.key_of("another secret"))
     with closing(socket.create_connection(server.address.split(":"), 5)) as stranger:
-        theirs = ram_wire.receive(stranger, 16)
+        theirs = peer_memory.receive(stranger, 16)
         stranger.sendall(theirs + bytes(32))  # no proof
         assert stranger.recv(100) == b""
 
@@ -179,7 +179,7 @@ def test_a_server_that_does_not_know_the_secret_gets_nothing():
         ) as process:
             assert process.stdout.readline() == b"listens\n"  # who dials does not wait for long
             with pytest.raises(WireError, match=f"{address} does not know the job's secret"):
-                ram_wire.dial(address, KEY)
+                peer_memory.dial(address, KEY)
             process.kill()
 
 
@@ -199,10 +199,10 @@ connection.recv(1)
 _AGENT = """
 import sys, time
 from pathlib import Path
-from zero_agent.node.memory import Ram
-from zero_contract.worker import RamRequest
-ram = Ram("job", sys.argv[1], "127.0.0.1", Path(sys.argv[2]))
-print(ram.open(RamRequest(request=1), "secret").directory, flush=True)
+from zero_agent.node.memory import NodeMemory
+from zero_contract.worker import PeerMemoryRequest
+ram = NodeMemory("job", sys.argv[1], "127.0.0.1", Path(sys.argv[2]))
+print(ram.open(PeerMemoryRequest(request=1), "secret").directory, flush=True)
 time.sleep(60)
 """
 
@@ -248,14 +248,14 @@ def test_what_a_crashed_agent_has_left_is_its_successors_in_the_same_run_of_the_
     for process in (crashed, other):
         process.kill()
         process.wait()
-    ram = Ram("job", "a", "127.0.0.1", tmp_path)
+    ram = NodeMemory("job", "a", "127.0.0.1", tmp_path)
     assert files(crashed.directory) == ["image"], "it is there until a worker asks"
-    directory = Path(ram.open(RamRequest(request=1), secret).directory)
+    directory = Path(ram.open(PeerMemoryRequest(request=1), secret).directory)
     assert (directory == crashed.directory) == (secret == "secret") == crashed.directory.exists()
     assert files(directory) == (["image"] if secret == "secret" else [])
     assert files(other.directory) == ["image"], "that is for the successor of another node"
-    second = Ram("job", "a", "127.0.0.1", tmp_path)
-    assert second.open(RamRequest(request=1), secret).directory != str(directory)
+    second = NodeMemory("job", "a", "127.0.0.1", tmp_path)
+    assert second.open(PeerMemoryRequest(request=1), secret).directory != str(directory)
     for one in (ram, second):
         one.close()
     assert list(tmp_path.iterdir()) == []
@@ -269,19 +269,21 @@ def test_what_an_agent_of_another_job_has_left_is_swept_when_no_successor_came(
     crashed.kill()
     crashed.wait()
     os.utime(crashed.directory, (0, time.time() - unused_s))
-    ram = Ram("another-job", "a", "127.0.0.1", tmp_path)
+    ram = NodeMemory("another-job", "a", "127.0.0.1", tmp_path)
     assert crashed.directory.exists() == stays
     ram.close()
     assert crashed.directory.exists() == stays
 
 
 def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(tmp_path):
-    ram = Ram("my/job", "node 1", "127.0.0.1", tmp_path)
+    ram = NodeMemory("my/job", "node 1", "127.0.0.1", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    first, second = (ram.open(RamRequest(request=n, budget_bytes=9), "secret") for n in (1, 2))
+    first, second = (
+        ram.open(PeerMemoryRequest(request=n, budget_bytes=9), "secret") for n in (1, 2)
+    )
     assert (first.request, second.request, first.budget_bytes) == (1, 2, 9)
     assert (first.directory, first.address) == (second.directory, second.address)
-    assert first.key == ram_wire.key_of("secret") != "secret"
+    assert first.key == peer_memory.key_of("secret") != "secret"
     assert Path(first.directory).name.startswith("zero-ram.my-job.node-1.")
     ram.close()
     assert list(tmp_path.iterdir()) == []
@@ -293,14 +295,16 @@ def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(
 def test_a_node_gives_no_more_memory_than_its_flag_and_no_more_than_the_config_asks_for(
     tmp_path, limit, wanted, budget
 ):
-    ram = Ram("job", "a", "127.0.0.1", tmp_path, limit_bytes=limit)
-    assert ram.open(RamRequest(request=1, budget_bytes=wanted), "secret").budget_bytes == budget
+    ram = NodeMemory("job", "a", "127.0.0.1", tmp_path, limit_bytes=limit)
+    assert (
+        ram.open(PeerMemoryRequest(request=1, budget_bytes=wanted), "secret").budget_bytes == budget
+    )
     ram.close()
 
 
 def test_where_there_is_no_shared_memory_the_worker_is_told_so(tmp_path):
-    ram = Ram("job", "a", "127.0.0.1", tmp_path / "none")
-    reply = ram.open(RamRequest(request=1), "secret")
+    ram = NodeMemory("job", "a", "127.0.0.1", tmp_path / "none")
+    reply = ram.open(PeerMemoryRequest(request=1), "secret")
     assert reply.directory == ""
     assert reply.reason == f"{tmp_path}/none: No such file or directory"
     ram.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_agent.node.memory_server import RamServer
+from zero_agent.node.memory_server import MemoryServer
 from zero_agent.node.network import first_free
 from zero_agent.node.ring import Ring
 
@@ -29,7 +29,7 @@ def test_the_ring_and_the_memory_listen_at_ports_of_the_range_that_are_free(tmp_
     ports = range(31_000, 31_040)  # below those that the kernel gives away
     with taken(ports[:10]), contextlib.ExitStack() as made:
         ring = made.enter_context(contextlib.closing(Ring(HOST, lambda *_: None, ports)))
-        memory = RamServer(tmp_path, HOST, "key", budget_bytes=1, ports=ports)
+        memory = MemoryServer(tmp_path, HOST, "key", budget_bytes=1, ports=ports)
         made.enter_context(contextlib.closing(memory))
         found = [int(one.address.rpartition(":")[2]) for one in (ring, memory)]
         assert set(found) <= set(ports[10:])

@@ -261,9 +261,12 @@ def test_a_checkpoint_in_memory_is_fenced_too_and_wakes_no_agent():
     cluster = Cluster()
     agent = cluster.join("a")
     cluster.settle()
-    fence, facts = agent.snapshot.fence, {"tag": "t", "digest": "d", "samples": 8, "in_ram": True}
+    fence, facts = (
+        agent.snapshot.fence,
+        {"tag": "t", "digest": "d", "samples": 8, "in_memory": True},
+    )
     assert agent.commit(fence, step=1, **facts)
-    kept = cluster.store.get(agent.keys.in_ram)
+    kept = cluster.store.get(agent.keys.in_memory)
     assert kept is not None
     assert json.loads(kept.value)["step"] == 1
     assert not kept.key.startswith(agent.keys.prefix)
@@ -318,7 +321,7 @@ def test_an_agent_that_has_a_new_lease_after_a_silence_notices_lost_nodes_again(
     agent = cluster.join("a")
     cluster.join("b")
     cluster.settle()
-    agent._ages.silent("no answer")
+    agent._durations.silent("no answer")
     agent._registration._keeper._repeating.cancel()
     cluster.store.revoke(agent.lease)
     with pytest.raises(StoreUnavailable, match="its lease had run out"):

@@ -10,7 +10,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import (
     LEGAL,
     Move,
-    Observed,
+    Observation,
     Timing,
     Transition,
     decide,
@@ -18,8 +18,8 @@ from zero_orchestrator.membership.rounds import (
 )
 from zero_orchestrator.membership.spec import JobSpec
 
-STEADY = Observed(nodes_s=60.0, symptom_s=60.0)
-JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
+STEADY = Observation(nodes_s=60.0, symptom_s=60.0)
+JUST_NOW = Observation(nodes_s=0.0, symptom_s=0.0)
 TIMING = Timing()
 CHARGE = Charge(n=0, cause="something broke", workers=True)
 
@@ -54,7 +54,7 @@ def failed(name: str, *, symptom: bool = False, revision: int = 10) -> Failure:
     return Failure(node=name, symptom=symptom, summary=f"{name} broke", revision=revision)
 
 
-def verdict(job: Snapshot, seen: Observed = STEADY) -> tuple[Move | None, str]:
+def verdict(job: Snapshot, seen: Observation = STEADY) -> tuple[Move | None, str]:
     decision = decide(job, seen, TIMING)
     return decision.transition and decision.transition.move, decision.reason
 

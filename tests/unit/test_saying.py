@@ -36,7 +36,7 @@ def test_a_wait_that_is_long_is_told_again_with_those_that_are_left():
     [
         ("waiting for the workers of a to stop", "`zero-ctl drain NODE`"),
         ("a is leaving; waiting for a to stop", "`zero-ctl drain NODE`"),
-        ("0 of 1:1 nodes are here; waiting for 1; a is unfit: no disk", "Repair those nodes"),
+        ("0 of 1:1 nodes are here; waiting for 1; a is unhealthy: no disk", "Repair those nodes"),
         ("1 of 2:4 nodes are here; waiting for 1", "Start more agents"),
     ],
 )

@@ -112,9 +112,9 @@ def test_a_checkpoint_in_memory_is_shown_as_long_as_the_job_runs(memory):
     job = Job(memory)
     job.live("a")
     job.round(1, "ACTIVE", "a")
-    assert read(job).in_ram is None
-    memory.put(job.keys.in_ram, '{"step": 43, "tag": "t43", "digest": "d", "samples": 344}')
-    assert read(job).in_ram == {"step": 43, "tag": "t43", "digest": "d", "samples": 344}
+    assert read(job).in_memory is None
+    memory.put(job.keys.in_memory, '{"step": 43, "tag": "t43", "digest": "d", "samples": 344}')
+    assert read(job).in_memory == {"step": 43, "tag": "t43", "digest": "d", "samples": 344}
     assert "step 43, 344 samples (t43)" in shown(read(job))
     job.round(1, "DONE", "a")
     assert "t43" not in shown(read(job))
@@ -142,13 +142,13 @@ def test_hosts_that_are_excluded_and_nodes_that_are_unfit_are_shown_with_the_rea
     job = Job(memory)
     job.live("ab")
     job.round(1, "ACTIVE", "a")
-    memory.put(job.keys.node("c"), replace(node("c"), unfit="no disk").to_json())
+    memory.put(job.keys.node("c"), replace(node("c"), unhealthy="no disk").to_json())
     excluded = Exclusion(host="b", why="its workers failed 2 times in a row", for_s=60)
     memory.put(job.keys.excluded("b"), excluded.to_json())
     assert conditions(job) == {
         "a": Condition.RUNNING,
         "b": Condition.EXCLUDED,
-        "c": Condition.UNFIT,
+        "c": Condition.UNHEALTHY,
     }
     assert read(job).exclusions == (excluded,)
 

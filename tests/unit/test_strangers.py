@@ -11,9 +11,9 @@ import ssl
 import pytest
 
 from zero_agent.node.health_endpoint import STARTING, Health
-from zero_agent.node.memory_server import RamServer
+from zero_agent.node.memory_server import MemoryServer
 from zero_agent.node.ring import Ring
-from zero_contract import peer_memory as ram_wire
+from zero_contract import peer_memory
 from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"
@@ -47,7 +47,7 @@ def ports(tmp_path_factory):
     ring = Ring("127.0.0.1", lambda *verdict: None)
     ring.start(me, SECRET)
     directory = tmp_path_factory.mktemp("memory")
-    memory = RamServer(directory, "127.0.0.1", ram_wire.key_of(SECRET), budget_bytes=10_000)
+    memory = MemoryServer(directory, "127.0.0.1", peer_memory.key_of(SECRET), budget_bytes=10_000)
     health = Health("127.0.0.1", 0)
     health.watch(lambda: STARTING)
     yield {"ring": ring.address, "memory": memory.address, "health": f"127.0.0.1:{health.port}"}
@@ -74,10 +74,12 @@ def answer(address: str, said: bytes) -> bytes:
 @pytest.mark.parametrize("port", GREETINGS)
 def test_a_stranger_hears_a_nonce_and_is_hung_up_on_while_the_job_is_served(ports, port, said):
     assert len(answer(ports[port], SAID[said])) <= GREETINGS[port]
-    with contextlib.closing(ram_wire.dial(ports["memory"], ram_wire.key_of(SECRET))) as member:
+    with contextlib.closing(
+        peer_memory.dial(ports["memory"], peer_memory.key_of(SECRET))
+    ) as member:
         missing = "0123456789abcdef/step-000000007.g2.ab12/r00001.safetensors"
-        ram_wire.send(member, ram_wire.Get(path=missing, offset=0, length=1))
-        assert not ram_wire.hear_reply(member).ok
+        peer_memory.send(member, peer_memory.Get(path=missing, offset=0, length=1))
+        assert not peer_memory.hear_reply(member).ok
 
 
 @pytest.mark.parametrize("said", SAID)

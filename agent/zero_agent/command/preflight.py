@@ -54,7 +54,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
         )
     )
     show(findings)
-    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNFIT
+    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNHEALTHY
 
 
 def _asking(access: Access, job: str) -> Callable[[], str]:

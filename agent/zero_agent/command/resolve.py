@@ -289,7 +289,7 @@ def count_slots(text: str) -> int:
     if text == "gpu" and not gpus:
         # A fault of this machine, perhaps: other nodes of the job may well have GPUs.
         why = "--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number"
-        raise AgentFailed(AgentExit.UNFIT, why)
+        raise AgentFailed(AgentExit.UNHEALTHY, why)
     return by_name[text] if text in by_name else int(text)
 
 

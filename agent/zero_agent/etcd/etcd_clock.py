@@ -2,8 +2,8 @@
 
 A clock that is far off breaks certificates and the signatures of object stores, and makes the order
 of logs and every age in `zero-ctl` wrong. No decision of a job compares clocks, so a node with a
-wrong one still trains: `--preflight` calls it unfit, an agent says so and goes on, since the wrong
-clock may as well be etcd's.
+wrong one still trains: `--preflight` calls it unhealthy, an agent says so and goes on, since the
+wrong clock may as well be etcd's.
 
 Must always hold: an etcd that serves no HTTP there, or does not answer, is no complaint; nothing is
 waited for longer than `_TIMEOUT_S`.

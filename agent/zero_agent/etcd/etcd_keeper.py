@@ -42,7 +42,7 @@ _SOUND_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sight:
+class JobView:
     """What the keeper sees of the use that is made of its server."""
 
     revision: int
@@ -57,22 +57,22 @@ class Idleness:
 
     def __init__(self, now: float) -> None:
         self._used = now
-        self._seen: Sight | None = None
+        self._seen: JobView | None = None
 
-    def look(self, sight: Sight, now: float) -> float:
-        """Take note of a sight; returns the seconds of idleness up to `now`."""
-        if sight.nodes or sight != self._seen:
+    def look(self, job_view: JobView, now: float) -> float:
+        """Take note that it was seen; returns the seconds of idleness up to `now`."""
+        if job_view.nodes or job_view != self._seen:
             self._used = now
-        self._seen = sight
+        self._seen = job_view
         return now - self._used
 
 
-def look(store: KeyValueStore, directory: SharedDirectory) -> Sight:
+def look(store: KeyValueStore, directory: SharedDirectory) -> JobView:
     """The use that is made of the server now. Raises StoreError."""
     jobs = store.range(JOBS_PREFIX)
     nodes = any(item.lease for item in jobs.items)
     handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
-    return Sight(jobs.revision, nodes, handed_out_ns)
+    return JobView(jobs.revision, nodes, handed_out_ns)
 
 
 class Keeper:

@@ -78,7 +78,7 @@ class Plan:
         """
         command = shlex.join(["/bin/sh", "-c", f'{begin} exec "$@"', "sh", *self.agent(host)])
         lacking = (
-            f"exit {AgentExit.UNFIT:d}"  # the shell's own code must not look like the job's end
+            f"exit {AgentExit.UNHEALTHY:d}"  # the shell's own code must not look like the job's end
         )
         return f"cd {shlex.quote(str(self.directory))} || {lacking}; exec {command}"
 

@@ -33,7 +33,7 @@ from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
-from zero_agent.node.memory import Ram
+from zero_agent.node.memory import NodeMemory
 from zero_agent.node.ring import Ring
 from zero_agent.node.scratch import Scratch
 from zero_agent.node.state import BUSY, Workers
@@ -93,8 +93,8 @@ class Agent:
         )
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
-        self._errands = StoreWrites(self._journal, clock, self._limits.store_fails)
-        self._crew = NodeWorkers(
+        self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
+        self._node_workers = NodeWorkers(
             config,
             job,
             self._scratch.path,
@@ -102,11 +102,11 @@ class Agent:
             journal=self._journal,
             environ=environ,
             post=self._post,
-            on_port=lambda n, port: self._errands.master(n, config.where_store_is(port)),
-            on_commit=self._errands.commit,
-            on_ram=lambda request: self._ram.open(request, self._rdzv.secret),
+            on_port=lambda n, port: self._store_writes.master(n, config.where_store_is(port)),
+            on_commit=self._store_writes.commit,
+            on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
         )
-        self._ram = Ram(
+        self._ram = NodeMemory(
             job,
             config.host or config.node_id,
             config.address,
@@ -129,7 +129,7 @@ class Agent:
             works=lambda: clock.now() - self._turned_s < STALLED_S,
         )
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
-        self._fitness = HealthChecks(
+        self._health_checks = HealthChecks(
             config.surroundings(environ),
             config.join_timeout_s,
             max_nodes=config.spec.max_nodes,
@@ -162,8 +162,8 @@ class Agent:
             round=job.n,
             state=job.state or "",
             reason=self._rdzv.reason,
-            workers=self._crew.state,
-            workers_round=self._crew.round,
+            workers=self._node_workers.state,
+            workers_round=self._node_workers.round,
             turned_s=self._clock.now() - self._turned_s,
             store_silent_s=self._limits.store_silent_s,
         )
@@ -182,7 +182,7 @@ class Agent:
             while not self._joined():
                 self._handle_events()
             self._ring.start(self._rdzv.node, self._rdzv.secret)
-            self._crew.leave_word(self._ring.listener, self._rdzv.secret)
+            self._node_workers.leave_word(self._ring.listener, self._rdzv.secret)
             while (code := self._turn()) is None:
                 pass
             return code
@@ -196,7 +196,7 @@ class Agent:
         not hidden.
         """
         self._store.leave_alone()
-        parts = (self._crew, self._ram, self._rdzv, self._ring, self._publisher)
+        parts = (self._node_workers, self._ram, self._rdzv, self._ring, self._publisher)
         for part in (*parts, self._journal, self._scratch):
             try:
                 part.close()
@@ -214,7 +214,7 @@ class Agent:
 
         def leave() -> None:
             self._leaving.signalled(number)
-            self._crew.pass_on(signal.Signals(number))
+            self._node_workers.pass_on(signal.Signals(number))
 
         self._inbox.put(leave)
 
@@ -226,7 +226,7 @@ class Agent:
             # is waited for. No later round stops, or waits, for a node that could not start its
             # workers at once.
             if self._rdzv.has_begun():
-                while not (self._crew.prepared or self._leaving.begun):
+                while not (self._node_workers.prepared or self._leaving.begun):
                     self._turned_s = self._clock.now()
                     self._limits.check_waiting(
                         self._rdzv.snapshot, "the workers' imports are not done"
@@ -245,16 +245,21 @@ class Agent:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
         try:
-            self._errands.run(self._rdzv, self._crew.fence if self._crew.state in BUSY else 0)
+            self._store_writes.run(
+                self._rdzv, self._node_workers.fence if self._node_workers.state in BUSY else 0
+            )
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._publish_progress()
             # The other nodes learn whether this node is healthy before it reports that its workers
             # have stopped.
-            if not self._fitness.checking and self._fitness.complaint != self._rdzv.node.unfit:
-                self._rdzv.set_unfit(self._fitness.complaint)
-            stopping = self._crew.state is Workers.STOPPING
+            if (
+                not self._health_checks.checking
+                and self._health_checks.complaint != self._rdzv.node.unhealthy
+            ):
+                self._rdzv.set_unhealthy(self._health_checks.complaint)
+            stopping = self._node_workers.state is Workers.STOPPING
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
@@ -282,10 +287,10 @@ class Agent:
         reason = self._rdzv.reason  # the end of the job is logged once the workers have ended
         if not self.ended and self._sayings.is_news(reason) and reason != self._journal.last:
             log.info("%s", reason)
-        self._crew.check_limits()
+        self._node_workers.check_limits()
         self._leaving.check_limit()
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
-        self._fitness.check_limit(needed=not alone)
+        self._health_checks.check_limit(needed=not alone)
         self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason, self._rdzv.confirm)
         self._handle_events()
         return None
@@ -293,7 +298,7 @@ class Agent:
     def _meanwhile(self) -> None:
         """Check the limits and handle events once, while a call to etcd is under way."""
         self._turned_s = self._clock.now()
-        self._crew.check_limits()
+        self._node_workers.check_limits()
         self._leaving.check_limit()
         self._handle_events()
 
@@ -311,18 +316,18 @@ class Agent:
         return lambda *args: self._inbox.put(lambda: handler(*args))
 
     def _situation(self) -> Situation:
-        job, crew = self._rdzv.snapshot, self._crew
+        job, node_workers = self._rdzv.snapshot, self._node_workers
         return Situation(
             job=job,
             node=self._rdzv.node,
-            workers=crew.state,
-            round=crew.round,
-            asked_to_leave=crew.asked_to_leave,
-            can_leave=crew.can_leave,
-            overdue=crew.overdue,
-            unkillable=crew.unkillable,
-            checking=self._fitness.checking,
-            hosting=crew.hosts_store_of(job.n),
+            workers=node_workers.state,
+            round=node_workers.round,
+            asked_to_leave=node_workers.asked_to_leave,
+            can_leave=node_workers.can_leave,
+            overdue=node_workers.overdue,
+            unkillable=node_workers.unkillable,
+            checking=self._health_checks.checking,
+            hosting=node_workers.hosts_store_of(job.n),
         )
 
     # ---- actions ----
@@ -332,17 +337,17 @@ class Agent:
         self._journal.tell("unkillable", f"{reason}; this node leaves", level=logging.ERROR)
         self._rdzv.close()
         raise AgentFailed(
-            AgentExit.UNFIT,
+            AgentExit.UNHEALTHY,
             f"this node has left the job, which continues without it: {reason}. What holds such a "
             "process (a device, a file server, a frozen cgroup, a tracer) must end, or the machine "
             "be restarted, before an agent starts here again",
         )
 
     def _report_failure(self, reason: str) -> None:
-        failure = failure_of(self._crew, self._rdzv.node.id)
-        self._rdzv.report_failure(self._crew.round, failure)
+        failure = failure_of(self._node_workers, self._rdzv.node.id)
+        self._rdzv.report_failure(self._node_workers.round, failure)
         if not failure.symptom:
-            self._fitness.examine()  # ends before this node reports that its workers have stopped
+            self._health_checks.examine()  # ends before this node reports its workers as stopped
 
     # ---- what is published and logged ----
 
@@ -353,9 +358,9 @@ class Agent:
         self.took_part |= job.state not in ENDED
         self._journal.round, self._journal.nodes = job.n, nodes
         self._publisher.alive(nodes=nodes)
-        if self._crew.steps.begun:
-            self._rdzv.stepped(self._crew.round)
-        if (last := self._crew.steps.last) is not None:
+        if self._node_workers.steps.begun:
+            self._rdzv.stepped(self._node_workers.round)
+        if (last := self._node_workers.steps.last) is not None:
             lease, use = self._rdzv.lease, self._ram.use
             self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
 
@@ -387,19 +392,19 @@ def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
         return Ring(config.address, on_dead, config.ports)
     except OSError as error:
         text = f"this node cannot listen on {config.address}: {error.strerror}"
-        raise AgentFailed(AgentExit.UNFIT, text) from error
+        raise AgentFailed(AgentExit.UNHEALTHY, text) from error
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
-    Action.HOST_STORE: lambda agent, reason: agent._crew.host_store(agent._rdzv.snapshot.n),
-    Action.START: lambda agent, reason: agent._crew.start(
+    Action.HOST_STORE: lambda agent, reason: agent._node_workers.host_store(agent._rdzv.snapshot.n),
+    Action.START: lambda agent, reason: agent._node_workers.start(
         agent._rdzv.snapshot, agent._rdzv.node, agent._rdzv.secret
     ),
-    Action.ASK_TO_LEAVE: lambda agent, reason: agent._crew.ask_to_leave(
+    Action.ASK_TO_LEAVE: lambda agent, reason: agent._node_workers.ask_to_leave(
         reason, agent._leaving.left_s
     ),
-    Action.STOP: lambda agent, reason: agent._crew.stop(reason),
-    Action.KILL: lambda agent, reason: agent._crew.kill(
+    Action.STOP: lambda agent, reason: agent._node_workers.stop(reason),
+    Action.KILL: lambda agent, reason: agent._node_workers.kill(
         reason, show_stacks=any(failure.hang for failure in agent._rdzv.snapshot.failures)
     ),
     Action.REPORT_DONE: lambda agent, reason: agent._rdzv.report_done(agent._rdzv.snapshot.n),

@@ -139,17 +139,17 @@ def root_cause(job: Snapshot) -> Failure | None:
     return min(job.failures, key=lambda cause: (cause.symptom, cause.revision), default=None)
 
 
-def failure_of(crew: NodeWorkers, node: str) -> Failure:
+def failure_of(node_workers: NodeWorkers, node: str) -> Failure:
     """The failure that a node reports for its failed workers."""
-    end = crew.first_failure
+    end = node_workers.first_failure
     return Failure(
         node=node,
-        symptom=crew.state is Workers.PEER_LOST,
+        symptom=node_workers.state is Workers.PEER_LOST,
         summary=f"{end.summary} on node {node}",
         rank=end.rank,
         traceback=end.traceback,
-        hang=crew.hung,
-        step=crew.steps.finished,
+        hang=node_workers.hung,
+        step=node_workers.steps.finished,
         host=socket.gethostname(),
         local_rank=end.local_rank,
         pid=end.pid,

@@ -57,7 +57,7 @@ def remedy(reason: str) -> str:
             "Those workers do not end; the logs of their agents contain the cause. "
             "`zero-ctl drain NODE` continues the job without a node"
         )
-    if " is unfit: " in reason:
+    if " is unhealthy: " in reason:
         return "Repair those nodes, or start agents on other nodes"
     return "Start more agents, lower the minimum of --nnodes, or raise --join-timeout"
 

@@ -44,9 +44,9 @@ from zero_contract.worker import (
     Leave,
     Left,
     Message,
+    PeerMemoryReply,
+    PeerMemoryRequest,
     Progress,
-    RamReply,
-    RamRequest,
     When,
 )
 from zero_contract.writer import LONGEST_FLUSH_S
@@ -81,7 +81,7 @@ class NodeWorkers:
         post: Post,
         on_port: Callable[[int, int], None],
         on_commit: Callable[[int, int, CommitRequest, Reply], None],
-        on_ram: Callable[[RamRequest], RamReply],
+        on_peer_memory: Callable[[PeerMemoryRequest], PeerMemoryReply],
     ) -> None:
         """Start the forkserver, so that its imports overlap with the rendezvous.
 
@@ -98,7 +98,7 @@ class NodeWorkers:
             on_port: Receives a round and the port of the TCPStore opened for it.
             on_commit: Receives the round, its fence, a worker's request to publish a checkpoint,
                 and the function that replies to it.
-            on_ram: Replies to a worker that asks for memory for its checkpoints.
+            on_peer_memory: Replies to a worker that asks for memory for its checkpoints.
         """
         self._config = config
         self._clock = clock
@@ -106,7 +106,7 @@ class NodeWorkers:
         self._post = post
         self._on_port = on_port
         self._on_commit = on_commit
-        self._on_ram = on_ram
+        self._on_peer_memory = on_peer_memory
         self.steps = Steps(config.hang, clock)
         self._env = forkserver_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
@@ -242,7 +242,7 @@ class NodeWorkers:
             if self._timer_host is not None:
                 self._forkserver.signal(self._timer_host, signal.SIGKILL)
             self._timer_host = self._forkserver.host_timers(str(self._timers))
-        self.steps.begin(self._orders.pulses(job, node))
+        self.steps.begin(self._orders.heartbeats(job, node))
         self._askings = LeaveRequests(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
         directory = self._orders.directory(job)
@@ -304,12 +304,12 @@ class NodeWorkers:
             if hung := self.steps.too_slow():
                 rank, verdict = hung
                 self._kill_s = self._clock.now()
-                self._group.condemn(rank, verdict)
+                self._group.mark_hung(rank, verdict)
                 self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
         # A forkserver that is stuck would keep its workers, and the whole job, for ever.
-        mute_s = self._forkserver.stuck_s(self._config.join_timeout_s)
-        if mute_s is not None:
-            text = f"the forkserver has not answered for {mute_s:.0f} s: it is killed"
+        unresponsive_s = self._forkserver.stuck_s(self._config.join_timeout_s)
+        if unresponsive_s is not None:
+            text = f"the forkserver has not answered for {unresponsive_s:.0f} s: it is killed"
             text += ", and the workers with it"
             self._journal.tell("forkserver", text, level=logging.WARNING)
             self._forkserver.kill()
@@ -361,7 +361,7 @@ class NodeWorkers:
     def _process_ended(self, process: int, status: int) -> None:
         if process in self._stores and process not in self._listening and status > 0:
             raise AgentFailed(
-                AgentExit.UNFIT,
+                AgentExit.UNHEALTHY,
                 f"the workers' store cannot listen on {self._config.store_listens_on}; the message "
                 "of torch's TCPStore is above",
             )
@@ -383,7 +383,7 @@ class NodeWorkers:
         if imports and (status > 0 or self._imports_lost):
             how = "; its own message is above" if status > 0 else f": {describe(status)}"
             raise AgentFailed(
-                AgentExit.UNFIT,
+                AgentExit.UNHEALTHY,
                 "the process that starts the workers ended while it imported "
                 f"{', '.join(self._config.preload)}{how}",
             )
@@ -396,7 +396,7 @@ class NodeWorkers:
         self._timer_host = None
         if path := self._installed.changed:
             raise AgentFailed(
-                AgentExit.UNFIT,
+                AgentExit.UNHEALTHY,
                 f"{path} has changed since this agent began, and an agent starts no process of "
                 "another version than its own; start the agent again",
             )
@@ -424,8 +424,8 @@ class NodeWorkers:
                         ),
                     ),
                 )
-            case RamRequest():
-                self._channel.send(rank, self._on_ram(message))
+            case PeerMemoryRequest():
+                self._channel.send(rank, self._on_peer_memory(message))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Progress():

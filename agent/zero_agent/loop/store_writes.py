@@ -106,7 +106,7 @@ class StoreWrites:
                 tag=request.tag,
                 digest=request.digest,
                 samples=request.samples,
-                in_ram=request.in_ram,
+                in_memory=request.in_memory,
             )
         except STORE_FAILS as error:
             # An etcd that is full answers everything else: log that from time to time.

@@ -362,7 +362,7 @@ def await_fit(
     Args:
         node: What the checks look at.
         timeout_s: --join-timeout: how long to wait while other nodes run the job.
-        on_unhealthy: Receives the complaint after each examination that finds one.
+        on_unhealthy: Receives the complaint after each health check that finds one.
         max_nodes: The job's largest number of nodes.
         others: Whether another node of the job is alive.
 
@@ -374,7 +374,7 @@ def await_fit(
         limit_s, limit = patience(timeout_s, max_nodes=max_nodes, others=others())
         left_s = began_s + limit_s - time.monotonic()
         if left_s <= 0:
-            raise _unfit(why, limit_s, limit)
+            raise _unhealthy(why, limit_s, limit)
         log.warning(
             "this node does not join yet: %s; it is checked again, for %.0f s more (%s)",
             why,
@@ -386,9 +386,10 @@ def await_fit(
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _unfit(why: str, limit_s: float, limit: str) -> AgentFailed:
+def _unhealthy(why: str, limit_s: float, limit: str) -> AgentFailed:
     return AgentFailed(
-        AgentExit.UNFIT, f"this node has not become healthy within {limit_s:g} s ({limit}): {why}"
+        AgentExit.UNHEALTHY,
+        f"this node has not become healthy within {limit_s:g} s ({limit}): {why}",
     )
 
 
@@ -411,7 +412,7 @@ class HealthChecks:
             node: What the checks look at.
             timeout_s: --join-timeout.
             max_nodes: The job's largest number of nodes.
-            clock: Paces the examinations of an unhealthy node.
+            clock: Paces the health checks of an unhealthy node.
             journal: Receives an event when the node becomes unhealthy or healthy again.
             post: Wraps a handler so that it runs on the agent's thread.
         """
@@ -423,12 +424,12 @@ class HealthChecks:
         self._ill, self._paused = Stopwatch(clock), Stopwatch(clock)
         self._pause_s = FIRST_PAUSE_S
         self.checking = False
-        """An examination is under way."""
+        """An health check is under way."""
         self.complaint = ""
         """Why the node is unhealthy; empty if it is healthy."""
 
     def examine(self) -> None:
-        """Begin an examination, unless one is under way."""
+        """Begin a health check, unless one is under way."""
         if not self.checking:
             self.checking = True
             self._paused.stop()
@@ -449,7 +450,7 @@ class HealthChecks:
         """
         limit_s, limit = patience(self._timeout_s, max_nodes=self._max_nodes, others=needed)
         if self._ill.past(limit_s):
-            raise _unfit(self.complaint, limit_s, limit)
+            raise _unhealthy(self.complaint, limit_s, limit)
         if self._paused.past(self._pause_s):
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self.examine()

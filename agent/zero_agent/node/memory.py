@@ -22,14 +22,14 @@ import os
 import re
 from pathlib import Path
 
-from zero_agent.node.memory_server import RamServer, used_bytes
+from zero_agent.node.memory_server import MemoryServer, used_bytes
 from zero_agent.node.network import ANY_PORT
 from zero_contract import owned_dir
 from zero_contract.owned_dir import OwnedDir
 from zero_contract.peer_memory import key_of
-from zero_contract.worker import RamReply, RamRequest
+from zero_contract.worker import PeerMemoryReply, PeerMemoryRequest
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.ctl.events import RamUse
+from zero_orchestrator.ctl.events import MemoryUse
 
 log = logging.getLogger("zero")
 
@@ -39,7 +39,7 @@ GRACE_S = 60.0
 """How long other agents spare the memory of a crashed agent, which may be started again."""
 
 
-class Ram:
+class NodeMemory:
     """One agent's in-memory checkpoints; no memory is allocated before a worker asks for it."""
 
     def __init__(
@@ -71,14 +71,14 @@ class Ram:
         self._reached_at = advertised or address
         self._parent = directory
         self._memory: OwnedDir | None = None
-        self._server: RamServer | None = None
+        self._server: MemoryServer | None = None
         self._limit_bytes = limit_bytes
         self._half_bytes = 0
         """Half of the space that was free in the beginning."""
         self._of_job = f"{job}.*"
         sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
-    def open(self, request: RamRequest, secret: str) -> RamReply:
+    def open(self, request: PeerMemoryRequest, secret: str) -> PeerMemoryReply:
         """Give a worker the directory, the address and the key for its snapshots.
 
         Args:
@@ -101,11 +101,13 @@ class Ram:
             if self._limit_bytes is not None:
                 budget = min(budget, self._limit_bytes)
             if self._server is None:
-                self._server = RamServer(path, self._address, key, budget, self._ports)
+                self._server = MemoryServer(path, self._address, key, budget, self._ports)
             self._server.budget_bytes = budget
         except OSError as error:
-            return RamReply(request=request.request, reason=f"{self._parent}: {error.strerror}")
-        return RamReply(
+            return PeerMemoryReply(
+                request=request.request, reason=f"{self._parent}: {error.strerror}"
+            )
+        return PeerMemoryReply(
             request=request.request,
             directory=str(path),
             address=host_port(self._reached_at, self._server.port),
@@ -133,12 +135,12 @@ class Ram:
         """Whether a worker has asked for memory: its snapshots are lost with this agent."""
         return self._memory is not None
 
-    def use(self) -> RamUse | None:
+    def use(self) -> MemoryUse | None:
         """How much memory the snapshots take; None if no worker has asked for any."""
         if self._memory is None or self._server is None:
             return None
         budget = self._server.budget_bytes
-        return RamUse(used_bytes=used_bytes(self._memory.path), budget_bytes=budget)
+        return MemoryUse(used_bytes=used_bytes(self._memory.path), budget_bytes=budget)
 
     def close(self) -> None:
         """Stop serving and give the memory back; the workers must be gone."""

@@ -23,7 +23,7 @@ from stat import S_ISREG
 import xxhash
 
 from zero_agent.node.network import ANY_PORT, PatientServer, first_free
-from zero_contract import peer_memory as ram_wire
+from zero_contract import peer_memory
 from zero_contract.peer_memory import FILE, Get, Put, Reply, WireError
 from zero_orchestrator.addresses import host_port
 
@@ -32,11 +32,11 @@ log = logging.getLogger("zero")
 _DIGEST_CHARACTERS = 16
 _BLOCK_LIMIT_BYTES = 64 << 20
 """The largest block of a replica: one block is held in memory while it is verified."""
-_SLAB_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 """Bytes that are received, verified and written at once, because blocks may be short."""
 
 
-class RamServer:
+class MemoryServer:
     """Serves one directory on daemon threads until it is closed."""
 
     def __init__(
@@ -99,16 +99,16 @@ class _Caller(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         connection = self.request
-        connection.settimeout(ram_wire.TRANSFER_TIMEOUT_S)
+        connection.settimeout(peer_memory.TRANSFER_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            ram_wire.serve_greeting(connection, self.server.key)
+            peer_memory.serve_greeting(connection, self.server.key)
         except WireError as error:
             log.warning("memory: refused %s: %s", self.client_address[0], error)
             return
         with suppress(EOFError):
             while True:
-                record = ram_wire.hear(connection)
+                record = peer_memory.hear(connection)
                 match record:
                     case Get():
                         self._send_range(record)
@@ -122,12 +122,12 @@ class _Caller(socketserver.BaseRequestHandler):
         try:
             file = self._path(wish.path).open("rb")
         except (OSError, WireError) as error:
-            ram_wire.send(connection, Reply(ok=False, reason=str(error)))
+            peer_memory.send(connection, Reply(ok=False, reason=str(error)))
             return
         with file:
             there = max(os.fstat(file.fileno()).st_size - wish.offset, 0)
             length = min(wish.length, there)
-            ram_wire.send(connection, Reply(ok=True, length=length))
+            peer_memory.send(connection, Reply(ok=True, length=length))
             if length:
                 connection.sendfile(file, wish.offset, length)
 
@@ -159,32 +159,32 @@ class _Caller(socketserver.BaseRequestHandler):
                 descriptor = os.open(incoming, flags, 0o600)
                 os.truncate(descriptor, wish.size_bytes)  # pages are allocated as they are written
         except (OSError, WireError) as error:
-            ram_wire.send(self.request, Reply(ok=False, reason=str(error)))
+            peer_memory.send(self.request, Reply(ok=False, reason=str(error)))
             return
         try:
-            ram_wire.send(self.request, Reply(ok=True))
+            peer_memory.send(self.request, Reply(ok=True))
             problem = self._receive(descriptor, wish, digests)
             if not problem:
                 incoming.replace(path)
         finally:
             os.close(descriptor)
             incoming.unlink(missing_ok=True)
-        ram_wire.send(self.request, Reply(ok=not problem, reason=problem))
+        peer_memory.send(self.request, Reply(ok=not problem, reason=problem))
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
         """Write all blocks to the file; the first wrong checksum in words, empty if none is."""
         size = wish.block_bytes
-        slab_bytes = max(_SLAB_BYTES // size, 1) * size
-        buffer = memoryview(bytearray(min(slab_bytes, wish.size_bytes)))
+        chunk_bytes = max(_CHUNK_BYTES // size, 1) * size
+        buffer = memoryview(bytearray(min(chunk_bytes, wish.size_bytes)))
         problem = ""
-        for begin in range(0, wish.size_bytes, slab_bytes):
-            slab = buffer[: min(slab_bytes, wish.size_bytes - begin)]
-            ram_wire.receive_into(self.request, slab)
-            for at in range(0, len(slab), size):
+        for begin in range(0, wish.size_bytes, chunk_bytes):
+            chunk = buffer[: min(chunk_bytes, wish.size_bytes - begin)]
+            peer_memory.receive_into(self.request, chunk)
+            for at in range(0, len(chunk), size):
                 number = (begin + at) // size
-                if xxhash.xxh3_64_intdigest(slab[at : at + size]) != digests[number]:
+                if xxhash.xxh3_64_intdigest(chunk[at : at + size]) != digests[number]:
                     problem = problem or f"block {number} arrived damaged"
-            os.pwrite(descriptor, slab, begin)
+            os.pwrite(descriptor, chunk, begin)
         return problem
 
     def _path(self, name: str) -> Path:

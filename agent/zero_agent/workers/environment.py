@@ -231,7 +231,7 @@ class Orders:
         """
         return self._run_dir / f"attempt_{job.members.restarts}"
 
-    def pulses(self, job: Snapshot, node: Node) -> dict[int, Path]:
+    def heartbeats(self, job: Snapshot, node: Node) -> dict[int, Path]:
         """Where each of these workers may show its pulse, by rank."""
         return self._files("heartbeat", job, node)
 
@@ -283,7 +283,7 @@ def _error_file(own: Path) -> Path:
         return fresh_error_file(own)
     except OSError as error:
         raise AgentFailed(
-            AgentExit.UNFIT,
+            AgentExit.UNHEALTHY,
             f"{own}: {error.strerror}; the workers have nowhere to leave their errors. Make room "
             "there, or name another --log-dir",
         ) from error

@@ -16,7 +16,7 @@ The socket carries one JSON object a packet. From the agent:
     {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
     {"op": "word", "node": ..., "secret": ...}  + the agent's listener: answer there when it is dead
-    {"op": "farewell"}                          the agent lives, and ends this process
+    {"op": "stop"}                              the agent lives, and ends this process
 
 To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
 `{"obeyed": true}` once for each order, which shows that this process is not stuck.
@@ -50,7 +50,7 @@ from zero_agent.node.process_control import (
 from zero_agent.workers import worker_main
 
 PACKET_BYTES = 1 << 17
-FAREWELL = b'{"op": "farewell"}'
+STOP_FORKSERVER = b'{"op": "stop"}'
 KILL_TIMEOUT_S = 5.0
 WAITING = 4096
 """So many workers may connect to a round's store before it serves."""
@@ -116,7 +116,7 @@ class Forkserver:
         if order["op"] == "signal":
             self._signal(order["id"], order["signal"])
             return None
-        if order["op"] in {"word", "farewell"}:
+        if order["op"] in {"word", "stop"}:
             if self._listener is not None:
                 self._listener.close()
             self._word = {"secret": order["secret"], "node": order["node"]} if fds else {}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_agent.node.network import ANY_PORT
-from zero_agent.workers.forkserver import FAREWELL, PACKET_BYTES
+from zero_agent.workers.forkserver import PACKET_BYTES, STOP_FORKSERVER
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap
 from zero_agent.workers.worker_main import Program
@@ -55,7 +55,7 @@ class ForkserverClient:
         self.ready = False
         """It has imported what was to be preloaded."""
         self._obeyed = self._answered = 0
-        self._mute = Stopwatch(clock or SystemClock())
+        self._unresponsive = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._outbox = _Outbox(self._socket)
@@ -120,15 +120,15 @@ class ForkserverClient:
         answered = self._obeyed + self.ready
         if answered != self._answered or self._outbox.given <= self._obeyed:
             self._answered = answered
-            self._mute.stop()
+            self._unresponsive.stop()
         else:
-            self._mute.start()
-        return self._mute.elapsed_s if self._mute.past(limit_s) else None
+            self._unresponsive.start()
+        return self._unresponsive.elapsed_s if self._unresponsive.past(limit_s) else None
 
     def close(self) -> int:
         """End it and everything below it; its exit code, or the negative number of a signal."""
         with contextlib.suppress(OSError):  # it is gone, or stands still
-            self._socket.send(FAREWELL, socket.MSG_DONTWAIT)
+            self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)
         self._hub.remove(self._socket.fileno(), self._socket.close)
         self._outbox.close()
         if not self.ready:  # it imports, and does not listen
@@ -152,7 +152,7 @@ class ForkserverClient:
 
         From now on it has as long again before it counts as stuck.
         """
-        self._mute.stop()
+        self._unresponsive.stop()
         with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()

@@ -50,7 +50,7 @@ class WorkerGroup:
         self._pids: dict[int, int] = {}
         self._stopping = False
         self._killed = Stopwatch(clock or SystemClock())
-        self._condemned: Exit | None = None
+        self._hung: Exit | None = None
         self.hung = False
         """Its workers took no step for too long."""
         self._stacks: dict[int, Path] = {}
@@ -80,10 +80,10 @@ class WorkerGroup:
         }
         self.stop(STACKS_SIGNAL)
 
-    def condemn(self, rank: int, reason: str) -> None:
+    def mark_hung(self, rank: int, reason: str) -> None:
         """Take the group for hung: it has failed, by this rank, whatever its processes do."""
         self.hung = True
-        self._condemned = self._verdict(rank, -signal.SIGKILL, reason)
+        self._hung = self._verdict(rank, -signal.SIGKILL, reason)
         self.show_stacks()
 
     def _verdict(self, rank: int, status: int, reason: str) -> Exit:
@@ -102,7 +102,7 @@ class WorkerGroup:
     def store_ended(self, status: int) -> None:
         """It has failed: without the round's TCPStore no worker can find its peers, or save."""
         rank = min(order.rank for order in self._running.values())
-        self._condemned = self._verdict(rank, status, "the process with the round's TCPStore ended")
+        self._hung = self._verdict(rank, status, "the process with the round's TCPStore ended")
         self.stop(signal.SIGKILL)
 
     @property
@@ -154,7 +154,7 @@ class WorkerGroup:
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
         statuses = {end.status for end in self.exits if not end.wanted}
-        if self._condemned is not None or statuses - set(ExitCode):
+        if self._hung is not None or statuses - set(ExitCode):
             return Workers.FAILED
         if ExitCode.PEER_LOST in statuses:
             return Workers.PEER_LOST
@@ -165,8 +165,8 @@ class WorkerGroup:
     @property
     def first_failure(self) -> Exit:
         """The exit that made the group fail: by order of exit, not by anybody's clock."""
-        if self._condemned is not None:
-            return replace(self._condemned, traceback=read_stacks(self._stacks))
+        if self._hung is not None:
+            return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if end.status not in set(ExitCode)]
         return (failures or unwanted or self.exits)[0]

@@ -91,7 +91,7 @@ class Steps:
         self._policy = policy
         self._clock = clock
         self._clocks: dict[int, StepClock] = {}
-        self._pulses = Heartbeats({})
+        self._heartbeats = Heartbeats({})
         self._promised = False
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in whichever round."""
@@ -108,14 +108,14 @@ class Steps:
         """Whether a worker has finished a step of this round."""
         return bool(self._clocks)
 
-    def begin(self, pulses: Mapping[int, Path]) -> None:
+    def begin(self, heartbeats: Mapping[int, Path]) -> None:
         """A round begins.
 
         Args:
-            pulses: Where each worker, by rank, may show its pulse.
+            heartbeats: Where each worker, by rank, may show its pulse.
         """
         self._clocks = {}
-        self._pulses = Heartbeats(dict(pulses))
+        self._heartbeats = Heartbeats(dict(heartbeats))
 
     def promise(self) -> None:
         """A worker has said that it will report its steps."""
@@ -128,7 +128,7 @@ class Steps:
 
     def too_slow(self) -> tuple[int, str] | None:
         """The first worker that is taken for hung, and why; feels every pulse before."""
-        for rank, step in self._pulses.beats():
+        for rank, step in self._heartbeats.beats():
             self.beat(rank, None if step is None else Progress(step=step))
         for rank, clock in self._clocks.items():
             if verdict := clock.verdict(self._clock.now()):

@@ -2,7 +2,7 @@
 
 A checkpoint is written once and not read again, so the page cache does it no good: the bytes are
 copied once more, and the kernel throws out what training reads. But not every file system is
-faster without it. So the first large slabs that go to a device are written in both ways in turn,
+faster without it. So the first large chunks that go to a device are written in both ways in turn,
 each made durable, and the faster way is kept; until the next trial, because what the disk did
 meanwhile for others, or the disk itself, may have spoilt this one.
 
@@ -32,7 +32,7 @@ from zero_checkpoint.format.layout import PAGE_BYTES
 _log = logging.getLogger(__name__)
 
 TRIAL_BYTES = 4 << 20
-"""Slabs of at least this size are tried."""
+"""Chunks of at least this size are tried."""
 _LEAST_BYTES = 256 << 10
 """Shorter ones are left to the cache, whatever a trial has said."""
 _TRIES = 3
@@ -43,7 +43,7 @@ _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class Way(StrEnum):
-    """How a slab goes to the device."""
+    """How a chunk goes to the device."""
 
     CACHED = "through the page cache"
     DIRECT = "past the page cache"
@@ -67,7 +67,7 @@ class Trial:
 
     @property
     def way(self) -> Way:
-        """How to write the next slab."""
+        """How to write the next chunk."""
         if self.refused:
             return Way.CACHED
         measure = min if self.over else len
@@ -126,7 +126,7 @@ class DirectDisk(Disk):
 
 
 def _whole_pages(data: memoryview | bytes) -> memoryview:
-    """What of a slab can be written directly, and is worth it."""
+    """What of a chunk can be written directly, and is worth it."""
     whole = memoryview(data)
     if len(whole) < _LEAST_BYTES or np.frombuffer(whole, np.uint8).ctypes.data % PAGE_BYTES:
         return whole[:0]

@@ -2,12 +2,12 @@
 
 What a rank wants of a file has gaps, in which lies what other ranks want. The kernel's own
 read-ahead falters at each gap or reads what is in it, and finds a page of memory for every 4 KiB
-that are read once. What is expected is known: it is fetched straight into a few slabs of huge
+that are read once. What is expected is known: it is fetched straight into a few chunks of huge
 pages, while what came before is taken out of others. With small pages that can be half as fast as
 through the page cache: each of them is a segment of its own to the disk.
 
 Must always hold: nothing is fetched but what was expected, up to whole pages; it takes the memory
-of the slabs, however much is expected; what is not fetched, for whatever reason, is left to the
+of the chunks, however much is expected; what is not fetched, for whatever reason, is left to the
 reader, who reads it plainly and hears of the error. Of short ranges the kernel is told, so that
 they are in the page cache by then.
 
@@ -34,12 +34,12 @@ from zero_checkpoint.format.layout import PAGE_BYTES
 from zero_checkpoint.format.plan import READ_BYTES
 
 LEAST_BYTES = 256 << 10
-"""Shorter ranges go through the page cache: a slab for each would do little else than wait."""
+"""Shorter ranges go through the page cache: a chunk for each would do little else than wait."""
 _HINTS = 64
 """How many of those the kernel is told of between two fetches: of 16 MiB at most."""
 _AT_ONCE = 3
 """The disk has a next request, also while an answer to an earlier one is taken away."""
-_SLABS = _AT_ONCE + 1
+_CHUNKS = _AT_ONCE + 1
 
 
 class _File(NamedTuple):
@@ -51,7 +51,7 @@ class _File(NamedTuple):
 class _Fetch(NamedTuple):
     file: _File
     span: Span
-    slab: memoryview
+    chunk: memoryview
     got: Future[int]
 
 
@@ -73,8 +73,8 @@ class Fetches:
     def expect(self, spans: Iterable[tuple[Path, Span]]) -> None:
         """Fetch of these what is worth it, in this order; once for all that will be read."""
         if are_given():
-            with suppress(OSError):  # no memory for slabs: then all is read plainly
-                self._free = _slabs()
+            with suppress(OSError):  # no memory for chunks: then all is read plainly
+                self._free = _chunks()
         self._later = iter(spans)
         self._go_on()
 
@@ -88,9 +88,9 @@ class Fetches:
                 self._hints_left -= 1
                 _hint(file.descriptor, span)
             elif _is_worth_it(file.descriptor, span):
-                slab = self._free.pop()
-                got = self._threads.submit(_read, file.descriptor, span, slab)
-                self._coming.append(_Fetch(file, span, slab, got))
+                chunk = self._free.pop()
+                got = self._threads.submit(_read, file.descriptor, span, chunk)
+                self._coming.append(_Fetch(file, span, chunk, got))
 
     def _opened(self, path: Path) -> _File:
         if not self._files or self._files[-1].path != path:
@@ -112,8 +112,8 @@ class Fetches:
         except OSError:
             whole = False
         if whole:
-            _scatter(fetch.slab, buffers)
-        self._free.append(fetch.slab)
+            _scatter(fetch.chunk, buffers)
+        self._free.append(fetch.chunk)
         self._hints_left = _HINTS
         self._go_on()
         return whole
@@ -125,8 +125,8 @@ class Fetches:
             _close(self._files.pop())
 
 
-def _slabs() -> list[memoryview]:
-    memory = memoryview(zeros(_SLABS * READ_BYTES))
+def _chunks() -> list[memoryview]:
+    memory = memoryview(zeros(_CHUNKS * READ_BYTES))
     return [memory[at : at + READ_BYTES] for at in range(0, len(memory), READ_BYTES)]
 
 
@@ -148,9 +148,9 @@ def _hint(descriptor: int, span: Span) -> None:
         os.posix_fadvise(descriptor, *span, os.POSIX_FADV_WILLNEED)
 
 
-def _read(descriptor: int, span: Span, slab: memoryview) -> int:
+def _read(descriptor: int, span: Span, chunk: memoryview) -> int:
     pages = -(-span[1] // PAGE_BYTES)
-    return os.preadv(descriptor, [slab[: pages * PAGE_BYTES]], span[0])
+    return os.preadv(descriptor, [chunk[: pages * PAGE_BYTES]], span[0])
 
 
 def _is_worth_it(descriptor: int, span: Span) -> bool:

@@ -6,7 +6,7 @@ memory like any other.
 Must always hold: a child process does not inherit it, or each page that is written to meanwhile
 would be copied once.
 
-Called by `slabs`, `room` and `fetches`.
+Called by `chunks`, `room` and `fetches`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.objects import ObjectPath, file_system, telling
+from zero_checkpoint.files.objects import ObjectPath, file_system, naming
 from zero_checkpoint.files.storage import DISK, Disk
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_checkpoint.place import Place
@@ -63,7 +63,7 @@ class ObjectDisk(Disk):
         marker = path / MARKER
         _create(marker, f"save {secrets.token_hex(16)} holds this name\n".encode())
         try:
-            with telling(str(marker)):
+            with naming(str(marker)):
                 _put(marker, b"again", exclusive=True)
         except OSError:
             return
@@ -81,7 +81,7 @@ class ObjectDisk(Disk):
 
     def create(self, path: Place) -> BinaryIO:
         """Begin an upload; closed before `sync`, it is given up."""
-        with telling(str(path)):
+        with naming(str(path)):
             return cast(BinaryIO, _Upload(path, self.part_bytes))
 
     def sync(self, file: BinaryIO) -> None:
@@ -95,7 +95,7 @@ class ObjectDisk(Disk):
         """Give a finished object its final name."""
         text = temporary.read_bytes()
         if replace:
-            with telling(str(final)):
+            with naming(str(final)):
                 _put(final, text, exclusive=False)
         else:
             _create(final, text)
@@ -104,7 +104,7 @@ class ObjectDisk(Disk):
     def remove(self, path: Place) -> None:
         """Remove an object; no error if it is not there."""
         try:
-            with telling(str(path)):
+            with naming(str(path)):
                 file_system(str(path)).rm_file(str(path))
         except FileNotFoundError:
             pass
@@ -116,7 +116,7 @@ class ObjectDisk(Disk):
         """Leave a tombstone where the manifest is, or would come to be."""
         manifest = path / MANIFEST
         if committed:
-            with telling(str(manifest)):
+            with naming(str(manifest)):
                 _put(manifest, TOMBSTONE, exclusive=False)
             return path
         try:
@@ -151,12 +151,12 @@ class _Upload(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Append; large parts go out at once."""
-        with telling(self.name):
+        with naming(self.name):
             return int(self._file.write(data))
 
     def complete(self) -> None:
         """The object is there when this returns."""
-        with telling(self.name):
+        with naming(self.name):
             self._file.close()
         self._file = None
 
@@ -188,7 +188,7 @@ def _create(path: Place, data: bytes) -> None:
         OSError: The store could not be asked.
     """
     try:
-        with telling(str(path)):
+        with naming(str(path)):
             _put(path, data, exclusive=True)
     except OSError as error:
         if _content(path, error) != data:
@@ -210,7 +210,7 @@ def _abort_uploads(path: Place) -> None:
     if call is None:
         return
     bucket, _, prefix = str(path).partition("://")[2].partition("/")
-    with telling(str(path)):
+    with naming(str(path)):
         found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         for upload in found.get("Uploads", ()):
             key, number = upload["Key"], upload["UploadId"]

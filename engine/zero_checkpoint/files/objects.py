@@ -105,7 +105,7 @@ class ObjectPath:
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """What lies directly below."""
-        with telling(self.url):
+        with naming(self.url):
             found = file_system(self.url).ls(self.url, detail=True)
         for info in found:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
@@ -114,7 +114,7 @@ class ObjectPath:
 
     def read_bytes(self) -> bytes:
         """All of an object."""
-        with telling(self.url):
+        with naming(self.url):
             return bytes(file_system(self.url).cat_file(self.url))
 
     def read_text(self, errors: str = "strict") -> str:
@@ -131,7 +131,7 @@ class ObjectPath:
 
     def _ask(self) -> Mapping[str, Any] | None:
         try:
-            with telling(self.url):
+            with naming(self.url):
                 info: Mapping[str, Any] = file_system(self.url).info(self.url)
                 return info
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class _ObjectSource:
         if not spans:
             return []
         url, starts, ends = self.path.url, [s[0] for s in spans], [sum(s) for s in spans]
-        with telling(url):
+        with naming(url):
             found = file_system(url).cat_ranges([url] * len(spans), starts, ends)
             return [self._there(item, start) for item, start in zip(found, starts, strict=True)]
 
@@ -228,7 +228,7 @@ def _changed_s(info: Mapping[str, Any]) -> float:
 
 
 @contextmanager
-def telling(url: str) -> Iterator[None]:
+def naming(url: str) -> Iterator[None]:
     """Every error within becomes an OSError that says what to do."""
     try:
         yield

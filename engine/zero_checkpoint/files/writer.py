@@ -1,11 +1,11 @@
 """Writes one rank's file from its image, hashed on the way, then fsynced.
 
 An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
-training waits, `arena.FrozenImage` a copy while training goes on.
+training waits, `staging.FrozenImage` a copy while training goes on.
 
 Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
 they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
-no second copy of the state: it is copied in slabs. One slab is written while the next one is
+no second copy of the state: it is copied in chunks. One chunk is written while the next one is
 gathered and hashed.
 
 Called by `commit` on every rank.
@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from zero_checkpoint.files.slabs import copies, two_rooms
+from zero_checkpoint.files.chunks import copies, two_memories
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import Digests, FileRecord
@@ -36,7 +36,7 @@ class Image(Protocol):
     def layout(self) -> FileLayout:
         """Where what is."""
 
-    def slabs(self) -> Iterator[memoryview]:
+    def chunks(self) -> Iterator[memoryview]:
         """All bytes, in order, in parts of a size that suits the disk.
 
         A part stays as it is until the next but one is asked for.
@@ -48,11 +48,11 @@ class LiveImage:
     """The tensors themselves; they must not change until the file is written."""
 
     layout: FileLayout
-    rooms: Sequence[memoryview] = field(default_factory=two_rooms)
-    """For two slabs; whoever saves again keeps them, because fresh memory costs time."""
+    rooms: Sequence[memoryview] = field(default_factory=two_memories)
+    """For two chunks; whoever saves again keeps them, because fresh memory costs time."""
 
-    def slabs(self) -> Iterator[memoryview]:
-        """As `Image.slabs`, gathered in two rooms in turn."""
+    def chunks(self) -> Iterator[memoryview]:
+        """As `Image.chunks`, gathered in two rooms in turn."""
         for copy in copies(self.layout, itertools.cycle(self.rooms)):
             yield copy.make()
 
@@ -105,33 +105,33 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
     """
     hasher, layout = BlockHasher(block_bytes), image.layout
     with disk.create(path) as file:
-        for slab in _ahead(_hashed(image.slabs(), hasher)):
-            disk.write(file, slab)
+        for chunk in _ahead(_hashed(image.chunks(), hasher)):
+            disk.write(file, chunk)
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
 
 
-def _hashed(slabs: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
-    for slab in slabs:
-        hasher.update(slab)
-        yield slab
+def _hashed(chunks: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
+    for chunk in chunks:
+        hasher.update(chunk)
+        yield chunk
 
 
-def _ahead(slabs: Iterator[memoryview]) -> Iterator[memoryview]:
+def _ahead(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
     """The same; each is made by another thread while the one before is in use."""
-    with ThreadPoolExecutor(1, "zero-slabs") as thread:
-        coming = _begin(thread, slabs)
-        while (slab := coming.result()) is not None:
-            coming = _begin(thread, slabs)
-            yield slab
+    with ThreadPoolExecutor(1, "zero-chunks") as thread:
+        coming = _begin(thread, chunks)
+        while (chunk := coming.result()) is not None:
+            coming = _begin(thread, chunks)
+            yield chunk
 
 
-def _begin(thread: ThreadPoolExecutor, slabs: Iterator[memoryview]) -> Future[memoryview | None]:
+def _begin(thread: ThreadPoolExecutor, chunks: Iterator[memoryview]) -> Future[memoryview | None]:
     """The next one, begun there; or made here, where the interpreter ends and starts no threads."""
     try:
-        return thread.submit(next, slabs, None)
+        return thread.submit(next, chunks, None)
     except RuntimeError:
         made: Future[memoryview | None] = Future()
-        made.set_result(next(slabs, None))
+        made.set_result(next(chunks, None))
         return made

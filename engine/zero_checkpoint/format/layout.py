@@ -8,7 +8,7 @@ flat state owns few long runs of the file, whatever the next world size is.
 
 Must always hold: the offsets are those that the header says and that the manifest repeats.
 
-Called by `writer` and `arena`; the format is https://github.com/huggingface/safetensors.
+Called by `writer` and `staging`; the format is https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations

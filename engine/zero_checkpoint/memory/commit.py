@@ -29,14 +29,14 @@ from functools import partial
 from pathlib import Path
 
 from zero_checkpoint.commit import generation
-from zero_checkpoint.consensus import Ballot, Record
+from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.layout import block_bytes_for
 from zero_checkpoint.format.manifest import FileRecord, directory_name, encode, file_name
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.node import RamNode, home_of, keep_manifest, seal
-from zero_checkpoint.memory.peers import Neighbours, neighbours
+from zero_checkpoint.memory.node import MemoryNode, home_of, keep_manifest, seal
+from zero_checkpoint.memory.peers import SameHostPeers, replica_peers
 from zero_checkpoint.publish import Fence, Header, assemble, vote_for
 from zero_checkpoint.staging import FrozenImage
 from zero_contract.errors import CommitRefused
@@ -47,7 +47,7 @@ Newest = Callable[[], tuple[int, int] | None]
 """(round, step) of the newest checkpoint that is there already; asked on rank 0."""
 
 
-class RamOff(Exception):
+class MemoryOff(Exception):
     """Checkpoints in memory are not possible in this group; the message says where and why."""
 
 
@@ -56,7 +56,7 @@ class NotKept(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RamSave:
+class MemorySave:
     """One checkpoint to be made. `state.meta` must not change any more."""
 
     root: object
@@ -83,24 +83,26 @@ class Kept:
     """The copies that it lacks, and why, from all ranks."""
 
 
-def commit_in_ram(save: RamSave, ballot: Ballot, node: RamNode | None, peers: Neighbours) -> Kept:
+def commit_in_memory(
+    save: MemorySave, consensus: StoreConsensus, node: MemoryNode | None, peers: SameHostPeers
+) -> Kept:
     """Commit on all ranks or on none; every rank calls it.
 
     Raises:
-        RamOff: A rank cannot take part, now or later. On every rank.
+        MemoryOff: A rank cannot take part, now or later. On every rank.
         CommitRefused: The fence said no. On every rank.
         NotKept: A rank failed. On every rank.
         CheckpointError: No verdict came, and the outcome is unknown.
-        PeerLost: The store of the ballot is gone.
+        PeerLost: The store of the store consensus is gone.
     """
-    opened = ballot.ask(_join(save, node), partial(_open, save))
+    opened = consensus.ask(_join(save, node), partial(_open, save))
     if "off" in opened:
-        raise RamOff(opened["off"])
+        raise MemoryOff(opened["off"])
     _raise_problem(opened)
     assert node is not None, "or this rank's own vote would have switched it off"
     name, home = directory_name(save.step, opened["round"], opened["nonce"]), opened["home"]
-    vote = _seal_own(save, ballot.rank, node, peers, f"{home}/{name}", opened["roster"])
-    verdict = ballot.ask(vote, partial(_judge, save, opened, node.directory_of(home, name)))
+    vote = _seal_own(save, consensus.rank, node, peers, f"{home}/{name}", opened["roster"])
+    verdict = consensus.ask(vote, partial(_judge, save, opened, node.directory_of(home, name)))
     if "problem" in verdict:
         node.forget(home, [name])
     _raise_problem(verdict)
@@ -113,13 +115,13 @@ def commit_in_ram(save: RamSave, ballot: Ballot, node: RamNode | None, peers: Ne
 # ---- joining ----
 
 
-def _join(save: RamSave, node: RamNode | None) -> Record:
+def _join(save: MemorySave, node: MemoryNode | None) -> Record:
     if save.image is None or node is None:
         return {"problem": save.problem}
     return {"address": node.address}
 
 
-def _open(save: RamSave, votes: list[Record | None]) -> Record:
+def _open(save: MemorySave, votes: list[Record | None]) -> Record:
     """Rank 0: name the checkpoint; or switch it all off, or say who is missing."""
     try:
         for rank, vote in enumerate(votes):
@@ -141,7 +143,12 @@ def _open(save: RamSave, votes: list[Record | None]) -> Record:
 
 
 def _seal_own(
-    save: RamSave, rank: int, node: RamNode, peers: Neighbours, place: str, roster: Sequence[str]
+    save: MemorySave,
+    rank: int,
+    node: MemoryNode,
+    peers: SameHostPeers,
+    place: str,
+    roster: Sequence[str],
 ) -> Record:
     """Seal, hash and copy this rank's image; the vote tells how that went."""
     image = save.image
@@ -153,7 +160,7 @@ def _seal_own(
         file = _hashed(image, file_name(rank), block_bytes)
         poorer = [
             f"rank {rank}: {why}"
-            for address in neighbours(roster, node.address, save.replicas)
+            for address in replica_peers(roster, node.address, save.replicas)
             if (why := peers.send(address, path, image, file, block_bytes))
         ]
         return {**vote_for(save.state, image.layout, file), "poorer": poorer}
@@ -163,15 +170,15 @@ def _seal_own(
 
 def _hashed(image: FrozenImage, name: str, block_bytes: int) -> FileRecord:
     hasher = BlockHasher(block_bytes)
-    for slab in image.slabs():
-        hasher.update(slab)
+    for chunk in image.chunks():
+        hasher.update(chunk)
     return FileRecord(name, image.layout.size_bytes, len(image.layout.head), hasher.digests())
 
 
 # ---- judging ----
 
 
-def _judge(save: RamSave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
+def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
     """Rank 0: the manifest if all votes are good and the fence agrees, or the problem."""
     header = Header(
         tag=save.tag,

@@ -1,8 +1,8 @@
 """What one node keeps in memory: files of checkpoints, in the directory that its agent owns.
 
-    <directory>/zero-arena.*                    a worker's two arenas, see `arena`
+    <directory>/zero-staging.*                    a worker's two staging buffers, see `staging`
     <directory>/<home>/step-000000012.g3.ab12/  a checkpoint, or this node's part of it
-        r00000.safetensors                      an image of this node's worker: a link to its arena
+        r00000.safetensors                      an image of this node's worker, linked to its buffer
         r00002.safetensors                      a copy of a neighbour's
         MANIFEST.json                           it is committed
 
@@ -35,7 +35,7 @@ Holdings = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RamNode:
+class MemoryNode:
     """This node's memory, as its agent told its workers."""
 
     directory: Path
@@ -81,7 +81,7 @@ def home_of(root: object) -> str:
 
 
 def seal(image: FrozenImage, path: Path) -> None:
-    """Let an image outlive its worker and its arena, under a name. Raises OSError."""
+    """Let an image outlive its worker and its staging buffer, under a name. Raises OSError."""
     assert image.path is not None, "a checkpoint in memory is in a shared room"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

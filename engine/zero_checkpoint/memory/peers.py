@@ -20,7 +20,7 @@ from itertools import islice
 from zero_checkpoint.files.source import Span
 from zero_checkpoint.format.manifest import FileRecord
 from zero_checkpoint.staging import FrozenImage
-from zero_contract import peer_memory as ram_wire
+from zero_contract import peer_memory
 from zero_contract.peer_memory import Get, Put
 
 PUSH_LIMIT_S = 30.0
@@ -33,7 +33,7 @@ _AHEAD = 16
 """Requests under way on one connection: enough to hide the network's latency."""
 
 
-def neighbours(roster: Sequence[str], own: str, replicas: int) -> list[str]:
+def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
     """Who keeps copies of a node's images: the next nodes, in the order of ranks.
 
     Args:
@@ -47,14 +47,14 @@ def neighbours(roster: Sequence[str], own: str, replicas: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class Neighbours:
+class SameHostPeers:
     """Sends images to neighbours, and remembers which of them could not take one."""
 
     key: str
     _avoid_until_s: dict[str, float] = field(default_factory=dict)
     _leave_at_s: float = field(default=math.inf, init=False)
 
-    def hurry(self, limit_s: float = LEAVING_S) -> None:
+    def set_deadline(self, limit_s: float = LEAVING_S) -> None:
         """This worker wants to leave: copies that are under way after so long are given up."""
         self._leave_at_s = time.monotonic() + limit_s
 
@@ -65,7 +65,7 @@ class Neighbours:
 
         Args:
             address: The neighbour's.
-            path: Where, see `ram_wire.FILE`.
+            path: Where, see `peer_memory.FILE`.
             image: The bytes.
             file: Their size and digests.
             block: Bytes that each digest covers.
@@ -88,20 +88,20 @@ class Neighbours:
         limit_s = time.monotonic() + PUSH_LIMIT_S
         digests = file.digests.astype(">u8").tobytes().hex()
         wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
-        with closing(ram_wire.dial(address, self.key)) as connection:
-            ram_wire.send(connection, wish)
+        with closing(peer_memory.dial(address, self.key)) as connection:
+            peer_memory.send(connection, wish)
             _expect_consent(connection)
-            for slab in image.slabs():
+            for chunk in image.chunks():
                 if time.monotonic() > self._leave_at_s:
                     raise TimeoutError("it was not done when this worker wanted to leave")
                 if time.monotonic() > limit_s:
                     raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
-                connection.sendall(slab)
+                connection.sendall(chunk)
             _expect_consent(connection)
 
 
 def _expect_consent(connection: socket.socket) -> None:
-    reply = ram_wire.hear_reply(connection)
+    reply = peer_memory.hear_reply(connection)
     if not reply.ok:
         raise ConnectionError(reply.reason)
 
@@ -111,12 +111,12 @@ def _expect_consent(connection: socket.socket) -> None:
 
 def read_whole(address: str, key: str, path: str, limit_bytes: int) -> bytes:
     """A small file of another node. Raises OSError."""
-    with closing(ram_wire.dial(address, key)) as connection:
-        ram_wire.send(connection, Get(path=path, offset=0, length=limit_bytes))
-        reply = ram_wire.hear_reply(connection)
+    with closing(peer_memory.dial(address, key)) as connection:
+        peer_memory.send(connection, Get(path=path, offset=0, length=limit_bytes))
+        reply = peer_memory.hear_reply(connection)
         if not reply.ok or reply.length > limit_bytes:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
-        return ram_wire.receive(connection, reply.length)
+        return peer_memory.receive(connection, reply.length)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
         OSError: ENOENT: it is not there; EIO: the node cannot be reached, or fails meanwhile.
     """
     try:
-        with closing(ram_wire.dial(address, key)) as connection:
+        with closing(peer_memory.dial(address, key)) as connection:
             yield RemoteFile(connection, path)
     except OSError as error:
         if error.errno == errno.ENOENT:
@@ -158,22 +158,22 @@ class RemoteFile:
             self._later = iter([(offset, length)])
             self._ask(1)
         assert self._asked.pop(0) == (offset, length), "not what was expected"
-        reply = ram_wire.hear_reply(self._connection)
+        reply = peer_memory.hear_reply(self._connection)
         if not reply.ok:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
         if reply.length > length:
-            raise ram_wire.WireError(f"{reply.length} bytes instead of {length}")
+            raise peer_memory.WireError(f"{reply.length} bytes instead of {length}")
         self._receive(buffers, reply.length)
         self._ask(1)
         return length - reply.length
 
     def _ask(self, count: int) -> None:
         for offset, length in islice(self._later, count):
-            ram_wire.send(self._connection, Get(path=self._path, offset=offset, length=length))
+            peer_memory.send(self._connection, Get(path=self._path, offset=offset, length=length))
             self._asked.append((offset, length))
 
     def _receive(self, buffers: Sequence[memoryview], left: int) -> None:
         for buffer in buffers:
             part = buffer[: min(len(buffer), left)]
-            ram_wire.receive_into(self._connection, part)
+            peer_memory.receive_into(self._connection, part)
             left -= len(part)

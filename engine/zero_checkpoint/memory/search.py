@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_checkpoint.consensus import Ballot, Record
+from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.local_file import open_file
 from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import MAX_MANIFEST_BYTES, ManifestError, parse
-from zero_checkpoint.memory.node import Holdings, RamNode, home_of
+from zero_checkpoint.memory.node import Holdings, MemoryNode, home_of
 from zero_checkpoint.memory.peers import open_remote, read_whole
 from zero_checkpoint.reader import Opener
 
@@ -35,10 +35,10 @@ Places = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RamCheckpoint:
+class MemoryCheckpoint:
     """A checkpoint in memory as one rank sees it: what is on its own node, and on others."""
 
-    node: RamNode | None
+    node: MemoryNode | None
     """None: this node keeps nothing, and cannot reach what others keep."""
     home: str
     name: str
@@ -94,29 +94,29 @@ class RamCheckpoint:
         return f"{self.home}/{self.name}/{file}"
 
 
-class RamSearch:
+class MemorySearch:
     """One rank's part in finding checkpoints in memory; make one per load."""
 
-    def __init__(self, node: RamNode | None) -> None:
+    def __init__(self, node: MemoryNode | None) -> None:
         self._node = node
         self._holdings: Holdings = node.holdings() if node is not None else {}
         self._votes: list[Record | None] = []
 
-    def gather(self, ballot: Ballot) -> None:
-        """Let rank 0 know what all nodes hold; every rank calls it. Raises as `Ballot.ask`."""
+    def gather(self, consensus: StoreConsensus) -> None:
+        """Tell rank 0 what all nodes hold. Collective; raises as `StoreConsensus.ask`."""
         address = self._node.address if self._node is not None else ""
-        ballot.ask({"address": address, "holdings": self._holdings}, self._take)
+        consensus.ask({"address": address, "holdings": self._holdings}, self._take)
 
     def _take(self, votes: list[Record | None]) -> Record:
         self._votes = votes
         return {}
 
-    def candidates(self, root: object) -> Iterator[tuple[RamCheckpoint, Manifest]]:
+    def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:
         """On rank 0, those that are whole, newest first; what is not is said."""
         home = home_of(root)
         places = self._places(home)
         for name in sorted(places, key=age, reverse=True):
-            kept = RamCheckpoint(node=self._node, home=home, name=name, places=places[name])
+            kept = MemoryCheckpoint(node=self._node, home=home, name=name, places=places[name])
             if MANIFEST not in kept.places:
                 continue  # never committed
             try:
@@ -124,9 +124,9 @@ class RamSearch:
             except CheckpointError as error:
                 _log.warning("a checkpoint in memory cannot be loaded: %s", error)
 
-    def open(self, home: str, name: str, places: Places) -> RamCheckpoint:
+    def open(self, home: str, name: str, places: Places) -> MemoryCheckpoint:
         """What rank 0 offers, as this rank sees it."""
-        return RamCheckpoint(node=self._node, home=home, name=name, places=places)
+        return MemoryCheckpoint(node=self._node, home=home, name=name, places=places)
 
     def forget_others(self, home: str, loaded: str | None) -> None:
         """Give back what this node held when the search began, but for what was loaded."""
@@ -145,7 +145,7 @@ class RamSearch:
         return found
 
 
-def _whole(kept: RamCheckpoint) -> Manifest:
+def _whole(kept: MemoryCheckpoint) -> Manifest:
     """The manifest of a checkpoint of which every file is somewhere. Raises CheckpointError."""
     manifest = kept.read_manifest()
     lost = [file.name for file in manifest.files if file.name not in kept.places]

@@ -1,13 +1,13 @@
-"""Checkpoints in the memory of the nodes: when one is made, and in which of two arenas.
+"""Checkpoints in the memory of the nodes: when one is made, and in which of two staging buffers.
 
-At the end of a step the state is copied into an arena, and training goes on; a thread commits it
-with the other ranks (`memory.commit`). A worker that dies afterwards has lost nothing: the arena
-lies in the agent's directory, and the next round loads it from there.
+At the end of a step the state is copied into a staging buffer, and training goes on; a thread
+commits it with the other ranks (`memory.commit`). A worker that dies afterwards has lost nothing:
+the staging buffer lies in the agent's directory, and the next round loads it from there.
 
-Must always hold: the arena of the newest committed checkpoint is not written to; all ranks begin
-the same saves, decided from the consensus of a step; a save that is under way is never waited
-for: steps go without one until it is done. What cannot work here is said once, and training goes
-on with checkpoints on disk alone.
+Must always hold: the staging buffer of the newest committed checkpoint is not written to; all ranks
+begin the same saves, decided from the consensus of a step; a save that is under way is never waited
+for: steps go without one until it is done. What cannot work here is said once, and training goes on
+with checkpoints on disk alone.
 
 Called by `persistence`.
 """
@@ -24,58 +24,59 @@ from pathlib import Path
 from zero_checkpoint.background import Background
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
-from zero_checkpoint.memory.node import RamNode, home_of
-from zero_checkpoint.memory.peers import Neighbours
-from zero_checkpoint.memory.search import RamSearch
-from zero_checkpoint.options import Ram
+from zero_checkpoint.memory.commit import MemoryOff, MemorySave, NotKept, commit_in_memory
+from zero_checkpoint.memory.node import MemoryNode, home_of
+from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.memory.search import MemorySearch
+from zero_checkpoint.options import NodeMemory
 from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.restore import Loaded
-from zero_checkpoint.room import NoArena, SharedRoom, sweep
-from zero_checkpoint.staging import Arena, FrozenImage
+from zero_checkpoint.staging import FrozenImage, StagingBuffer
+from zero_checkpoint.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
-from zero_contract.worker import RamReply
+from zero_contract.worker import PeerMemoryReply
 
 _log = logging.getLogger(__name__)
 
-ARENAS = 2
+STAGINGS = 2
 """One holds the newest committed checkpoint while the other is filled."""
 REMIND_S = 600.0
 """What is wrong with checkpoints in memory is said again after so long."""
 _KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 
 
-class RamTier:
+class InMemoryCheckpoints:
     """One rank's checkpoints in memory."""
 
     def __init__(
         self,
-        config: Ram,
-        ballot: Ballot,
+        config: NodeMemory,
+        consensus: StoreConsensus,
         lineage: Lineage,
-        reply: RamReply,
+        reply: PeerMemoryReply,
         needs: MutableMapping[object, int],
     ) -> None:
         """Nothing is kept yet.
 
         Args:
             config: How often, and how many copies.
-            ballot: The votes of these checkpoints alone; its `on_wait` says when the group is lost.
+            consensus: The votes of these checkpoints alone; its `on_wait` says when the group is
+                lost.
             lineage: Shared with all that keeps checkpoints of this run.
             reply: The node's memory, as its agent gives it; or why there is none, and then there
                 will be no such checkpoints.
             needs: How many bytes of it each tier of this process needs; shared by all of them.
         """
         self._problem = reply.reason
-        self._node: RamNode | None = None
-        self._arenas: list[Arena] = []
+        self._node: MemoryNode | None = None
+        self._stagings: list[StagingBuffer] = []
         if reply.directory:
-            self._node = RamNode(
+            self._node = MemoryNode(
                 directory=Path(reply.directory),
                 address=reply.address,
                 key=reply.key,
@@ -84,15 +85,17 @@ class RamTier:
             sweep(self._node.directory)
             job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
             where = self._node.directory
-            self._arenas = [Arena(SharedRoom(job, ballot.rank, where)) for _ in range(ARENAS)]
+            self._stagings = [
+                StagingBuffer(SharedStaging(job, consensus.rank, where)) for _ in range(STAGINGS)
+            ]
         self._config = config
-        self._rank = ballot.rank
+        self._rank = consensus.rank
         self._lineage = lineage
         self._needs = needs
-        self._ballot = ballot
+        self._consensus = consensus
         self._background = Background()
-        self._peers = Neighbours(reply.key)
-        self._search: RamSearch | None = None
+        self._peers = SameHostPeers(reply.key)
+        self._search: MemorySearch | None = None
         self._root: Place | None = None
         self._newest: Callable[[], tuple[int, int] | None] = lambda: None
         self._needed_bytes = 0
@@ -104,9 +107,9 @@ class RamTier:
 
     # ---- loading ----
 
-    def search(self) -> RamSearch:
+    def search(self) -> MemorySearch:
         """What this node holds now, for a load by all ranks; `prepare` comes first."""
-        self._search = RamSearch(self._node)
+        self._search = MemorySearch(self._node)
         return self._search
 
     def prepare(self) -> None:
@@ -115,16 +118,16 @@ class RamTier:
 
     def forget(self) -> None:
         """Let go of the tensors of the last saves, but not of the memory for the next."""
-        for arena in self._arenas:
-            arena.forget()
+        for staging in self._stagings:
+            staging.forget()
 
     def loaded(self, root: Place, loaded: Loaded | None, step: int) -> None:
         """Go on from what a load has found; give back all that it has not chosen."""
         self._settle(root)
         self._last_step = step
-        self._kept_step = step if loaded is not None and loaded.in_ram else None
-        search, self._search = self._search or RamSearch(self._node), None
-        chosen = loaded.path.name if loaded is not None and loaded.in_ram else None
+        self._kept_step = step if loaded is not None and loaded.in_memory else None
+        search, self._search = self._search or MemorySearch(self._node), None
+        chosen = loaded.path.name if loaded is not None and loaded.in_memory else None
         search.forget_others(home_of(root), chosen)
 
     def _settle(self, root: Place) -> None:
@@ -170,8 +173,8 @@ class RamTier:
         if root != self._root:
             self._settle(root)
         step = self._last_step = int(state.meta["engine"]["step"])
-        image, tag = self._freeze(state, lay_out), f"global_step{step}"
-        save = RamSave(
+        image, tag = self._snapshot(state, lay_out), f"global_step{step}"
+        save = MemorySave(
             root=root,
             state=state,
             image=image,
@@ -196,36 +199,36 @@ class RamTier:
         self._take_outcome()
         self.give_up(reason)
         if self._root is not None:
-            RamSearch(self._node).forget_others(home_of(self._root), None)
+            MemorySearch(self._node).forget_others(home_of(self._root), None)
 
     def close(self) -> None:
         """Finish the save under way, soon; what is committed stays with the agent."""
         if self.busy:
-            self._peers.hurry()  # what is given up for it is said as any copy that is not there
+            self._peers.set_deadline()  # a copy given up for it is reported as missing
         self._take_outcome()
-        for arena in self._arenas:
-            arena.close()
+        for staging in self._stagings:
+            staging.close()
 
-    def _freeze(self, state: State, lay_out: Callable[[State], FileLayout]) -> FrozenImage | None:
+    def _snapshot(self, state: State, lay_out: Callable[[State], FileLayout]) -> FrozenImage | None:
         """A copy of this rank's share; None, and the problem, if there can be none."""
         if self._node is None:
             return None
         try:
             layout = lay_out(state)
             workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            replicas = self._config.replicas if self._ballot.world > workers else 0
+            replicas = self._config.replicas if self._consensus.world > workers else 0
             self._needs[self] = needed_bytes(layout.size_bytes, workers, replicas)
             # The engines of a process share the node's memory.
             self._needed_bytes = sum(self._needs.values())
             self._problem = over_budget(self._needed_bytes, self._node.budget_bytes)
-            return None if self._problem else self._arenas[0].freeze(layout)
-        except (NoArena, CheckpointError) as error:
+            return None if self._problem else self._stagings[0].snapshot(layout)
+        except (NoStagingMemory, CheckpointError) as error:
             self._problem = str(error)
             return None
 
-    def _commit(self, save: RamSave) -> Path:
+    def _commit(self, save: MemorySave) -> Path:
         """On the thread of the saves."""
-        kept = commit_in_ram(save, self._ballot, self._node, self._peers)
+        kept = commit_in_memory(save, self._consensus, self._node, self._peers)
         assert self._node is not None
         self._lineage.goes_on_from(kept.name)
         if self._rank == 0:
@@ -246,16 +249,17 @@ class RamTier:
         match outcome.error if outcome is not None else None:
             case None if outcome is not None:
                 self._kept_step = outcome.step
-                self._arenas.reverse()  # the other one is free now
+                self._stagings.reverse()  # the other one is free now
             case None:
                 pass
             case CommitRefused() | NotKept() as error:
                 assert outcome is not None
                 self._say(_REFUSED, f"step {outcome.step} is not in memory, {self._kept}: {error}")
-            case RamOff() as error:
+            case MemoryOff() as error:
                 self.give_up(str(error))
             case error:
-                # Nobody knows whether it was committed, so neither arena may be written to.
+                # Nobody knows whether it was committed, so neither staging buffer may be written
+                # to.
                 self._off = True
                 self._say(_OFF, f"no more checkpoints in memory in this round: {error}")
 
@@ -284,7 +288,7 @@ def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
         workers: On this node.
         replicas: How many nodes' copies this node keeps.
     """
-    return ARENAS * image_bytes * workers * (1 + replicas)
+    return STAGINGS * image_bytes * workers * (1 + replicas)
 
 
 def over_budget(needed: int, budget: int) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint.commit import save
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.housekeeping import Keep, tidy
@@ -80,7 +80,9 @@ def adopt(
         aliases=dict(foreign.aliases),
         meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
     )
-    committed = save(root, state, Ballot.alone(), step=run["step"], tag=tag, round=0, fence=None)
+    committed = save(
+        root, state, StoreConsensus.alone(), step=run["step"], tag=tag, round=0, fence=None
+    )
     tidy(root, committed, Keep())  # removes what a killed import has left
     return committed
 

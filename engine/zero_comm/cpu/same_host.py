@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_comm.waiting import Told
+from zero_comm.waiting import Watched
 
 # ---- the system call ----
 
@@ -104,7 +104,7 @@ def key_of(what: str, turn: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class SameHostPeer:
     """A rank whose memory can be read from here, and ours from there."""
 
     pid: int
@@ -112,7 +112,7 @@ class Neighbour:
     """SOCK_SEQPACKET: a word is there as a whole or not at all."""
 
 
-class Reading(Told):
+class Reading(Watched):
     """An exchange with neighbours, under way."""
 
     def __init__(
@@ -131,10 +131,10 @@ class Reading(Told):
         return rank in self.unread or rank in self.unreleased
 
 
-class Neighbours:
+class SameHostPeers:
     """This rank's exchanges with its neighbours."""
 
-    def __init__(self, members: Mapping[int, Neighbour], changed: threading.Condition) -> None:
+    def __init__(self, members: Mapping[int, SameHostPeer], changed: threading.Condition) -> None:
         """Begin.
 
         Args:
@@ -158,7 +158,7 @@ class Neighbours:
 class _Desk:
     """What the caller and the thread share."""
 
-    def __init__(self, members: Mapping[int, Neighbour]) -> None:
+    def __init__(self, members: Mapping[int, SameHostPeer]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self._open: dict[bytes, Reading] = {}
@@ -335,7 +335,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 def meet(
     rank: int, world: int, gather: Gather, changed: threading.Condition
-) -> tuple[range, Neighbours | None]:
+) -> tuple[range, SameHostPeers | None]:
     """This rank's run of ranks that read each other's memory, and the way to do so. Collective.
 
     Args:
@@ -362,7 +362,7 @@ def meet(
         members = _connect(listener, rank, run, cards)
     if rank == run.start and len(run) > 1:
         _log.debug("ranks %d to %d read from each other", run.start, run.stop - 1)
-    return run, Neighbours(members, changed) if members else None
+    return run, SameHostPeers(members, changed) if members else None
 
 
 def _willing() -> bool:
@@ -409,7 +409,7 @@ def runs(mutual: Tensor) -> list[range]:
 
 def _connect(
     listener: socket.socket, rank: int, run: range, cards: Sequence[dict[str, Any]]
-) -> dict[int, Neighbour]:
+) -> dict[int, SameHostPeer]:
     """A line to every other rank of the run: the higher one calls."""
     lines: dict[int, socket.socket] = {}
     for other in range(run.start, rank):
@@ -427,4 +427,4 @@ def _connect(
             lines[callers.pop(pid)] = line
         else:  # a stranger
             line.close()
-    return {other: Neighbour(cards[other]["pid"], line) for other, line in lines.items()}
+    return {other: SameHostPeer(cards[other]["pid"], line) for other, line in lines.items()}

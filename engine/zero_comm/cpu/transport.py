@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_comm.cpu.same_host import Neighbours, key_of, meet
+from zero_comm.cpu.same_host import SameHostPeers, key_of, meet
 from zero_comm.transport import Transport, tag_of
 from zero_comm.waiting import Work
 
@@ -24,7 +24,7 @@ class CpuTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         super().__init__(group, rank, world)
-        self._same_host: Neighbours | None = None
+        self._same_host: SameHostPeers | None = None
 
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_checkpoint.options import Checkpoint, KeepBest, Ram
+from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
@@ -343,7 +343,7 @@ class Config:
         if self.reduction != "ordered":
             raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
         self._check_precision()
-        self._check_narrow()
+        self._check_low_precision()
 
     @property
     def sums_gradients(self) -> bool:
@@ -358,11 +358,11 @@ class Config:
     @property
     def master(self) -> str:
         """What master weights rest in: "fp32", or what the model computes in."""
-        narrow = {
+        low_precision = {
             "bf16": self.bf16.bf16_master_weights_and_grads,
             "fp16": self.fp16.fp16_master_weights_and_grads,
         }
-        return self.compute if narrow.get(self.compute, False) else "fp32"
+        return self.compute if low_precision.get(self.compute, False) else "fp32"
 
     @property
     def moments(self) -> str:
@@ -386,7 +386,7 @@ class Config:
                 f"{self.compute} here: remove it"
             )
 
-    def _check_narrow(self) -> None:
+    def _check_low_precision(self) -> None:
         if self.moments != "fp32" and self.master == "fp32":
             raise ConfigError(
                 "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to "
@@ -408,7 +408,7 @@ _AT_LEAST_ONE = (
 
 _SECTIONS: tuple[type[Any], ...] = (
     Bf16, Fp16, TorchAutocast, DataTypes, LeafModule, OffloadOptimizer, OffloadParam,
-    ZeroOptimization, OptimizerConfig, SchedulerConfig, Checkpoint, KeepBest, Ram, Elastic,
+    ZeroOptimization, OptimizerConfig, SchedulerConfig, Checkpoint, KeepBest, NodeMemory, Elastic,
     Elasticity, FileMonitor, WandbMonitor, CommsLogger, FlopsProfiler,
 )  # fmt: skip
 SECTIONS = {section.__name__: section for section in _SECTIONS}

@@ -65,12 +65,12 @@ def unit_sizes(specs: Sequence[UnitSpec], world: int) -> list[UnitSize]:
     ]
 
 
-def pace_of(config: ZeroOptimization, *, narrow: bool = False) -> Pace:
-    """How sub-groups follow each other; `narrow`: their state rests in 16 bits."""
+def pace_of(config: ZeroOptimization, *, low_precision: bool = False) -> Pace:
+    """How sub-groups follow each other; `low_precision`: their state rests in 16 bits."""
     optimizer = config.offload_optimizer
     size = config.sub_group_size
     return Pace(
-        sub_group_size=min(size, MOST_WIDENED) if narrow else size,
+        sub_group_size=min(size, MOST_WIDENED) if low_precision else size,
         reads_ahead=optimizer.pipeline_read,
         writes_behind=optimizer.pipeline_write,
     )

@@ -30,9 +30,9 @@ from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import mix
-from zero_data.own_loader import LeafBatches
+from zero_data.own_loader import MicroBatches
 from zero_engine.config import Config
-from zero_engine.core.loaders import leaf_sampler
+from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
@@ -42,9 +42,9 @@ from zero_engine.offload_states import (
     FOR_FORWARD,
     FOR_FORWARD_OF_SHARDS,
     WEIGHTS,
+    Inconsistency,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
-    Torn,
 )
 from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
 from zero_engine.parameters.gather import GatheredParameters
@@ -118,7 +118,7 @@ class Engine(nn.Module):
     # ---- a step ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. In training, from this leaf's own random state."""
+        """The module's forward. In training, from this micro-batch's own random state."""
         gathered_from_shards = self._core.stage.shards_parameters
         self._core.moved.need(
             "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
@@ -127,8 +127,8 @@ class Engine(nn.Module):
         part = "forward" if training else "evaluation"
         with exit_on_peer_loss(self._link), self._stopwatch.measure(part):
             if training:
-                leaf = self._run.leaf()
-                torch.manual_seed(mix(self._config.seed, self._run.cursor.step, leaf.index))
+                microbatch = self._run.microbatch()
+                torch.manual_seed(mix(self._config.seed, self._run.cursor.step, microbatch.index))
             with self._profile.measure(part, self._run.cursor.step):
                 output = self._precision.call(self.module, args, kwargs)
         self._plain_backward.watch(output)
@@ -195,7 +195,7 @@ class Engine(nn.Module):
             return
         with exit_on_peer_loss(self._link):
             self._end_step(lr_kwargs or {})
-            self._persistence.keep_in_ram()
+            self._persistence.keep_in_memory()
             self._persistence.depart_if_asked()
 
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class Engine(nn.Module):
         except BaseException as error:
             if zero.changing:
                 reason = f"a step has failed half way: {str(error) or type(error).__name__}"
-                self._core.moved.torn = Torn(reason, optimizer=True)
+                self._core.moved.inconsistent = Inconsistency(reason, optimizer=True)
             raise
         finally:
             zero.changing = False
@@ -268,9 +268,9 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Micro-steps without `step()`, for scripts that accumulate by themselves.
 
-        Gradients are exchanged all the same: leaf by leaf is how the result stays one. Where more
-        micro-steps are run here than the config's batch has, a step is from then on what the script
-        accumulates until it calls `step()`, as in DeepSpeed and DDP.
+        Gradients are exchanged all the same: micro-batch by micro-batch is how the result stays
+        one. Where more micro-steps are run here than the config's batch has, a step is from then on
+        what the script accumulates until it calls `step()`, as in DeepSpeed and DDP.
 
         Raises:
             ZeroError: At stages 2 and 3, as in DeepSpeed.
@@ -283,7 +283,7 @@ class Engine(nn.Module):
         with self._micro_steps.no_sync():
             yield
 
-    def batch_sampler(self, dataset: Dataset[Any]) -> LeafBatches:
+    def batch_sampler(self, dataset: Dataset[Any]) -> MicroBatches:
         """The engine's order for a DataLoader of your own: `DataLoader(batch_sampler=...)`.
 
         Its workers, collate_fn, pinning and prefetching are yours; which samples a rank runs,
@@ -293,7 +293,7 @@ class Engine(nn.Module):
         Args:
             dataset: Map-style; the same that the DataLoader gets.
         """
-        sampler = LeafBatches(leaf_sampler(self._config, self._run, dataset))
+        sampler = MicroBatches(microbatch_sampler(self._config, self._run, dataset))
         self._run.loader = sampler
         return sampler
 

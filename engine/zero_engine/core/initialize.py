@@ -236,7 +236,7 @@ def _make_stepper(
         shared.collectives,
         config.gradient_clipping,
         LossScaling.of(config.fp16),
-        pace_of(config.zero_optimization, narrow=config.master != "fp32"),
+        pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
         whole=whole,
     )
@@ -305,7 +305,7 @@ def _make_run(
     if rank == 0 and run.managed:
         _log.info(
             "a step: %d samples in %d micro-batches of %d; %d micro-steps on %d ranks",
-            *(batch.samples, batch.leaves, batch.micro_batch),
+            *(batch.samples, batch.microbatches, batch.micro_batch),
             *(run.plan().micro_steps(world), world),
         )
     if dataset is not None:

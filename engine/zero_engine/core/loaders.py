@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from zero_comm.distributed import local_device
 from zero_contract.errors import ConfigError
-from zero_data.elastic_loader import ElasticLoader, LeafSampler, make_source
+from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
 from zero_data.shards import ShardedIterable, ShardReader
 from zero_data.streams import StreamLoader, StreamSteps
 from zero_engine.config import Config
@@ -32,23 +32,23 @@ def training_loader(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
 ) -> ElasticLoader | StreamLoader:
-    """A loader of this rank's leaves, from the run's position on."""
+    """A loader of this rank's micro-batches, from the run's position on."""
     if isinstance(dataset, ShardedIterable):
         reader = ShardReader(dataset, run.batch.micro_batch)
-        sampler = leaf_sampler(config, run, reader, shuffle=False)
+        sampler = microbatch_sampler(config, run, reader, shuffle=False)
     elif isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return _stream_loader(config, run, dataset, collate_fn, num_workers)
     else:
-        sampler = leaf_sampler(config, run, dataset)
+        sampler = microbatch_sampler(config, run, dataset)
     return ElasticLoader(
         sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pins_memory()
     )
 
 
-def leaf_sampler(
+def microbatch_sampler(
     config: Config, run: Run, dataset: Dataset[Any], *, shuffle: bool | None = None
-) -> LeafSampler:
-    """This rank's leaves of a map-style dataset; shuffled as the config says."""
+) -> MicroBatchSampler:
+    """This rank's micro-batches of a map-style dataset; shuffled as the config says."""
     source = make_source(
         dataset,
         run.batch,
@@ -56,7 +56,7 @@ def leaf_sampler(
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
     )
-    return LeafSampler(
+    return MicroBatchSampler(
         source=source,
         batch=run.batch,
         cursor=run.cursor,

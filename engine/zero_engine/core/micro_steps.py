@@ -114,9 +114,9 @@ class MicroSteps:
         """What the loss is multiplied with."""
         run = self._run
         if count == NOT_GIVEN:
-            return run.plan().weight(run.leaf())
+            return run.plan().weight(run.microbatch())
         if count == BY_SCRIPT:  # over its micro-steps; here over the ranks
-            return run.leaf().size / (run.batch.micro_batch * run.world)
+            return run.microbatch().size / (run.batch.micro_batch * run.world)
         return (1.0 if is_sum else count) / nominal(run.plan())
 
     # ---- backward ----
@@ -357,8 +357,8 @@ class MicroSteps:
 
     @staticmethod
     def mean_loss(notes: Tensor, plan: StepPlan) -> float:
-        """The mean loss of the global batch, summed in leaf order, ghosts left out."""
-        losses = notes[:, : notes.shape[1] // 2].t().flatten()[: plan.leaves]
+        """The mean loss of the global batch in micro-batch order, without padding micro-batches."""
+        losses = notes[:, : notes.shape[1] // 2].t().flatten()[: plan.microbatches]
         return sum(losses.double().tolist()) * MicroSteps.correction(notes, plan)
 
     def clear(self) -> None:
@@ -376,16 +376,16 @@ class MicroSteps:
         if run.loader is None:
             self._tell_of_foreign_loader()
         ticket = self._ticket = run.loader.last if run.loader is not None else None
-        leaf = run.leaf()
-        if ticket is not None and ticket.start != run.plan().position + leaf.start:
+        microbatch = run.microbatch()
+        if ticket is not None and ticket.start != run.plan().position + microbatch.start:
             self._warn_of_stale_batch(ticket)
-        if run.ledger is not None and not leaf.ghost:
+        if run.ledger is not None and not microbatch.padding:
             if ticket is None:
                 raise ZeroError(
                     "elastic.sample_ledger: the samples of this batch are not known; give "
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )
-            run.ledger.consume(leaf.index, ticket.ids)
+            run.ledger.consume(microbatch.index, ticket.ids)
 
     def _tell_of_unknown_loss(self) -> None:
         if not self._told_of_loss and self._run.rank == 0:
@@ -413,7 +413,7 @@ class MicroSteps:
                 "sample %d: samples are trained on twice or not at all; call backward()%s once for "
                 "each batch of the loader",
                 ticket.start,
-                self._run.plan().position + self._run.leaf().start,
+                self._run.plan().position + self._run.microbatch().start,
                 " and step()" if self._run.managed else "",
             )
         self._warned = True

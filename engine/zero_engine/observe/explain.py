@@ -189,8 +189,8 @@ def _work(config: Config, world: int) -> str:
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         return "no batch size is given"
     try:
-        leaves = _batch(config, world)[0].leaves
+        microbatches = _batch(config, world)[0].microbatches
     except ConfigError:
         return "this world does not divide the batch"
-    micro_steps = -(-leaves // world)
-    return f"{micro_steps}, {leaves / (world * micro_steps):.0%}"
+    micro_steps = -(-microbatches // world)
+    return f"{micro_steps}, {microbatches / (world * micro_steps):.0%}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NARROW = (torch.bfloat16, torch.float16)
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Moments:
 
 def widened(resting: Tensor) -> Tensor:
     """In fp32: a copy only where it rests in 16 bits."""
-    return resting.float() if resting.dtype in _NARROW else resting
+    return resting.float() if resting.dtype in _LOW_PRECISION else resting
 
 
 def brought(values: Tensor, place: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ def orthogonalized(
     Returns:
         [..., rows, columns] in fp32.
     """
-    iterate, narrow = METHODS[method]
+    iterate, low_precision = METHODS[method]
     tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if tall else matrix
     # On a GPU in 16 bits, as everybody does: what is left of 1 is coarser than the rounding.
-    wide = wide.to(narrow if matrix.is_cuda else torch.float32)
+    wide = wide.to(low_precision if matrix.is_cuda else torch.float32)
     wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + _EPSILON)
     wide = iterate(wide, steps, coefficients)
     return (wide.mT if tall else wide).to(matrix.dtype)

@@ -1,8 +1,8 @@
 """Whole parameters, each on one rank for a moment, from the pieces that all ranks hold, and back.
 
-Owns who gets which. Must always hold: parameters go round in *waves* of one per rank, largest
-first, in the same order on every rank; a whole one is contiguous, in memory of its own, so what is
-computed of it is the same bits whichever rank computes it and however it was divided.
+Owns who gets which. Must always hold: parameters go round in *exchange groups* of one per rank,
+largest first, in the same order on every rank; a whole one is contiguous, in memory of its own, so
+what is computed of it is the same bits whichever rank computes it and however it was divided.
 
 Called by `parameter_owners` and `owner_steps`.
 """
@@ -41,55 +41,55 @@ class Shared:
         return slice(start - self.slot.start, stop - self.slot.start)
 
 
-Wave = Sequence[Shared]
-"""By the rank that owns each; the last wave may have fewer than there are ranks."""
+ExchangeGroup = Sequence[Shared]
+"""By the rank that owns each; the last exchange group may have fewer than there are ranks."""
 
 
-def in_waves(shared: Iterable[Shared], world: int) -> list[Wave]:
-    """Largest first, so that those of a wave take about as long."""
+def in_exchange_groups(shared: Iterable[Shared], world: int) -> list[ExchangeGroup]:
+    """Largest first, so that those of an exchange group take about as long."""
     found = sorted(shared, key=lambda each: -each.slot.numel)
     return [found[begin : begin + world] for begin in range(0, len(found), world)]
 
 
-class WaveExchange:
-    """Brings the parameters of a wave to their owners, and back to everybody."""
+class OwnerExchange:
+    """Brings the parameters of an exchange group to their owners, and back to everybody."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._rank = collectives.rank
 
-    def owned(self, wave: Wave) -> Shared | None:
-        """What this rank owns of a wave."""
-        return wave[self._rank] if self._rank < len(wave) else None
+    def owned(self, exchange_group: ExchangeGroup) -> Shared | None:
+        """What this rank owns of an exchange group."""
+        return exchange_group[self._rank] if self._rank < len(exchange_group) else None
 
-    def collect(self, wave: Wave, what: str) -> tuple[Tensor, Pending]:
+    def collect(self, exchange_group: ExchangeGroup, what: str) -> tuple[Tensor, Pending]:
         """Begin to bring the pieces of each parameter to its owner.
 
         Returns:
             This rank's, flat, and its coming; empty where it owns none.
         """
-        owned = self.owned(wave)
+        owned = self.owned(exchange_group)
         whole, wanted = torch.empty(0), {}
-        held = {owner: shared.mine for owner, shared in enumerate(wave) if shared.divided}
+        held = {owner: shared.mine for owner, shared in enumerate(exchange_group) if shared.divided}
         if owned is not None:
             whole = owned.mine.new_empty(owned.slot.numel)
             whole[owned.piece(self._rank)] = owned.mine
             wanted = self._pieces(owned, whole) if owned.divided else {}
         return whole, self._collectives.exchange_pieces(held, wanted, what)
 
-    def give_back(self, wave: Wave, whole: Tensor, what: str) -> Pending:
+    def give_back(self, exchange_group: ExchangeGroup, whole: Tensor, what: str) -> Pending:
         """Begin to put the pieces of whole parameters in the place of those there are.
 
         Args:
-            wave: As it was collected.
+            exchange_group: As it was collected.
             whole: What this rank owns of it, flat.
             what: For messages; another one for each exchange under way.
         """
-        owned = self.owned(wave)
+        owned = self.owned(exchange_group)
         held = {} if owned is None else self._pieces(owned, whole)
         if owned is not None:
             owned.mine.copy_(whole[owned.piece(self._rank)])
-        wanted = {owner: shared.mine for owner, shared in enumerate(wave)}
+        wanted = {owner: shared.mine for owner, shared in enumerate(exchange_group)}
         return self._collectives.exchange_pieces(held, wanted, what)
 
     def _pieces(self, shared: Shared, whole: Tensor) -> dict[int, Tensor]:

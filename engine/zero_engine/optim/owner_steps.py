@@ -27,14 +27,19 @@ from zero_checkpoint.errors import CheckpointError
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.objects import tell
 from zero_engine.optim.low_precision import widened
-from zero_engine.optim.owner_exchange import Shared, Wave, WaveExchange, in_waves
-from zero_engine.optim.tree_spec import mark_of, sketch, tensors_in
+from zero_engine.optim.owner_exchange import (
+    ExchangeGroup,
+    OwnerExchange,
+    Shared,
+    in_exchange_groups,
+)
+from zero_engine.optim.tree_spec import mark_of, tensors_in, tree_spec
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 
 _log = logging.getLogger(__name__)
 
 PROBLEM = "problem"
-"""Of a sketch: why there is none."""
+"""Of a tree spec: why there is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +55,8 @@ class Owned:
 class Turn:
     """One parameter for each rank, or fewer in the last turn."""
 
-    weights: Wave
-    gradients: Wave
+    weights: ExchangeGroup
+    gradients: ExchangeGroup
     owned: Owned | None
     """This rank's."""
 
@@ -77,25 +82,27 @@ class StepByOwners:
         self.optimizer = optimizer
         self._collectives = collectives
         self._device = units[0].full.device
-        self._exchange = WaveExchange(collectives)
+        self._exchange = OwnerExchange(collectives)
         masters = [unit.master for unit in units]
-        waves = zip(
-            in_waves(_shared(units, masters), collectives.world),
-            in_waves(_shared(units, gradients), collectives.world),
+        exchange_groups = zip(
+            in_exchange_groups(_shared(units, masters), collectives.world),
+            in_exchange_groups(_shared(units, gradients), collectives.world),
             strict=True,
         )
-        self._turns = [Turn(weights, grads, self._own(weights)) for weights, grads in waves]
+        self._turns = [
+            Turn(weights, grads, self._own(weights)) for weights, grads in exchange_groups
+        ]
         self.owned = tuple(turn.owned for turn in self._turns if turn.owned is not None)
-        self.sketches: dict[str, Any] = {}
-        """Name of a parameter -> the sketch of its state, as all ranks know it."""
+        self.tree_specs: dict[str, Any] = {}
+        """Name of a parameter -> the tree spec of its state, as all ranks know it."""
         self.marks: list[int] | None = None
-        """By rank, of what it owns: they change when the sketches do."""
+        """By rank, of what it owns: they change when the tree specs do."""
         self._names = [slot.fqn for unit in units for slot in unit.layout.slots]
         self._attach(units)
         self._agree()
 
-    def _own(self, wave: Wave) -> Owned | None:
-        shared = self._exchange.owned(wave)
+    def _own(self, exchange_group: ExchangeGroup) -> Owned | None:
+        shared = self._exchange.owned(exchange_group)
         if shared is None:
             return None
         param = nn.Parameter(_hollow(shared.slot, shared.mine.device))
@@ -135,8 +142,8 @@ class StepByOwners:
         """One step of the optimizer. Collective."""
         coming = [
             (
-                self._exchange.collect(turn.weights, f"whole weights, wave {number}"),
-                self._exchange.collect(turn.gradients, f"whole gradients, wave {number}"),
+                self._exchange.collect(turn.weights, f"whole weights, exchange group {number}"),
+                self._exchange.collect(turn.gradients, f"whole gradients, exchange group {number}"),
             )
             for number, turn in enumerate(self._turns)
         ]
@@ -158,36 +165,38 @@ class StepByOwners:
         self._agree()
 
     def _agree(self) -> None:
-        """Let every rank know the sketches of all: a save cannot ask, as it is no collective."""
+        """Let every rank know the tree specs of all: a save cannot ask, as it is no collective."""
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
         own_mark = torch.tensor([mark], device=self._device)
         gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
         marks = gathered.flatten().tolist()
         if marks != self.marks:
-            own = {each.slot.fqn: self._sketch(each) for each in self.owned if self.state_of(each)}
-            self.know(tell(own, "sketches of optimizer state", self._collectives, self._device))
+            own = {
+                each.slot.fqn: self._tree_spec(each) for each in self.owned if self.state_of(each)
+            }
+            self.know(tell(own, "tree specs of optimizer state", self._collectives, self._device))
             self.marks = marks
             self._warn()
 
     def _warn(self) -> None:
         """Say at once, not when hours are to be saved, what no checkpoint can hold."""
-        problems = [known[PROBLEM] for known in self.sketches.values() if PROBLEM in known]
+        problems = [known[PROBLEM] for known in self.tree_specs.values() if PROBLEM in known]
         if problems and self._collectives.rank == 0:
             _log.warning("checkpoints will be refused: %s", problems[0])
 
-    def know(self, sketches: Iterable[Mapping[str, Any]]) -> None:
-        """Take sketches for those of all parameters, and have them compared in the next step."""
-        self.sketches = self.chosen(sketches)
+    def know(self, tree_specs: Iterable[Mapping[str, Any]]) -> None:
+        """Take tree specs for those of all parameters, and have them compared in the next step."""
+        self.tree_specs = self.chosen(tree_specs)
         self.marks = None
 
-    def chosen(self, sketches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Of some sketches those of these parameters, in their order."""
-        known = {fqn: each for some in sketches for fqn, each in some.items()}
+    def chosen(self, tree_specs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of some tree specs those of these parameters, in their order."""
+        known = {fqn: each for some in tree_specs for fqn, each in some.items()}
         return {fqn: known[fqn] for fqn in self._names if fqn in known}
 
-    def _sketch(self, owned: Owned) -> Any:
+    def _tree_spec(self, owned: Owned) -> Any:
         try:
-            return sketch(self.state_of(owned), owned.slot.fqn)
+            return tree_spec(self.state_of(owned), owned.slot.fqn)
         except CheckpointError as error:
             return {PROBLEM: str(error)}  # of whoever saves; training need not end for it
 
@@ -197,7 +206,9 @@ class StepByOwners:
             param, dtype = turn.owned.param, turn.weights[0].mine.dtype
             whole = param.data.to(dtype).contiguous().view(-1)
             param.data, param.grad = _hollow(turn.owned.slot, param.device), None
-        return self._exchange.give_back(turn.weights, whole, f"new weights, wave {number}")
+        return self._exchange.give_back(
+            turn.weights, whole, f"new weights, exchange group {number}"
+        )
 
 
 def _shared(units: Sequence[FlatUnit], tensors: Sequence[Tensor]) -> Iterator[Shared]:

@@ -1,7 +1,7 @@
 """Changes of whole parameters, each on one rank for a moment, from the pieces that all ranks hold.
 
-Must always hold: a rank has two waves in memory at most, one that it changes and one that comes or
-goes.
+Must always hold: a rank has two exchange groups in memory at most, one that it changes and one that
+comes or goes.
 
 Called by `sharded_whole`.
 """
@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives import Collectives, Pending, wait
-from zero_engine.optim.owner_exchange import Shared, Wave, WaveExchange, in_waves
+from zero_engine.optim.owner_exchange import (
+    ExchangeGroup,
+    OwnerExchange,
+    Shared,
+    in_exchange_groups,
+)
 from zero_engine.optim.whole import Change
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.sharding.segments import Segment
@@ -32,7 +37,7 @@ class ParameterOwners:
         self._units = tuple(units)
         self._segments = tuple(segments)
         self._world = collectives.world
-        self._exchange = WaveExchange(collectives)
+        self._exchange = OwnerExchange(collectives)
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
         """Put pieces of changed parameters in the place of those there are. Collective.
@@ -42,16 +47,18 @@ class ParameterOwners:
             changes: For each segment that of its param group; None: the group stays as it is.
         """
         of_group = {s.group: change for s, change in zip(self._segments, changes, strict=True)}
-        waves = in_waves(self._shared(tensors, of_group), self._world)
-        coming = self._collect(waves, 0)
+        exchange_groups = in_exchange_groups(self._shared(tensors, of_group), self._world)
+        coming = self._collect(exchange_groups, 0)
         going = Pending("")
-        for number, wave in enumerate(waves):
+        for number, exchange_group in enumerate(exchange_groups):
             whole, arriving = coming
             wait(arriving)
-            coming = self._collect(waves, number + 1)
-            changed = self._changed(wave, whole, of_group)
+            coming = self._collect(exchange_groups, number + 1)
+            changed = self._changed(exchange_group, whole, of_group)
             wait(going)
-            going = self._exchange.give_back(wave, changed, f"changed parameters, wave {number}")
+            going = self._exchange.give_back(
+                exchange_group, changed, f"changed parameters, exchange group {number}"
+            )
         wait(going)
 
     def _shared(self, tensors: Sequence[Tensor], of_group: _OfGroup) -> Iterator[Shared]:
@@ -66,13 +73,17 @@ class ParameterOwners:
                     mine = max(pieces, key=Tensor.numel, default=tensors[0][:0])
                     yield Shared(unit, slot, mine)
 
-    def _collect(self, waves: Sequence[Wave], number: int) -> tuple[Tensor, Pending]:
-        if number == len(waves):
+    def _collect(
+        self, exchange_groups: Sequence[ExchangeGroup], number: int
+    ) -> tuple[Tensor, Pending]:
+        if number == len(exchange_groups):
             return torch.empty(0), Pending("")
-        return self._exchange.collect(waves[number], f"whole parameters, wave {number}")
+        return self._exchange.collect(
+            exchange_groups[number], f"whole parameters, exchange group {number}"
+        )
 
-    def _changed(self, wave: Wave, whole: Tensor, of_group: _OfGroup) -> Tensor:
-        owned = self._exchange.owned(wave)
+    def _changed(self, exchange_group: ExchangeGroup, whole: Tensor, of_group: _OfGroup) -> Tensor:
+        owned = self._exchange.owned(exchange_group)
         change = of_group[owned.slot.group] if owned and owned.slot.group is not None else None
         if owned is None or change is None:
             return whole

@@ -1,10 +1,10 @@
-"""What an optimizer remembers of one parameter: a nest, its sketch, and its leaves.
+"""What an optimizer remembers of one parameter: a nest, its tree spec, and its leaves.
 
-A *nest* is made of dicts, lists, tensors, numbers and plain values. Its *sketch* is JSON that says
-what it is like, with dtype and shape in the place of each tensor and each number, so that steps do
-not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by the same
-name in a nest and in its sketch, the way to it: "row_var", "factors.0"; a nest made from its sketch
-has the same leaves. Tuples come back as lists.
+A *nest* is made of dicts, lists, tensors, numbers and plain values. Its *tree spec* is JSON that
+says what it is like, with dtype and shape in the place of each tensor and each number, so that
+steps do not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by
+the same name in a nest and in its tree spec, the way to it: "row_var", "factors.0"; a nest made
+from its tree spec has the same leaves. Tuples come back as lists.
 
 Called by `owner_steps` and `owner_state`.
 """
@@ -26,7 +26,7 @@ _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: 
 """What a number is stored as."""
 
 
-def sketch(nest: Any, name: str, path: Path = ()) -> Any:
+def tree_spec(nest: Any, name: str, path: Path = ()) -> Any:
     """What a nest is like, as JSON.
 
     Args:
@@ -45,10 +45,10 @@ def sketch(nest: Any, name: str, path: Path = ()) -> Any:
         case None | str():
             return nest
         case list() | tuple():
-            return [sketch(inner, name, (*path, str(i))) for i, inner in enumerate(nest)]
+            return [tree_spec(inner, name, (*path, str(i))) for i, inner in enumerate(nest)]
         case dict() if all(isinstance(key, str) for key in nest):
             # In the order that a manifest has, so that a second save is the same bytes.
-            return {"dict": {key: sketch(nest[key], name, (*path, key)) for key in sorted(nest)}}
+            return {"dict": {key: tree_spec(nest[key], name, (*path, key)) for key in sorted(nest)}}
         case _:
             raise CheckpointError(
                 f"optimizer state {'.'.join(path)} of {name} is a {type(nest).__name__}, which no "
@@ -58,7 +58,7 @@ def sketch(nest: Any, name: str, path: Path = ()) -> Any:
 
 
 def ends(nest: Any, path: Path = ()) -> Iterator[tuple[str, Any]]:
-    """All that a nest is made of, by name; also of one that has no sketch."""
+    """All that a nest is made of, by name; also of one that has no tree spec."""
     if isinstance(nest, dict) and nest:
         for key in sorted(nest, key=str):
             yield from ends(nest[key], (*path, str(key)))
@@ -75,7 +75,7 @@ def leaves(nest: Any) -> Iterator[tuple[str, Tensor | Number]]:
 
 
 def mark_of(nest: Any) -> int:
-    """In this process, of two nests it is the same if they have the same sketch."""
+    """In this process, of two nests it is the same if they have the same tree spec."""
     return hash(tuple((name, *_form(end)) for name, end in ends(nest)))
 
 
@@ -96,7 +96,7 @@ def stored(leaf: Tensor | Number) -> Tensor:
 
 
 def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]]]:
-    """Name, dtype and shape of each leaf of a sketch."""
+    """Name, dtype and shape of each leaf of a tree spec."""
     match known:
         case {"tensor": [dtype, shape]}:
             yield ".".join(path), dtype, shape
@@ -113,10 +113,10 @@ def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]
 
 
 def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
-    """A nest of which this is the sketch, with zeros in all leaves, which are all tensors yet.
+    """A nest of which this is the tree spec, with zeros in all leaves, which are all tensors yet.
 
     Args:
-        known: The sketch.
+        known: The tree spec.
         device: Where its tensors are to be.
         of_scalars: Where those without dimensions are to be, such as step counts.
     """
@@ -135,7 +135,7 @@ def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
 
 
 def filled(nest: Any, known: Any) -> Any:
-    """A nest that was blank, now with numbers where its sketch has them."""
+    """A nest that was blank, now with numbers where its tree spec has them."""
     match known:
         case {"number": _}:
             return nest.item()

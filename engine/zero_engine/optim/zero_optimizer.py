@@ -184,8 +184,8 @@ class ZeroOptimizer:
     def _make_steps(
         self, optimizer: torch.optim.Optimizer, pace: Pace | None, moments: torch.dtype
     ) -> Steps:
-        narrow = self.units[0].shard.dtype != torch.float32
-        tiers = {u: u.tiers.state for u in self.units if narrow or u.tiers.offloaded}
+        low_precision = self.units[0].shard.dtype != torch.float32
+        tiers = {u: u.tiers.state for u in self.units if low_precision or u.tiers.offloaded}
         if not tiers:
             return StepAtOnce(optimizer, self.segments)
         assert pace is not None

@@ -86,7 +86,7 @@ class OwnedParam:
         with self.core.guard():
             self.unit.restore()
 
-    # ---- gradients: sums over the leaves so far, of the loss without its scale ----
+    # ---- gradients: sums over the micro-batches so far, of the loss without its scale ----
 
     def gradient(self) -> Tensor | None:
         """The whole gradient between backward and step, else None."""

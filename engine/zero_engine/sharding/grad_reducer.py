@@ -38,7 +38,7 @@ class UnitGradient:
 
     Attributes:
         buffer: [padded] in the compute dtype, or None while there is none.
-        total: [padded / world] in fp32, this rank's interval of the sum over leaves.
+        total: [padded / world] in fp32, this rank's interval of the sum over micro-batches.
         whole: [padded] in fp32, of which `total` is an interval and which nobody reads before the
             step; None where gradients are divided.
     """
@@ -125,7 +125,7 @@ class GradReducer:
                 has that.
             on_ready: Called when a unit's weights are not needed any more by this backward.
             guard: Around exchanges, which may find a peer gone.
-            quantized: Leaves travel as int8.
+            quantized: Micro-batches travel as int8.
         """
         self._quantized = quantized
         self._collectives = collectives
@@ -145,7 +145,7 @@ class GradReducer:
         self._weight = 1.0
         self.running = False
         """A backward pass has begun and has not ended."""
-        self._torn = False
+        self._inconsistent = False
         """The last one has failed, and the totals hold a part of its gradients."""
         self._graph_task = -1
         """Autograd's number of the backward pass of this engine's newest loss; unique."""
@@ -181,13 +181,13 @@ class GradReducer:
         """
         if self.running:
             self.abandon()
-        if self._torn and not first:
+        if self._inconsistent and not first:
             raise ZeroError(
                 "a backward() of this step has failed half way, and what it has added to the "
                 "gradients of the micro-batches before it cannot be taken back; go on from a "
                 "checkpoint: engine.load_checkpoint()"
             )
-        self._torn = False
+        self._inconsistent = False
         self._live = live
         self._first = first
         self._weight = weight
@@ -201,7 +201,7 @@ class GradReducer:
         for gradient in self._order:
             gradient.buffer = None
             gradient.reset()
-        self.running, self._torn = False, True
+        self.running, self._inconsistent = False, True
 
     def note_graph_task(self, _gradient: Tensor) -> None:
         """A hook of the loss: the pass that is under way now is of this engine's loss."""
@@ -264,11 +264,11 @@ class GradReducer:
     def _issue(self, gradient: UnitGradient) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_wait():
             self._complete(*self._in_flight.popleft())
-        leaves = gradient.buffer
-        assert leaves is not None
+        microbatches = gradient.buffer
+        assert microbatches is not None
         if self._weight != 1:
-            leaves.mul_(self._weight)
-        reduction = self._reduction.start(leaves, f"gradients of {gradient.unit.label}")
+            microbatches.mul_(self._weight)
+        reduction = self._reduction.start(microbatches, f"gradients of {gradient.unit.label}")
         if self._collectives.world == 1:
             self._complete(gradient, reduction)
         else:

@@ -107,8 +107,8 @@ def partition(
     units: dict[tuple[str, bool, torch.dtype], list[Member]] = defaultdict(list)
     for fqn, param in root.named_parameters():
         group = groups.get(id(param))
-        narrows = compute_dtype != torch.float32 and param.is_floating_point()
-        dtype = compute_dtype if narrows else param.dtype
+        is_low_precision = compute_dtype != torch.float32 and param.is_floating_point()
+        dtype = compute_dtype if is_low_precision else param.dtype
         units[owners[id(param)], group is None, dtype].append(Member(fqn, param, group))
     order = {name: position for position, name in enumerate(modules)}
     specs = []

@@ -21,16 +21,16 @@ from contextlib import suppress
 from typing import Any
 
 from zero_checkpoint import restore
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.place import Place
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending
-from zero_engine.offload_states import MovedStates, Torn
+from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
@@ -67,7 +67,7 @@ class Loading:
         self._adopt_position = adopt_position
         self._state = state
         self._moved = moved
-        self._before = moved.torn
+        self._before = moved.inconsistent
         self._options = options
         self._tried = 0
         self._under_way: list[tuple[FlatUnit, Pending]] = []
@@ -78,13 +78,13 @@ class Loading:
         return self._selection.state
 
     def read(
-        self, root: Place, ballot: Ballot, tag: str | None, ram: RamSearch | None
+        self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
         try:
             loaded = restore.load(
                 root,
-                ballot,
+                consensus,
                 self._wanted,
                 exchange=self._exchange,
                 meet=self._state.collectives.barrier,
@@ -97,7 +97,7 @@ class Loading:
             if self._tried > isinstance(error, ModelMismatch):
                 self._tear(f"a load has failed: {error}")
             else:
-                self._moved.torn = self._before
+                self._moved.inconsistent = self._before
             raise
         if loaded is None and self._state.collectives.rank == 0:
             with suppress(OSError):  # training begins anew beside checkpoints that others have made
@@ -124,7 +124,7 @@ class Loading:
         """The state is that of the checkpoint, as far as it was asked for."""
         before = self._before
         mended = before is None or self._options.wants_optimizer or not before.optimizer
-        self._moved.torn = None if mended else before
+        self._moved.inconsistent = None if mended else before
 
     def report(self, loaded: Loaded) -> None:
         """Say what was loaded, and what was not."""
@@ -137,7 +137,7 @@ class Loading:
 
     def _tear(self, reason: str) -> None:
         before = self._before is not None and self._before.optimizer
-        self._moved.torn = Torn(reason, before or self._options.wants_optimizer)
+        self._moved.inconsistent = Inconsistency(reason, before or self._options.wants_optimizer)
 
     def _wanted(self, manifest: Manifest) -> State:
         self._end_exchange()

@@ -171,10 +171,10 @@ def _dtype_of(kind: str, names: Sequence[str], manifest: Manifest) -> torch.dtyp
     stored = (manifest.tensors.get(TensorId(kind, name)) for name in names)
     info = next((info for info in stored if info is not None), None)
     # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
-    narrow = manifest.meta["engine"].get("moments", "fp32") != "fp32"
+    low_precision = manifest.meta["engine"].get("moments", "fp32") != "fp32"
     if info is None:
         return None
-    return torch.float32 if narrow and info.dtype == torch.bfloat16 else info.dtype
+    return torch.float32 if low_precision and info.dtype == torch.bfloat16 else info.dtype
 
 
 def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None) -> Iterator[Piece]:

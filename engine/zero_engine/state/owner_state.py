@@ -1,8 +1,8 @@
 """The state of an optimizer that steps whole parameters, as pieces of a checkpoint, and back.
 
 Must always hold: a tensor or a number is stored in its own shape, by the rank that owns the
-parameter; all ranks say the same of all of them, as the sketches do; a world of another size finds
-everything again, because sketches and leaves go by the parameter's name.
+parameter; all ranks say the same of all of them, as the tree specs do; a world of another size
+finds everything again, because tree specs and leaves go by the parameter's name.
 
 Called by `engine_state` and `param_access`.
 """
@@ -23,12 +23,12 @@ from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
 from zero_comm.collectives import Collectives
 from zero_comm.objects import tell
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
-from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, sketch, stored
+from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, stored, tree_spec
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.state.optimizer_state import device_of_number
 
 WHOLE = "whole"
-"""Of a param group in the manifest: name of a parameter -> its sketch."""
+"""Of a param group in the manifest: name of a parameter -> its tree spec."""
 
 
 class StateOfOwners:
@@ -39,7 +39,7 @@ class StateOfOwners:
         self._steps = steps
 
     def mark(self) -> Any:
-        """That of the sketches, and the numbers: what is stored of them is made for each save."""
+        """That of the tree specs, and the numbers: what is stored of them is made for each save."""
         numbers = [leaf for _, leaf in self._own() if not isinstance(leaf, Tensor)]
         return self._steps.marks, numbers
 
@@ -53,12 +53,12 @@ class StateOfOwners:
                 yield TensorId(kind, each.slot.fqn), leaf
 
     def tensors(self) -> dict[TensorId, TensorInfo]:
-        """As the sketches describe them."""
-        return _described(self._steps.sketches)
+        """As the tree specs describe them."""
+        return _described(self._steps.tree_specs)
 
     def tensors_after(self, manifest: Manifest) -> dict[TensorId, TensorInfo]:
-        """As the sketches of the checkpoint do."""
-        return _described(self._steps.chosen(_saved_sketches(manifest)))
+        """As the tree specs of the checkpoint do."""
+        return _described(self._steps.chosen(_saved_tree_specs(manifest)))
 
     def pieces(self) -> Iterator[Piece]:
         """Whole leaves."""
@@ -68,27 +68,30 @@ class StateOfOwners:
                 yield Piece(name, 0, data)
 
     def records(self) -> list[dict[str, Any]]:
-        """The sketches.
+        """The tree specs.
 
         Raises:
             CheckpointError: There is none of what somebody owns; on every rank.
         """
-        sketches = self._steps.sketches
-        for known in sketches.values():
+        tree_specs = self._steps.tree_specs
+        for known in tree_specs.values():
             if PROBLEM in known:
                 raise CheckpointError(known[PROBLEM])
         return [
-            {"state": {}, WHOLE: {n: copy.deepcopy(sketches[n]) for n in names if n in sketches}}
+            {
+                "state": {},
+                WHOLE: {n: copy.deepcopy(tree_specs[n]) for n in names if n in tree_specs},
+            }
             for names in self._zero.names_by_group()
         ]
 
     def make(self, manifest: Manifest) -> None:
         """Blank nests for what this rank owns."""
-        self._steps.know(_saved_sketches(manifest))
+        self._steps.know(_saved_tree_specs(manifest))
         optimizer = self._zero.optimizer
         optimizer.state.clear()
         for owned in self._steps.owned:
-            known = self._steps.sketches.get(owned.slot.fqn)
+            known = self._steps.tree_specs.get(owned.slot.fqn)
             if known is not None:
                 assert owned.slot.group is not None
                 group, device = optimizer.param_groups[owned.slot.group], owned.param.device
@@ -99,18 +102,18 @@ class StateOfOwners:
         del records
         for owned in self._steps.owned:
             if state := self._steps.state_of(owned):
-                known = self._steps.sketches[owned.slot.fqn]
+                known = self._steps.tree_specs[owned.slot.fqn]
                 self._zero.optimizer.state[owned.param] = filled(state, known)
 
 
-def _saved_sketches(manifest: Manifest) -> list[Mapping[str, Any]]:
+def _saved_tree_specs(manifest: Manifest) -> list[Mapping[str, Any]]:
     return [group.get(WHOLE, {}) for group in manifest.meta["engine"]["groups"]]
 
 
-def _described(sketches: Mapping[str, Any]) -> dict[TensorId, TensorInfo]:
+def _described(tree_specs: Mapping[str, Any]) -> dict[TensorId, TensorInfo]:
     return {
         TensorId(kind, fqn): TensorInfo(tuple(shape), DTYPES[dtype])
-        for fqn, known in sketches.items()
+        for fqn, known in tree_specs.items()
         for kind, dtype, shape in described(known)
     }
 
@@ -134,8 +137,8 @@ def fetch(
     Returns:
         The same on every rank; None if there is nothing (yet), or nothing that can be sketched.
     """
-    own = None if owned is None else [_sketch(owned.get(key), name)]
-    told = tell(own, f"sketch of {key}", collectives, device)
+    own = None if owned is None else [_tree_spec(owned.get(key), name)]
+    told = tell(own, f"tree spec of {key}", collectives, device)
     source = next(rank for rank, said in enumerate(told) if said is not None)
     known = told[source][0]
     nest = blank(known, device, device)
@@ -148,8 +151,8 @@ def fetch(
     return filled(nest, known)
 
 
-def _sketch(nest: Any, name: str) -> Any:
+def _tree_spec(nest: Any, name: str) -> Any:
     try:
-        return sketch(nest, name)
+        return tree_spec(nest, name)
     except CheckpointError:
         return None

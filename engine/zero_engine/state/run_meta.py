@@ -63,7 +63,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "step": cursor.step,
         "samples": cursor.samples,
         "skipped": cursor.skipped,
-        "leaves": run.batch.leaves,
+        "leaves": run.batch.microbatches,
         "micro_batch": run.batch.micro_batch,
         "summed_over": run.summed_over,
         "dataset_size": run.loader.dataset_size if run.loader is not None else None,
@@ -83,7 +83,7 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     """Go on from what `describe` said when the checkpoint was made."""
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
-        run.adopt_batch(BatchShape(leaves=saved["leaves"], micro_batch=saved["micro_batch"]))
+        run.adopt_batch(BatchShape(microbatches=saved["leaves"], micro_batch=saved["micro_batch"]))
     if run.summed_over is not None and saved.get("summed_over") is not None:
         run.summed_over = saved["summed_over"]
     if run.loader is not None and saved["dataset_size"]:

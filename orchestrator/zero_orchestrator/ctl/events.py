@@ -92,7 +92,7 @@ def seen_s(seen: KeyValue | None) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RamUse:
+class MemoryUse:
     """What checkpoints in memory take of a node."""
 
     used_bytes: int
@@ -142,7 +142,7 @@ class Publisher:
         *,
         lease: int,
         nodes: int,
-        ram: Callable[[], RamUse | None] = lambda: None,
+        ram: Callable[[], MemoryUse | None] = lambda: None,
     ) -> None:
         """Show how far this node's workers are, unless it is too soon; call it often.
 

@@ -48,8 +48,8 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
 def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
     """Ask for the end of a job; False if somebody has already."""
     key = Keys(job).stop
-    wish = f"stop asked by {by}" + (f" ({reason})" if reason else "")
-    return store.txn([absent(key)], [Put(key, json.dumps(wish))]).succeeded
+    request = f"stop asked by {by}" + (f" ({reason})" if reason else "")
+    return store.txn([absent(key)], [Put(key, json.dumps(request))]).succeeded
 
 
 def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> Exclusion:

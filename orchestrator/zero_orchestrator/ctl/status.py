@@ -24,7 +24,7 @@ from zero_orchestrator.membership.failures import Exclusion, fruitless
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
-from zero_orchestrator.membership.rounds import Observed, Timing, decide
+from zero_orchestrator.membership.rounds import Observation, Timing, decide
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
@@ -34,7 +34,7 @@ LOST = "LOST"
 UNREADABLE = "UNREADABLE"
 """...and of one whose keys are not understood."""
 
-_JUST_NOW = Observed(nodes_s=0.0, symptom_s=0.0)
+_JUST_NOW = Observation(nodes_s=0.0, symptom_s=0.0)
 
 
 class NoSuchJob(ZeroError):
@@ -60,7 +60,7 @@ class Condition(StrEnum):
     LOST = "lost"
     GONE = "gone"
     EXCLUDED = "excluded"
-    UNFIT = "unfit"
+    UNHEALTHY = "unhealthy"
     SPARE = "spare"
 
 
@@ -120,7 +120,7 @@ class JobStatus:
     checkpoint: dict[str, Any] | None = None
     """The newest published one: step, tag, digest, samples, time."""
     command: tuple[str, ...] = ()
-    in_ram: dict[str, Any] | None = None
+    in_memory: dict[str, Any] | None = None
     """The newest in the memory of the nodes, in the same words."""
     state_time_s: float | None = None
     """Since when the round is in this state."""
@@ -164,7 +164,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
     return dataclasses.replace(
         status,
-        in_ram=progress.get(_below_progress(Keys(job).in_ram)),
+        in_memory=progress.get(_below_progress(Keys(job).in_memory)),
         excluded_left_s={
             i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased
         },
@@ -331,7 +331,7 @@ class _Known:
         self.lost = {_who(node) for node in view.lost}
         self.draining = {node.id for node in view.nodes if node.draining}
         self.ordered = {(order.node, order.incarnation) for order in view.drains}
-        self.unfit = {node.id for node in view.nodes if node.unfit}
+        self.unhealthy = {node.id for node in view.nodes if node.unhealthy}
 
 
 def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any]) -> NodeRow:
@@ -367,7 +367,7 @@ _CONDITIONS: Sequence[tuple[Condition, Callable[[_Known, Node], bool]]] = (
         lambda known, node: node.id in known.draining or _who(node) in known.ordered,
     ),
     (Condition.EXCLUDED, lambda known, node: known.view.barred(node) is not None),
-    (Condition.UNFIT, lambda known, node: node.id in known.unfit),
+    (Condition.UNHEALTHY, lambda known, node: node.id in known.unhealthy),
     (Condition.SPARE, lambda known, node: not known.view.has_member(node)),
     (Condition.LEFT, lambda known, node: node.id in known.view.quiet),
     (Condition.RUNNING, lambda known, node: True),

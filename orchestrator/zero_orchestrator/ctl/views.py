@@ -38,7 +38,7 @@ _STYLES = {
     Condition.FAILED: "red",
     Condition.LOST: "red",
     Condition.EXCLUDED: "red",
-    Condition.UNFIT: "red",
+    Condition.UNHEALTHY: "red",
 }
 _EVENT_STYLES = {
     "interrupt": "red",
@@ -219,8 +219,8 @@ def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
         ends = f"; it ends in {left_s} s" if left_s is not None else ""
         yield "excluded", f"{exclusion}{ends}"
     yield "checkpoint", _checkpoint(status.checkpoint)
-    if status.in_ram is not None and not status.ended:
-        yield "in memory", _checkpoint(status.in_ram)
+    if status.in_memory is not None and not status.ended:
+        yield "in memory", _checkpoint(status.in_memory)
     yield "command", " ".join(status.command)
 
 

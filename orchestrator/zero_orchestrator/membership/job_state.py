@@ -51,7 +51,7 @@ class Node:
     """What its workers are called."""
     host: str = ""
     """Where it is, by a name that stays when the agent is started again; empty: the id."""
-    unfit: str = ""
+    unhealthy: str = ""
     """Why it cannot take part in a round now, by its own judgement."""
     protocol: int = FIRST_PROTOCOL
     """The version of the protocol that it speaks."""
@@ -252,7 +252,7 @@ class Snapshot:
         Where the minimum cannot be met otherwise, those that only the job itself has excluded may:
         a host that keeps failing is better than none.
         """
-        fit = [node for node in self.nodes if not node.draining and not node.unfit]
+        fit = [node for node in self.nodes if not node.draining and not node.unhealthy]
         chosen = [node for node in fit if self.exclusion(node) is None]
         if self.spec.usable(len(chosen)) < self.spec.min_nodes:
             chosen = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]

@@ -21,11 +21,11 @@ Under `/zero/v1/<job>/` (all values JSON):
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
 
-Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_ram`, the
+Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_memory`, the
 newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
 
 What starts with `round` is the job's *course*: a handful of changes in each round, which every
-agent watches (`sight.py`). What every node writes is elsewhere, and only the first few agents
+agent watches (`job_view.py`). What every node writes is elsewhere, and only the first few agents
 watch that.
 
 Who calls it: whoever reads or writes a job; `job_state` says what the values mean.
@@ -68,9 +68,9 @@ class Keys:
         return self.prefix + "ckpt/latest"
 
     @property
-    def in_ram(self) -> str:
+    def in_memory(self) -> str:
         """The newest checkpoint in memory; written at every step, so not where agents watch."""
-        return f"/zero/progress/{self.job}/job/in_ram"
+        return f"/zero/progress/{self.job}/job/in_memory"
 
     @property
     def stop(self) -> str:
@@ -78,7 +78,7 @@ class Keys:
         return self.prefix + "cmd/stop"
 
     @property
-    def course(self) -> str:
+    def round_state(self) -> str:
         """What the keys start with that every agent must know."""
         return self.prefix + "round"
 

@@ -2,7 +2,7 @@
 
 Must always hold: what `to_json` of a record writes is read back as an equal record. Agents look
 often and jobs are large, so what has not changed since the last look is not parsed again.
-Who calls it: `sight`, `status`, `requests`, the model checker.
+Who calls it: `job_view`, `status`, `requests`, the model checker.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     """The snapshot in a job's keys, all of them or some, as they were at one revision."""
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
-    wish = json.loads(stop.value) if stop else None
+    request = json.loads(stop.value) if stop else None
     kinds = _by_kind(keys, found)
     nodes, excluded = _nodes(kinds["nodes"]), _exclusions(kinds["excluded"])
     if head is None:
-        return Snapshot(spec=spec, nodes=nodes, stop=wish, exclusions=excluded)
+        return Snapshot(spec=spec, nodes=nodes, stop=request, exclusions=excluded)
     latest, reports = items.get(keys.latest), kinds["reports"]
     record = json.loads(head.value)
     n = record["n"]
@@ -66,7 +66,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         by=record.get("by", ""),
         committed=json.loads(latest.value)["step"] if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,
-        stop=wish,
+        stop=request,
         drains=_drains(kinds["cmd"], keys.drain("")),
         exclusions=excluded,
     )

@@ -17,7 +17,7 @@ from typing import Any
 from zero_contract.clock import Clock
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import LeaseLost, TakenForGone
-from zero_orchestrator.membership.ages import Ages
+from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore
 from zero_orchestrator.store.lease import LeaseKeeper
@@ -34,7 +34,7 @@ class Registration:
         ttl_s: int,
         *,
         clock: Clock,
-        ages: Ages,
+        durations: Durations,
         journal: Journal,
         on_lost: Callable[[], None],
         works: Callable[[], bool],
@@ -47,7 +47,7 @@ class Registration:
             node: This agent.
             ttl_s: Of the lease.
             clock: Of the lease's keeper.
-            ages: Told when the store is silent, and when it is heard again.
+            durations: Told when the store is silent, and when it is heard again.
             journal: Told when the lease is lost.
             on_lost: Called then, on the thread of the lease's keeper.
             works: Whether this agent does; the lease is not refreshed while it does not.
@@ -56,7 +56,7 @@ class Registration:
         self._key = key
         self._ttl_s = ttl_s
         self._clock = clock
-        self._ages = ages
+        self._durations = durations
         self._journal = journal
         self._on_lost = on_lost
         self._works = works
@@ -112,17 +112,19 @@ class Registration:
             self._ttl_s,
             clock=self._clock,
             on_lost=self._lease_lost,
-            on_silent=self._ages.silent,
-            on_heard=self._ages.heard,
+            on_silent=self._durations.silent,
+            on_heard=self._durations.heard,
             works=self._works,
         )
         if before is not None:
             # Whatever the keeper before it last said: the store answers, after a gap.
-            self._ages.heard("a new lease was granted")
+            self._durations.heard("a new lease was granted")
         return keeper
 
     def _lease_lost(self, reason: str) -> None:
-        self._ages.heard(reason)  # a keeper on time never loses its lease: time was lost somewhere
+        self._durations.heard(
+            reason
+        )  # a keeper on time never loses its lease: time was lost somewhere
         self._lost.set()
         self._journal.tell("lease", f"node {self.node.id} may be out: {reason}")
         self._on_lost()

@@ -1,6 +1,6 @@
 """One agent's part in the round machine: it registers, reads, decides, and applies.
 
-`Rendezvous.poll` is the driver of `rounds.decide`. It looks at the job (`sight.py` keeps the
+`Rendezvous.poll` is the driver of `rounds.decide`. It looks at the job (`job_view.py` keeps the
 snapshot fresh), measures how long things have been as they are, and tries the transition that is
 due. The agents that see the whole job try in an order that differs from round to round, the k-th
 k * TURN_S later than the first, so that normally one transaction is made and the death of any
@@ -24,8 +24,9 @@ from zero_contract.clock import Clock
 from zero_contract.errors import ZeroError
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
-from zero_orchestrator.membership.ages import Ages
+from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
+from zero_orchestrator.membership.job_view import JobView, place
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
 from zero_orchestrator.membership.rounds import (
@@ -37,7 +38,6 @@ from zero_orchestrator.membership.rounds import (
     runs,
     transaction,
 )
-from zero_orchestrator.membership.sight import Sight, place
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -99,19 +99,19 @@ class Rendezvous:
         self._journal = journal
         self._timing = timing or Timing()
         self._on_change = on_change
-        self._sight: Sight | None = None
+        self._job_view: JobView | None = None
         self._asked_s: float | None = None
         """When it first tried to join."""
         self.secret = ""
         """Shared by the job's agents; known once registered."""
-        self._ages = Ages(clock)
+        self._durations = Durations(clock)
         self._registration = Registration(
             store,
             self.keys.node(node.id),
             node,
             lease_ttl_s,
             clock=clock,
-            ages=self._ages,
+            durations=self._durations,
             journal=journal,
             on_lost=on_change,
             works=works,
@@ -148,8 +148,8 @@ class Rendezvous:
         self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
         self._registration.write()
         if self._clock.now() - self._asked_s > PROMPT_S:
-            self._ages.heard("it did not answer at once")  # leases may have lapsed meanwhile
-        self._sight = Sight(
+            self._durations.heard("it did not answer at once")  # leases may have lapsed meanwhile
+        self._job_view = JobView(
             self._store,
             self.keys,
             self._spec,
@@ -242,15 +242,15 @@ class Rendezvous:
         self._look()  # first of all: is this the store that knew the lease?
         self._announce()
 
-    def set_unfit(self, why: str) -> int:
+    def set_unhealthy(self, why: str) -> int:
         """Say why this node can take part in no round now; empty: it can."""
-        return self._announce(unfit=why)
+        return self._announce(unhealthy=why)
 
     def _announce(self, **facts: Any) -> int:
         """Register again, and say something else of this agent."""
         revision = self._registration.change(**facts)
-        if self._sight is not None:  # it may want to leave before it has joined
-            self._sight.distrust()
+        if self._job_view is not None:  # it may want to leave before it has joined
+            self._job_view.distrust()
         return revision
 
     def publish_master(self, n: int, address: str) -> None:
@@ -261,7 +261,7 @@ class Rendezvous:
 
     def stepped(self, n: int) -> None:
         """This node's workers have finished a step of round n; told as often as one likes."""
-        self._ages.stepped(n)
+        self._durations.stepped(n)
 
     def report_quiet(self, n: int) -> None:
         """This node's workers of round n are gone."""
@@ -276,7 +276,7 @@ class Rendezvous:
         self._report(n, "symptom" if failure.symptom else "fail", failure.to_json())
 
     def commit(
-        self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_ram: bool = False
+        self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_memory: bool = False
     ) -> bool:
         """Publish a checkpoint, if the round with this fence still is the current one.
 
@@ -285,28 +285,28 @@ class Rendezvous:
         """
         record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
         record["time"] = time.time()  # for people: how old it is
-        put = Put(self.keys.in_ram if in_ram else self.keys.latest, json.dumps(record))
+        put = Put(self.keys.in_memory if in_memory else self.keys.latest, json.dumps(record))
         return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
 
     def close(self) -> None:
         """Leave: the other agents see it at once."""
-        if self._sight is not None:
-            self._sight.close()
+        if self._job_view is not None:
+            self._job_view.close()
         self._registration.close()
 
     # ---- reading ----
 
     @property
-    def _seeing(self) -> Sight:
-        assert self._sight is not None, "not registered"
-        return self._sight
+    def _seeing(self) -> JobView:
+        assert self._job_view is not None, "not registered"
+        return self._job_view
 
     def _look(self) -> Snapshot:
         job = self._seeing.look()
         if job is not self._snapshot:
             self._snapshot = job
             if self._seeing.whole:
-                self._ages.look(job)  # who decides must know since when things are as they are
+                self._durations.look(job)  # who decides must know since when things are as they are
         mine = job.node(self.node.id)
         if mine is not None and mine.incarnation != self.node.incarnation:
             raise NodeTaken(
@@ -323,7 +323,7 @@ class Rendezvous:
         if not self._seeing.whole:
             self._reason = _from_outside(job)
             return False
-        decision = decide(job, self._ages.observed(), self._timing)
+        decision = decide(job, self._durations.observed(), self._timing)
         if decision.transition is not None and not self._my_turn(decision):
             return False  # somebody else is about to
         self._reason = decision.reason
@@ -353,7 +353,7 @@ class Rendezvous:
         exclusion = transition.exclusion
         # Nobody keeps this lease alive: what it holds ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
-        took_s = self._ages.left_s(job.n)
+        took_s = self._durations.left_s(job.n)
         move = transaction(self.keys, job, transition, lease, at_s=time.time(), took_s=took_s)
         done = self._store.txn(*move)
         if lease != NO_LEASE and not done.succeeded:
@@ -362,7 +362,7 @@ class Rendezvous:
 
     def _my_turn(self, decision: Decision) -> bool:
         assert decision.transition is not None
-        due_s = self._ages.pending(decision.transition.move)
+        due_s = self._durations.pending(decision.transition.move)
         return due_s >= TURN_S * place(self._snapshot, self.node.id)
 
     # ---- writing ----

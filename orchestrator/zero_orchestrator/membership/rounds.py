@@ -32,7 +32,16 @@ from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitl
 from zero_orchestrator.membership.job_state import Failure, Members, Snapshot, State
 from zero_orchestrator.membership.moves import LEGAL, Decision, Move, Transition, go, transaction
 
-__all__ = ["LEGAL", "Decision", "Move", "Observed", "Timing", "Transition", "decide", "transaction"]
+__all__ = [
+    "LEGAL",
+    "Decision",
+    "Move",
+    "Observation",
+    "Timing",
+    "Transition",
+    "decide",
+    "transaction",
+]
 
 
 _NAMED = 8
@@ -58,7 +67,7 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class Observation:
     """Durations on the observer's own clock, seconds; clocks of two nodes are never compared."""
 
     nodes_s: float
@@ -73,7 +82,7 @@ class Observed:
     """From when workers were asked to leave to the first step after; 0: it does not know."""
 
 
-def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+def decide(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     """The next move of a job, the same for every agent that looks at it.
 
     Args:
@@ -87,13 +96,13 @@ def decide(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
     return _DECIDE[job.state](job, seen, timing)
 
 
-def _open(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+def _open(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     if not job.nodes:
         return Decision(None, "no node has registered")
     return go(Move.OPEN, "the job begins")
 
 
-def _form(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     busy = [node.id for node in job.live_members if node.id not in job.quiet]
     if busy:
         return Decision(None, f"waiting for the workers of {_some(busy)} to stop")
@@ -130,11 +139,15 @@ def _barred(job: Snapshot) -> str:
     """Those that are here and may not take part."""
     here = {node.machine for node in job.nodes}
     excluded = [f"{exclusion}" for exclusion in job.exclusions if exclusion.host in here]
-    unfit = [f"{node.id} is unfit: {node.unfit}" for node in job.nodes if node.unfit]
-    return "".join(f"; {_some(sentences, '; ')}" for sentences in (excluded, unfit) if sentences)
+    unhealthy = [
+        f"{node.id} is unhealthy: {node.unhealthy}" for node in job.nodes if node.unhealthy
+    ]
+    return "".join(
+        f"; {_some(sentences, '; ')}" for sentences in (excluded, unhealthy) if sentences
+    )
 
 
-def _watch(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     """The first rule that has something to say decides."""
     for rule in _WATCH_RULES:
         decision = rule(job, seen, timing)
@@ -149,13 +162,13 @@ def runs(job: Snapshot) -> str:
     return f"round {job.n} runs on {nodes} node{'s' if nodes != 1 else ''}"
 
 
-def _all_done(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _all_done(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     if all(member.id in job.done for member in job.members.nodes):
         return go(Move.FINISH, "every worker has exited with 0")
     return None
 
 
-def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     causes = [failure for failure in job.failures if not failure.symptom]
     if not causes:
         return None
@@ -165,7 +178,7 @@ def _a_worker_failed(job: Snapshot, seen: Observed, timing: Timing) -> Decision 
     return _interrupt(job, causes[0].summary, workers=True, host=_culprit(job, causes))
 
 
-def _a_node_is_lost(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     lost = [node for node in job.lost if node.id not in job.leaving]
     if not lost:
         return go(Move.FORM, _left_early(job)) if job.lost else None
@@ -184,7 +197,7 @@ def _left_early(job: Snapshot) -> str:
     return f"{_some(names)} had to leave, and went before the step boundary; no restart is charged"
 
 
-def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     symptoms = [failure.summary for failure in job.failures if failure.node not in job.released]
     if not symptoms:
         return None
@@ -194,7 +207,7 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observed, timing: Timing) -> De
     return _interrupt(job, f"{symptoms[0]}, and no cause appeared")
 
 
-def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     busy = [m.id for m in job.live_members if m.id not in job.at_rest]
     left = [m.id for m in job.members.nodes if m.id in job.quiet]
     if job.yielding is not None:
@@ -208,23 +221,23 @@ def _members_leave(job: Snapshot, seen: Observed, timing: Timing) -> Decision | 
     return None
 
 
-def _the_job_is_to_stop(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     return go(Move.YIELD, job.stop) if job.stop is not None else None
 
 
-def _a_member_drains(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _a_member_drains(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
     if draining:
         return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
     return None
 
 
-def _a_member_is_excluded(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _a_member_is_excluded(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     reasons = [str(e) for node in job.nodes if job.has_member(node) and (e := job.barred(node))]
     return go(Move.YIELD, _some(reasons, "; ")) if reasons else None
 
 
-def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision | None:
+def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     if not job.joiners:
         return None
     names = _some([node.id for node in job.joiners])
@@ -244,7 +257,7 @@ def _room_for_joiners(job: Snapshot, seen: Observed, timing: Timing) -> Decision
     return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
 
 
-def _growth_wait(job: Snapshot, seen: Observed, timing: Timing) -> tuple[float, str]:
+def _growth_wait(job: Snapshot, seen: Observation, timing: Timing) -> tuple[float, str]:
     """For how long a round runs before it is left for more nodes, and why.
 
     A re-forming costs all its nodes a while, which the additional ones must earn back. How long the
@@ -261,7 +274,7 @@ def _growth_wait(job: Snapshot, seen: Observed, timing: Timing) -> tuple[float, 
     return wait_s, f"a re-forming takes {here} nodes {cost_s:.1f} s"
 
 
-def _ended(job: Snapshot, seen: Observed, timing: Timing) -> Decision:
+def _ended(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     return Decision(None, f"the job is {job.state}: {job.cause}")
 
 
@@ -370,7 +383,7 @@ def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> lis
     return [*order, *newcomers]
 
 
-_Rule = Callable[[Snapshot, Observed, Timing], Decision | None]
+_Rule = Callable[[Snapshot, Observation, Timing], Decision | None]
 _WATCH_RULES: Sequence[_Rule] = (
     _all_done,
     _a_worker_failed,
@@ -382,7 +395,7 @@ _WATCH_RULES: Sequence[_Rule] = (
     _a_member_is_excluded,
     _room_for_joiners,
 )
-_DECIDE: Mapping[State | None, Callable[[Snapshot, Observed, Timing], Decision]] = {
+_DECIDE: Mapping[State | None, Callable[[Snapshot, Observation, Timing], Decision]] = {
     None: _open,
     State.FORMING: _form,
     State.ACTIVE: _watch,

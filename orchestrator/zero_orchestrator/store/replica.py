@@ -6,7 +6,7 @@ always is what the store held at one revision, perhaps a little ago: the watch d
 revisions, in order.
 
 Must always hold: `look` never returns a mixture of two revisions, and never an older one than
-before; after `distrust` it returns what was written by then. Who calls it: `sight`.
+before; after `distrust` it returns what was written by then. Who calls it: `job_view`.
 
 Source of the idea: the reflector of Kubernetes' client-go (list, then watch from there).
 """

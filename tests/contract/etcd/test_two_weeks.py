@@ -53,7 +53,7 @@ class Job:
             step = next(self._steps)
             tag = f"step-{step:09}.g7.3fa9"
             assert self._rdzv.commit(
-                fence, step=step, tag=tag, digest="0" * 32, samples=8 * step, in_ram=True
+                fence, step=step, tag=tag, digest="0" * 32, samples=8 * step, in_memory=True
             )
         assert self._rdzv.commit(fence, step=step, tag=tag, digest="0" * 32, samples=8 * step)
         for number in range(DETAILS_PER_HOUR):

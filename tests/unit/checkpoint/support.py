@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from zero_checkpoint import Ballot, Manifest
+from zero_checkpoint import Manifest, StoreConsensus
 from zero_checkpoint.commit import save
 from zero_checkpoint.files.object_disk import ObjectDisk
 from zero_checkpoint.files.objects import ObjectPath, file_system
@@ -125,7 +125,7 @@ def flip(path: Path, position: int) -> None:
 
 def on_ranks(
     world: int,
-    work: Callable[[Ballot], T],
+    work: Callable[[StoreConsensus], T],
     timeout_s: float = 50,
     store: HashStore | None = None,
     key: str = "",
@@ -135,7 +135,7 @@ def on_ranks(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Ballot(store, rank, world, timeout_s=timeout_s, key=key))
+            results[rank] = work(StoreConsensus(store, rank, world, timeout_s=timeout_s, key=key))
         except Exception as error:
             results[rank] = error
 
@@ -153,9 +153,9 @@ def save_all(root: Place, full: Full, world: int = 2, **options: object) -> list
     settings = {"step": 1, "tag": "t", "round": 0, "fence": None, "disk": disk_for(root), **options}
     extra = {key: settings.pop(key) for key in ("aliases", "meta") if key in settings}
 
-    def work(ballot: Ballot) -> Place:
-        state = share(full, ballot.rank, ballot.world, **extra)
-        return save(root, state, ballot, **settings)  # type: ignore[arg-type]
+    def work(consensus: StoreConsensus) -> Place:
+        state = share(full, consensus.rank, consensus.world, **extra)
+        return save(root, state, consensus, **settings)  # type: ignore[arg-type]
 
     return on_ranks(world, work)
 
@@ -164,11 +164,11 @@ def load_all(root: Place, target: Full, world: int = 2, **options: object) -> li
     """Load on `world` ranks into the shared tensors of `target`."""
     extra = {key: options.pop(key) for key in ("aliases",) if key in options}
 
-    def work(ballot: Ballot) -> Loaded | None:
+    def work(consensus: StoreConsensus) -> Loaded | None:
         def wanted(_: Manifest) -> State:
-            return share(target, ballot.rank, ballot.world, **extra)
+            return share(target, consensus.rank, consensus.world, **extra)
 
-        return load(root, ballot, wanted, **options)  # type: ignore[arg-type]
+        return load(root, consensus, wanted, **options)  # type: ignore[arg-type]
 
     return on_ranks(world, work)
 

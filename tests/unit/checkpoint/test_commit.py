@@ -25,7 +25,7 @@ from tests.unit.checkpoint.support import (
 )
 from zero_checkpoint import find
 from zero_checkpoint.commit import save
-from zero_checkpoint.consensus import Ballot
+from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_contract.errors import CommitRefused
@@ -179,9 +179,9 @@ def test_what_is_published_stays_when_the_process_is_interrupted_then(old, opera
 
 
 def save_alone(root, disk):
-    ballot = Ballot(HashStore(), 0, 1)
+    consensus = StoreConsensus(HashStore(), 0, 1)
     state = share(adam_state(), 0, 1)
-    save(root, state, ballot, step=2, tag="t", round=1, fence=None, disk=disk)
+    save(root, state, consensus, step=2, tag="t", round=1, fence=None, disk=disk)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(old, caplog):
@@ -246,11 +246,11 @@ def test_a_fence_that_breaks_fails_the_save_on_every_rank(old):
 def test_a_rank_that_never_votes_is_named_and_the_attempt_removed(old):
     before = names(old)
 
-    def work(ballot):
-        state = share(adam_state(), ballot.rank, ballot.world)
-        if ballot.rank == 1:
-            return ballot.announce(dict)  # is there, and dies before it has written
-        return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=SmallBlocks())
+    def work(consensus):
+        state = share(adam_state(), consensus.rank, consensus.world)
+        if consensus.rank == 1:
+            return consensus.announce(dict)  # is there, and dies before it has written
+        return save(old, state, consensus, step=2, tag="t", round=0, fence=None, disk=SmallBlocks())
 
     errors = on_ranks(3, work, timeout_s=2.0)
     for error in (errors[0], errors[2]):
@@ -266,13 +266,13 @@ def test_a_rank_that_comes_too_late_hears_so_and_removes_its_file(old):
             assert others_left.wait(60)
             super().sync(file)
 
-    def work(ballot):
-        state = share(adam_state(), ballot.rank, ballot.world)
-        disk = Stalled() if ballot.rank == 1 else SmallBlocks()
+    def work(consensus):
+        state = share(adam_state(), consensus.rank, consensus.world)
+        disk = Stalled() if consensus.rank == 1 else SmallBlocks()
         try:
-            return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=disk)
+            return save(old, state, consensus, step=2, tag="t", round=0, fence=None, disk=disk)
         finally:
-            if ballot.rank == 0:
+            if consensus.rank == 0:
                 others_left.set()
 
     for error in on_ranks(2, work, timeout_s=2.0):
@@ -298,10 +298,10 @@ def test_storage_that_is_not_shared_is_found_before_the_commit(old, tmp_path_fac
         def create(self, path):
             return super().create(elsewhere / path.name)
 
-    def work(ballot):
-        state = share(adam_state(), ballot.rank, ballot.world)
-        disk = Local() if ballot.rank == 1 else SmallBlocks()
-        return save(old, state, ballot, step=2, tag="t", round=0, fence=None, disk=disk)
+    def work(consensus):
+        state = share(adam_state(), consensus.rank, consensus.world)
+        disk = Local() if consensus.rank == 1 else SmallBlocks()
+        return save(old, state, consensus, step=2, tag="t", round=0, fence=None, disk=disk)
 
     before = names(old)
     for error in on_ranks(2, work):
@@ -311,8 +311,8 @@ def test_storage_that_is_not_shared_is_found_before_the_commit(old, tmp_path_fac
 
 
 def save_states(root, *states):
-    def work(ballot):
-        return save(root, states[ballot.rank], ballot, step=2, tag="t", round=0, fence=None)
+    def work(consensus):
+        return save(root, states[consensus.rank], consensus, step=2, tag="t", round=0, fence=None)
 
     return on_ranks(len(states), work)
 

@@ -271,9 +271,9 @@ def test_a_file_that_cannot_be_read_for_another_reason_is_not_called_damaged(roo
 def test_a_rank_that_cannot_see_the_root_is_not_taken_for_damage(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("other-node")
 
-    def work(ballot):
-        place = root if ballot.rank == 0 else elsewhere
-        return load(place, ballot, lambda _: share(blank(OLD), ballot.rank, ballot.world))
+    def work(consensus):
+        place = root if consensus.rank == 0 else elsewhere
+        return load(place, consensus, lambda _: share(blank(OLD), consensus.rank, consensus.world))
 
     for error in on_ranks(2, work):
         assert type(error) is CheckpointError
@@ -283,10 +283,10 @@ def test_a_rank_that_cannot_see_the_root_is_not_taken_for_damage(root, tmp_path_
 
 
 def test_a_rank_that_dies_while_loading_is_named(root):
-    def work(ballot):
-        if ballot.rank == 1:
-            return ballot.announce(dict)
-        return load(root, ballot, lambda _: share(blank(OLD), ballot.rank, ballot.world))
+    def work(consensus):
+        if consensus.rank == 1:
+            return consensus.announce(dict)
+        return load(root, consensus, lambda _: share(blank(OLD), consensus.rank, consensus.world))
 
     error, _ = on_ranks(2, work, timeout_s=2.0)
     assert type(error) is CheckpointError

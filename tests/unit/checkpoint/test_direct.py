@@ -64,14 +64,14 @@ def test_a_trial_that_finds_the_same_again_says_nothing(tmp_path, caplog, monkey
     disk = Spy(dict.fromkeys(Way, 1.0))
     with disk.create(tmp_path / "file") as file:
         for _ in range(2):
-            for part in slabs(7, b"")[1]:
+            for part in chunks(7, b"")[1]:
                 disk.write(file, part)
     assert disk.ways[:6] == disk.ways[7:13]
     assert len(caplog.messages) == 1
 
 
 class Spy(DirectDisk):
-    """Notes in which way each slab was written, on a clock of its own."""
+    """Notes in which way each chunk was written, on a clock of its own."""
 
     def __init__(self, cost_s):
         self.now_s = 0.0
@@ -86,7 +86,7 @@ class Spy(DirectDisk):
         self.now_s += self.cost_s[way]
 
 
-def slabs(count, tail=b"tail"):
+def chunks(count, tail=b"tail"):
     memory = mmap.mmap(-1, count * TRIAL_BYTES + len(tail))
     memory[:] = random.Random(1).randbytes(len(memory))
     whole = memoryview(memory)
@@ -96,7 +96,7 @@ def slabs(count, tail=b"tail"):
 
 @pytest.mark.parametrize("best", list(Way))
 def test_a_file_written_in_both_ways_holds_what_was_written(tmp_path, best):
-    whole, parts = slabs(8)
+    whole, parts = chunks(8)
     disk = Spy({way: 1.0 if way is best else 2.0 for way in Way})
     with disk.create(tmp_path / "file") as file:
         disk.write(file, b"")
@@ -114,7 +114,7 @@ def test_a_file_written_in_both_ways_holds_what_was_written(tmp_path, best):
 
 
 def test_the_last_slab_of_a_file_is_written_like_the_others_but_for_its_last_bytes(tmp_path):
-    whole, parts = slabs(8, tail=b"t" * (TRIAL_BYTES // 2 + 5))
+    whole, parts = chunks(8, tail=b"t" * (TRIAL_BYTES // 2 + 5))
     disk = Spy({way: 1.0 if way is Way.DIRECT else 2.0 for way in Way})
     with disk.create(tmp_path / "file") as file:
         for part in parts:
@@ -130,7 +130,7 @@ def test_a_file_system_that_refuses_gets_everything_through_the_cache(tmp_path, 
             raise OSError(errno.EINVAL, "no direct writing here")
 
     monkeypatch.setattr(direct, "_set_direct", refuse)
-    whole, parts = slabs(3)
+    whole, parts = chunks(3)
     disk = DirectDisk()
     with disk.create(tmp_path / "file") as file:
         for part in parts:

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_for
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files import fetches, huge_pages
-from zero_checkpoint.files.fetches import _SLABS, LEAST_BYTES, is_cached
+from zero_checkpoint.files.fetches import _CHUNKS, LEAST_BYTES, is_cached
 from zero_checkpoint.files.huge_pages import zeros
 from zero_checkpoint.files.local_file import open_file
 from zero_checkpoint.format.pieces import PARAM, TensorId
@@ -141,7 +141,7 @@ def test_a_file_that_is_too_short_lacks_as_many_bytes_as_it_does(file, size):
 def test_however_much_is_expected_no_more_is_fetched_than_there_are_slabs_for(file, reads):
     with open_file(file) as source:
         source.expect([(at, MIB) for at in range(0, 9 * MIB, MIB)])
-    assert len(reads) <= _SLABS < 9
+    assert len(reads) <= _CHUNKS < 9
 
 
 def test_the_slabs_go_with_the_file_and_not_only_when_garbage_is_collected(file, monkeypatch):
@@ -156,7 +156,7 @@ def test_the_slabs_go_with_the_file_and_not_only_when_garbage_is_collected(file,
     gc.disable()
     try:
         assert read(file, RUNS[:2], RUNS) == contents(RUNS[:2])
-        assert [slabs() for slabs in taken] == [None]
+        assert [chunks() for chunks in taken] == [None]
     finally:
         gc.enable()
 
@@ -237,7 +237,7 @@ def test_the_next_file_is_on_its_way_before_this_one_is_at_its_end(tmp_path, rea
         forget(path)
     with closing(fetches.Fetches()) as ahead:
         ahead.expect((path, span) for path in paths for span in RUNS[:2])
-        wait_for(lambda: len(reads) == _SLABS, 60, "as many ranges as there are slabs")
+        wait_for(lambda: len(reads) == _CHUNKS, 60, "as many ranges as there are chunks")
         for path in paths:
             with open_file(path, ahead) as source:
                 assert [read_one(source, *span) for span in RUNS[:2]] == contents(RUNS[:2])
@@ -259,8 +259,8 @@ def test_a_load_of_many_files_holds_few_of_them_open_and_the_slabs_of_one(tmp_pa
     before = len(os.listdir("/proc/self/fd"))
     load_all(tmp_path, target, 1)
     assert same_bits(target, FULL)
-    assert taken == [_SLABS * READ_BYTES]
-    assert max(held) - before <= _SLABS + 5
+    assert taken == [_CHUNKS * READ_BYTES]
+    assert max(held) - before <= _CHUNKS + 5
     assert len(os.listdir("/proc/self/fd")) == before
 
 

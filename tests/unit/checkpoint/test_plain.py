@@ -14,7 +14,7 @@ import torch
 
 import zero_checkpoint
 from tests.unit.checkpoint.support import on_ranks
-from zero_checkpoint import Ballot, Part, weight_hash
+from zero_checkpoint import Part, StoreConsensus, weight_hash
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.plain import agree
 
@@ -111,17 +111,17 @@ def test_another_shape_is_refused_and_nothing_is_changed(tmp_path: Path) -> None
 def test_three_ranks_save_what_each_has_and_two_load_what_each_wants(tmp_path: Path) -> None:
     whole = torch.arange(10.0)
 
-    def save(ballot: Ballot) -> int:
-        start, stop = ((0, 4), (4, 4), (4, 10))[ballot.rank]
-        own = {f"own{ballot.rank}": torch.tensor([ballot.rank])}
+    def save(consensus: StoreConsensus) -> int:
+        start, stop = ((0, 4), (4, 4), (4, 10))[consensus.rank]
+        own = {f"own{consensus.rank}": torch.tensor([consensus.rank])}
         mine = {"w": Part(whole[start:stop], start, (10,)), **own}
-        zero_checkpoint.save(tmp_path, mine, step=1, ballot=ballot)
-        return ballot.rank
+        zero_checkpoint.save(tmp_path, mine, step=1, consensus=consensus)
+        return consensus.rank
 
-    def load(ballot: Ballot) -> list[float]:
+    def load(consensus: StoreConsensus) -> list[float]:
         part = torch.zeros(5)
-        mine = {"w": Part(part, 5 * ballot.rank, (10,))}
-        found = zero_checkpoint.load(tmp_path, mine, ballot=ballot)
+        mine = {"w": Part(part, 5 * consensus.rank, (10,))}
+        found = zero_checkpoint.load(tmp_path, mine, consensus=consensus)
         assert found is not None
         assert sorted(found.state) == ["own0", "own1", "own2", "w"]
         return part.tolist()

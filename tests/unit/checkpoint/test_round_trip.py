@@ -167,9 +167,9 @@ def test_a_wanted_piece_outside_its_tensor_is_refused_before_anything_is_read(tm
     wte = TensorId(PARAM, "wte.weight")
     data = torch.zeros(10)
 
-    def work(ballot):
-        state = State(table(full), (Piece(wte, start, data),) if ballot.rank else ())
-        return load(tmp_path, ballot, lambda _: state)
+    def work(consensus):
+        state = State(table(full), (Piece(wte, start, data),) if consensus.rank else ())
+        return load(tmp_path, consensus, lambda _: state)
 
     for error in on_ranks(2, work):
         assert type(error) is CheckpointError
@@ -205,9 +205,9 @@ def test_a_model_that_one_rank_has_built_differently_is_no_reason_to_blame_the_c
     full = adam_state()
     saved(tmp_path, full)
 
-    def work(ballot):
-        state = share(blank(adam_state(width=37 + ballot.rank)), ballot.rank, 2)
-        return load(tmp_path, ballot, lambda _: state)
+    def work(consensus):
+        state = share(blank(adam_state(width=37 + consensus.rank)), consensus.rank, 2)
+        return load(tmp_path, consensus, lambda _: state)
 
     for error in on_ranks(2, work):
         assert type(error) is CheckpointError

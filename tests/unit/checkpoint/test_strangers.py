@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.unit.checkpoint.support import SMALL, blank, load_all, on_ranks, same_bits, share
-from zero_checkpoint import Ballot
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import save
 from zero_checkpoint.format.pieces import PARAM, TensorId
 
@@ -20,7 +20,7 @@ FULL = {TensorId(PARAM, "w"): torch.arange(1000, dtype=torch.float32)}
 def forged(name: str, record: dict, *, key: str = "", signed_as: str = "") -> dict[str, bytes]:
     """What a stranger would write as `name`, perhaps what a rank once signed for another name."""
     store = HashStore()
-    Ballot(store, 1, 2, key=key)._put(signed_as or name, record)
+    StoreConsensus(store, 1, 2, key=key)._put(signed_as or name, record)
     return {name: store.get(signed_as or name)}
 
 
@@ -29,7 +29,7 @@ FAILED = {"problem": "rank 1: forged"}
 WAYS = {
     "unsigned": forged,
     "signed with another key": lambda name, record: forged(name, record, key="guessed"),
-    "signed for another name": lambda n, r: forged(n, r, key=KEY, signed_as="ballot/9/1"),
+    "signed for another name": lambda n, r: forged(n, r, key=KEY, signed_as="consensus/9/1"),
     "noise": lambda name, record: {name: b"\x00\xffnoise"},
     "parts without end": lambda name, record: {name: b"99999999999999999999 x"},
     "parts that are not there": lambda name, record: {name: b"4096 x"},
@@ -39,13 +39,19 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_stranger_writes_into_the_store_changes_no_checkpoint(tmp_path, caplog, way):
     store = HashStore()
-    for name, record in {"ballot/1": OPENING, "ballot/2": FAILED, "ballot/2/1": FAILED}.items():
+    for name, record in {
+        "consensus/1": OPENING,
+        "consensus/2": FAILED,
+        "consensus/2/1": FAILED,
+    }.items():
         for key, value in WAYS[way](name, record).items():
             store.set(key, value)
 
-    def work(ballot):
-        state = share(FULL, ballot.rank, ballot.world)
-        return save(tmp_path / "c", state, ballot, step=1, tag="t", round=0, fence=None, disk=SMALL)
+    def work(consensus):
+        state = share(FULL, consensus.rank, consensus.world)
+        return save(
+            tmp_path / "c", state, consensus, step=1, tag="t", round=0, fence=None, disk=SMALL
+        )
 
     with caplog.at_level(logging.WARNING):
         first, second = on_ranks(2, work, store=store, key=KEY)

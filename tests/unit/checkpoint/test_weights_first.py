@@ -20,12 +20,12 @@ LONGER_THAN_A_READ = 150_000
 def load_and_note(roots, target, note):
     """Load on a rank from each of the roots; what came of it, and what each rank noted."""
 
-    def work(ballot):
-        state, notes = share(target, ballot.rank, len(roots)), []
+    def work(consensus):
+        state, notes = share(target, consensus.rank, len(roots)), []
         try:
             result = load(
-                roots[ballot.rank],
-                ballot,
+                roots[consensus.rank],
+                consensus,
                 lambda _: state,
                 exchange=lambda filled: notes.append(note(state, filled)),
             )

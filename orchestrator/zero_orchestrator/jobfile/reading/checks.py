@@ -71,7 +71,7 @@ def _shared_memory_is_part_of_the_memory(job: Job) -> Iterator[Problem]:
         yield Problem(key="resources.shm", text=text)
 
 
-def _shared_memory_holds_the_arenas(job: Job) -> Iterator[Problem]:
+def _shared_memory_holds_the_checkpoints(job: Job) -> Iterator[Problem]:
     """Without room nothing is kept in memory: the job works."""
     file = job.file
     # Of a node's share of the state: two for checkpoints in memory, and two for each replica.
@@ -225,7 +225,7 @@ CHECKS: tuple[Check, ...] = (
     _some_number_of_nodes_is_a_multiple_of_the_unit,
     _the_workers_have_gpus,
     _shared_memory_is_part_of_the_memory,
-    _shared_memory_holds_the_arenas,
+    _shared_memory_holds_the_checkpoints,
     _shared_memory_holds_the_budget,
     _the_volume_holds_the_checkpoints,
     _all_nodes_reach_the_volume,

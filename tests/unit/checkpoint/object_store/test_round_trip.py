@@ -154,10 +154,10 @@ def test_an_engine_saves_to_a_url_and_goes_on_from_it(s3, s3_root):
 
 
 def test_ranks_that_see_another_store_are_told_so(root):
-    def work(ballot):
-        where = root if ballot.rank == 0 else place(f"{root}-other")
-        state = share(NEW, ballot.rank, ballot.world)
-        return save(where, state, ballot, step=1, tag="t", round=0, fence=None)
+    def work(consensus):
+        where = root if consensus.rank == 0 else place(f"{root}-other")
+        state = share(NEW, consensus.rank, consensus.world)
+        return save(where, state, consensus, step=1, tag="t", round=0, fence=None)
 
     for error in on_ranks(2, work):
         assert "rank 0 sees None" in str(error)

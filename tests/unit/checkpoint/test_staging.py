@@ -24,15 +24,15 @@ from tests.unit.checkpoint.support import (
 )
 from zero_checkpoint.commit import own_layout, save
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.slabs import SLAB_BYTES
+from zero_checkpoint.files.chunks import CHUNK_BYTES
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import LiveImage, write_file
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.room import NoArena, PrivateRoom, SharedRoom, sweep
-from zero_checkpoint.staging import Arena
+from zero_checkpoint.staging import StagingBuffer
+from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging, SharedStaging, sweep
 
 
-def arenas(directory: Path) -> list[str]:
+def stagings(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -40,13 +40,13 @@ def arenas(directory: Path) -> list[str]:
 def room(request, tmp_path):
     directory = tmp_path / "memory"
     directory.mkdir()
-    return PrivateRoom() if request.param == "private" else SharedRoom("job", 1, directory)
+    return PrivateStaging() if request.param == "private" else SharedStaging("job", 1, directory)
 
 
 @pytest.mark.parametrize("full", [adam_state(), every_dtype()], ids=["adam", "dtypes"])
 def test_the_copy_is_byte_for_byte_the_file(tmp_path, room, full):
     layout = own_layout(share(full, 1, 2), 1)
-    image = Arena(room).freeze(layout)
+    image = StagingBuffer(room).snapshot(layout)
     write_file(tmp_path / "live", LiveImage(layout), 4096, Disk())
     record = write_file(tmp_path / "frozen", image, 4096, Disk())
     assert (tmp_path / "frozen").read_bytes() == (tmp_path / "live").read_bytes()
@@ -56,20 +56,20 @@ def test_the_copy_is_byte_for_byte_the_file(tmp_path, room, full):
 def test_the_copy_does_not_change_when_the_tensors_do(room):
     full = {TensorId(PARAM, "w"): random_bits((5, 7), adam_state().popitem()[1].dtype, 1)}
     layout = own_layout(share(full, 0, 1), 0)
-    image = Arena(room).freeze(layout)
-    before = b"".join(image.slabs())
+    image = StagingBuffer(room).snapshot(layout)
+    before = b"".join(image.chunks())
     for data in full.values():
         data.zero_()
-    assert b"".join(image.slabs()) == before
+    assert b"".join(image.chunks()) == before
 
 
 def large() -> State:
-    """A state of three slabs."""
+    """A state of three chunks."""
     return share({TensorId(PARAM, "w"): random_bits((5 << 19, 4), torch.float32, 2)}, 0, 1)
 
 
 def unreadable() -> State:
-    """A state whose last tensor cannot be copied, after more than two slabs that can."""
+    """A state whose last tensor cannot be copied, after more than two chunks that can."""
     first, last = TensorId(PARAM, "a"), TensorId(PARAM, "b")
     data = {first: torch.ones(10 << 20), last: torch.ones(4, device="meta")}
     info = {tensor: TensorInfo(tuple(d.shape), d.dtype) for tensor, d in data.items()}
@@ -83,13 +83,13 @@ def test_an_image_is_read_from_when_its_copy_begins(room):
 
         def begin(image):
             assert not any(part.done() for part in image.copied)
-            begun.append(reader.submit(lambda: [bytes(slab) for slab in image.slabs()]))
+            begun.append(reader.submit(lambda: [bytes(chunk) for chunk in image.chunks()]))
 
-        image = Arena(room).freeze(layout, begin)
-        assert b"".join(begun[0].result(60)) == b"".join(map(bytes, LiveImage(layout).slabs()))
-    assert [len(slab) for slab in image.slabs()] == [
-        SLAB_BYTES,
-        SLAB_BYTES,
+        image = StagingBuffer(room).snapshot(layout, begin)
+        assert b"".join(begun[0].result(60)) == b"".join(map(bytes, LiveImage(layout).chunks()))
+    assert [len(chunk) for chunk in image.chunks()] == [
+        CHUNK_BYTES,
+        CHUNK_BYTES,
         len(layout.head) + (8 << 20),
     ]
 
@@ -99,15 +99,15 @@ def test_who_reads_an_image_hears_that_its_copy_was_broken_off(room):
         seen, begun = [], []
 
         def read(image):
-            seen.extend(map(len, image.slabs()))
+            seen.extend(map(len, image.chunks()))
 
         with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-            Arena(room).freeze(
+            StagingBuffer(room).snapshot(
                 own_layout(unreadable(), 0), lambda image: begun.append(reader.submit(read, image))
             )
         with pytest.raises(CheckpointError, match="the copy of the state was broken off"):
             begun[0].result(60)
-    assert seen == [SLAB_BYTES]
+    assert seen == [CHUNK_BYTES]
 
 
 def test_who_is_interrupted_before_the_copy_leaves_nobody_waiting_for_it(room):
@@ -118,29 +118,29 @@ def test_who_is_interrupted_before_the_copy_leaves_nobody_waiting_for_it(room):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Arena(room).freeze(own_layout(large(), 0), interrupted)
+        StagingBuffer(room).snapshot(own_layout(large(), 0), interrupted)
     with pytest.raises(CheckpointError, match="the copy of the state was broken off"):
-        next(images[0].slabs())
+        next(images[0].chunks())
 
 
 def test_a_copy_that_is_broken_off_on_one_rank_fails_the_save_on_all(tmp_path):
     full = adam_state()
 
-    def work(ballot):
-        state, images = share(full, ballot.rank, 2), []
+    def work(consensus):
+        state, images = share(full, consensus.rank, 2), []
 
         def interrupted(image):
             images.append(image)
             raise KeyboardInterrupt
 
-        arena = Arena(PrivateRoom())
-        if ballot.rank == 1:
+        staging = StagingBuffer(PrivateStaging())
+        if consensus.rank == 1:
             with pytest.raises(KeyboardInterrupt):
-                arena.freeze(own_layout(state, 1), interrupted)
+                staging.snapshot(own_layout(state, 1), interrupted)
         else:
-            arena.freeze(own_layout(state, 0), images.append)
+            staging.snapshot(own_layout(state, 0), images.append)
         settings = {"step": 1, "tag": "t", "round": 0, "fence": None, "disk": SMALL}
-        return save(tmp_path, state, ballot, image=images[0], **settings)
+        return save(tmp_path, state, consensus, image=images[0], **settings)
 
     errors = on_ranks(2, work)
     says = r"rank 1: .*r00001.safetensors: the copy of the state was broken off"
@@ -151,30 +151,30 @@ def test_a_copy_that_is_broken_off_on_one_rank_fails_the_save_on_all(tmp_path):
 
 
 def test_the_memory_is_used_again_and_grows_if_need_be(tmp_path):
-    arena = Arena(SharedRoom("my job/1", 3, tmp_path))
-    arena.freeze(own_layout(share(adam_state(), 0, 1), 0))
-    (first,) = arenas(tmp_path)
-    assert first.startswith("zero-arena.my-job-1.r00003.")
-    arena.freeze(own_layout(share(adam_state(seed=5), 0, 1), 0))
-    assert arenas(tmp_path) == [first]
-    arena.freeze(own_layout(share(adam_state(width=40_000), 0, 1), 0))
-    (second,) = arenas(tmp_path)
+    staging = StagingBuffer(SharedStaging("my job/1", 3, tmp_path))
+    staging.snapshot(own_layout(share(adam_state(), 0, 1), 0))
+    (first,) = stagings(tmp_path)
+    assert first.startswith("zero-staging.my-job-1.r00003.")
+    staging.snapshot(own_layout(share(adam_state(seed=5), 0, 1), 0))
+    assert stagings(tmp_path) == [first]
+    staging.snapshot(own_layout(share(adam_state(width=40_000), 0, 1), 0))
+    (second,) = stagings(tmp_path)
     assert second != first
-    arena.close()
-    assert arenas(tmp_path) == []
+    staging.close()
+    assert stagings(tmp_path) == []
 
 
 def test_an_image_stays_readable_after_its_arena_is_closed(room):
-    arena = Arena(room)
-    image = arena.freeze(own_layout(share(adam_state(), 0, 1), 0))
-    before = b"".join(image.slabs())
-    arena.close()
-    assert b"".join(image.slabs()) == before
+    staging = StagingBuffer(room)
+    image = staging.snapshot(own_layout(share(adam_state(), 0, 1), 0))
+    before = b"".join(image.chunks())
+    staging.close()
+    assert b"".join(image.chunks()) == before
 
 
-def hold_an_arena(directory, ready):
-    arena = Arena(SharedRoom("job", 0, directory))
-    arena.freeze(own_layout(share(adam_state(), 0, 1), 0))
+def hold_a_staging_buffer(directory, ready):
+    staging = StagingBuffer(SharedStaging("job", 0, directory))
+    staging.snapshot(own_layout(share(adam_state(), 0, 1), 0))
     ready.send(True)
     ready.poll(60)  # nobody says anything
 
@@ -182,20 +182,20 @@ def hold_an_arena(directory, ready):
 def test_what_a_killed_process_has_left_is_swept_and_what_a_living_one_has_is_not(tmp_path):
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe()
-    process = context.Process(target=hold_an_arena, args=(tmp_path, send), daemon=True)
+    process = context.Process(target=hold_a_staging_buffer, args=(tmp_path, send), daemon=True)
     process.start()
     assert receive.poll(60)
-    own = Arena(SharedRoom("job", 1, tmp_path))
-    own.freeze(own_layout(share(adam_state(), 0, 1), 0))
-    assert len(arenas(tmp_path)) == 2
+    own = StagingBuffer(SharedStaging("job", 1, tmp_path))
+    own.snapshot(own_layout(share(adam_state(), 0, 1), 0))
+    assert len(stagings(tmp_path)) == 2
     sweep(tmp_path)
-    assert len(arenas(tmp_path)) == 2
+    assert len(stagings(tmp_path)) == 2
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
-    assert len(arenas(tmp_path)) == 2
+    assert len(stagings(tmp_path)) == 2
     sweep(tmp_path)
-    (left,) = arenas(tmp_path)
-    assert left.startswith("zero-arena.job.r00001.")
+    (left,) = stagings(tmp_path)
+    assert left.startswith("zero-staging.job.r00001.")
     own.close()
 
 
@@ -210,16 +210,16 @@ def test_too_little_room_is_said_with_the_remedy_and_nothing_stays(tmp_path):
     try:
         layout = own_layout(share(adam_state(width=10_000), 0, 1), 0)
         says = f"{tmp_path} has room for 1 MiB, the state takes 2 MiB; enlarge it"
-        with pytest.raises(NoArena, match=says):
-            Arena(SharedRoom("job", 0, tmp_path)).freeze(layout)
-        assert arenas(tmp_path) == []
+        with pytest.raises(NoStagingMemory, match=says):
+            StagingBuffer(SharedStaging("job", 0, tmp_path)).snapshot(layout)
+        assert stagings(tmp_path) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_private_memory_is_not_copied_for_a_child_process(tmp_path):
-    arena = Arena(PrivateRoom())
-    arena.freeze(own_layout(share(adam_state(), 0, 1), 0))
+    staging = StagingBuffer(PrivateStaging())
+    staging.snapshot(own_layout(share(adam_state(), 0, 1), 0))
     child = os.fork()
     if not child:
         os.execv("/bin/cp", ["cp", f"/proc/{os.getppid()}/smaps", str(tmp_path / "smaps")])
@@ -229,13 +229,13 @@ def test_private_memory_is_not_copied_for_a_child_process(tmp_path):
 
 
 def test_more_than_the_machine_has_left_is_said_and_not_taken():
-    with pytest.raises(NoArena, match=f"MiB of memory left, the state takes {1 << 30} MiB"):
-        PrivateRoom().reserve(1 << 50)
+    with pytest.raises(NoStagingMemory, match=f"MiB of memory left, the state takes {1 << 30} MiB"):
+        PrivateStaging().reserve(1 << 50)
 
 
 def test_more_than_the_container_has_left_is_said_and_not_taken(tmp_path):
     with (
         full_container(tmp_path),
-        pytest.raises(NoArena, match="has 0 MiB of memory left, the state takes 8 MiB"),
+        pytest.raises(NoStagingMemory, match="has 0 MiB of memory left, the state takes 8 MiB"),
     ):
-        PrivateRoom().reserve(8 << 20)
+        PrivateStaging().reserve(8 << 20)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zero_comm.deadlock import Standing, Standstill, circle, describe
+from zero_comm.deadlock import DeadlockDetector, Standing, circle, describe
 
 
 def standing(awaits: str, turn: int = 0, **begun: int) -> Standing:
@@ -52,7 +52,7 @@ def test_the_error_names_every_rank_and_what_it_waits_for() -> None:
 
 def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_part_of_it() -> None:
     store = dist.HashStore()
-    first, second = Standstill(store, 0, 2), Standstill(store, 1, 2)
+    first, second = DeadlockDetector(store, 0, 2), DeadlockDetector(store, 1, 2)
     turns = first.begin("a"), second.begin("b")
     assert first.look("a", turns[0]) == ""  # nobody knows of the other yet
     assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", turns[1])
@@ -66,7 +66,7 @@ class GoesOnMeanwhile:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self.other: Standstill | None = None
+        self.other: DeadlockDetector | None = None
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
@@ -85,10 +85,10 @@ def test_a_rank_that_goes_on_while_another_looks_holds_nobody_up() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     board = GoesOnMeanwhile(store)
-    first, second = Standstill(board, 0, 2), Standstill(store, 1, 2)
+    first, second = DeadlockDetector(board, 0, 2), DeadlockDetector(store, 1, 2)
     first.begin("a")
     second.begin("b")
-    board.other = Standstill(store, 1, 2)  # has told nothing, so takes nothing back
+    board.other = DeadlockDetector(store, 1, 2)  # has told nothing, so takes nothing back
     first.look("a", 0)
     assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", 0)
     board.other = second

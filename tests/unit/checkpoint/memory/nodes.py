@@ -8,17 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, same_bits, share
-from zero_agent.node.memory import Ram
-from zero_checkpoint import Ballot
+from zero_agent.node.memory import NodeMemory
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import own_layout
-from zero_checkpoint.memory.commit import Kept, RamSave, commit_in_ram
-from zero_checkpoint.memory.node import RamNode, home_of
-from zero_checkpoint.memory.peers import Neighbours
-from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.memory.commit import Kept, MemorySave, commit_in_memory
+from zero_checkpoint.memory.node import MemoryNode, home_of
+from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.restore import Loaded, load
-from zero_checkpoint.room import SharedRoom
-from zero_checkpoint.staging import Arena
-from zero_contract.worker import RamRequest
+from zero_checkpoint.staging import StagingBuffer
+from zero_checkpoint.staging_memory import SharedStaging
+from zero_contract.worker import PeerMemoryRequest
 
 FULL = adam_state(width=4001)
 """Each rank's file has more than one page, and there are blocks that two ranks need."""
@@ -30,28 +30,28 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self.root = directory / "checkpoints"
         self.directory = directory
-        self.agents: dict[str, Ram] = {}
-        self.nodes: dict[str, RamNode] = {}
-        self.arenas: dict[str, list[Arena]] = {}
-        self.peers: dict[str, Neighbours] = {}
+        self.agents: dict[str, NodeMemory] = {}
+        self.nodes: dict[str, MemoryNode] = {}
+        self.stagings: dict[str, list[StagingBuffer]] = {}
+        self.peers: dict[str, SameHostPeers] = {}
 
     def add(self, *names: str, secret: str = "secret") -> None:
         for name in names:
             memory = self.directory / f"shm-{name}"
             memory.mkdir()
-            agent = Ram("job", name, "127.0.0.1", memory)
-            reply = agent.open(RamRequest(request=1, budget_bytes=64 << 20), secret)
+            agent = NodeMemory("job", name, "127.0.0.1", memory)
+            reply = agent.open(PeerMemoryRequest(request=1, budget_bytes=64 << 20), secret)
             self.agents[name] = agent
-            self.nodes[name] = RamNode(
+            self.nodes[name] = MemoryNode(
                 directory=Path(reply.directory),
                 address=reply.address,
                 key=reply.key,
                 budget_bytes=reply.budget_bytes,
             )
-            self.arenas[name] = [
-                Arena(SharedRoom("job", 0, Path(reply.directory))) for _ in range(2)
+            self.stagings[name] = [
+                StagingBuffer(SharedStaging("job", 0, Path(reply.directory))) for _ in range(2)
             ]
-            self.peers[name] = Neighbours(reply.key)
+            self.peers[name] = SameHostPeers(reply.key)
 
     def lose(self, *names: str) -> None:
         for name in names:
@@ -65,10 +65,10 @@ class Cluster:
         """Commit a step on all nodes; each rank's outcome, or what it raised."""
         names, world = list(self.nodes), len(self.nodes)
 
-        def work(ballot: Ballot) -> Kept:
-            name = names[ballot.rank]
-            state = share(full, ballot.rank, world)
-            image = self.arenas[name][0].freeze(own_layout(state, ballot.rank))
+        def work(consensus: StoreConsensus) -> Kept:
+            name = names[consensus.rank]
+            state = share(full, consensus.rank, world)
+            image = self.stagings[name][0].snapshot(own_layout(state, consensus.rank))
             settings = {
                 "root": self.root,
                 "state": state,
@@ -82,9 +82,9 @@ class Cluster:
                 "replicas": 1,
                 **facts,
             }
-            save = RamSave(**settings)  # type: ignore[arg-type]
-            kept = commit_in_ram(save, ballot, self.nodes[name], self.peers[name])
-            self.arenas[name].reverse()
+            save = MemorySave(**settings)  # type: ignore[arg-type]
+            kept = commit_in_memory(save, consensus, self.nodes[name], self.peers[name])
+            self.stagings[name].reverse()
             return kept
 
         return on_ranks(world, work)
@@ -92,13 +92,13 @@ class Cluster:
     def load(self, target: Full) -> list[Loaded | None]:
         """Load on all nodes."""
         names = list(self.nodes)
-        searches = [RamSearch(self.nodes[name]) for name in names]
+        searches = [MemorySearch(self.nodes[name]) for name in names]
 
-        def work(ballot: Ballot) -> Loaded | None:
+        def work(consensus: StoreConsensus) -> Loaded | None:
             def wanted(_: object) -> object:
-                return share(target, ballot.rank, ballot.world)
+                return share(target, consensus.rank, consensus.world)
 
-            return load(self.root, ballot, wanted, ram=searches[ballot.rank])
+            return load(self.root, consensus, wanted, ram=searches[consensus.rank])
 
         return on_ranks(len(names), work)
 
@@ -111,5 +111,5 @@ class Cluster:
 def loaded_from_memory(cluster: Cluster, full: Full, step: int) -> None:
     target = blank(full)
     results = cluster.load(target)
-    assert [(r.manifest.step, r.in_ram) for r in results] == [(step, True)] * len(results)
+    assert [(r.manifest.step, r.in_memory) for r in results] == [(step, True)] * len(results)
     assert same_bits(target, full)

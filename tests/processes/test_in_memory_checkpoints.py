@@ -257,7 +257,7 @@ def copies_of(job: Cluster, node: str) -> list[Path]:
 
 
 def own_images(job: Cluster, node: str) -> set[str]:
-    """The names of the images of a node's own workers, which are links to their arenas."""
+    """The names of the images of a node's own workers, which are links to their staging buffers."""
     (memory,) = [path for path in memories(job) if f".{node}." in path.name]
     images = memory.glob("*/step-*/r*.safetensors")
     return {path.name for path in images if path.stat().st_nlink > 1}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.unit.checkpoint.ram.nodes import FULL, Cluster, loaded_from_memory
+from tests.unit.checkpoint.memory.nodes import FULL, Cluster, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, on_ranks, same_bits, saved, share
-from zero_checkpoint import Ballot
-from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint import StoreConsensus
+from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.restore import Loaded, load
 
 
@@ -28,7 +28,7 @@ def held(cluster: Cluster, node: str, file: str) -> Path:
 def test_a_damaged_image_is_replaced_by_its_neighbours_copy(cluster):
     cluster.add("a", "b")
     cluster.keep(FULL, 1)
-    # The arena is longer than the image, so damage its half of the bytes that are read.
+    # The staging buffer is longer than the image, so damage its half of the bytes that are read.
     path = held(cluster, "a", "r00000.safetensors")
     with path.open("r+b") as file:
         file.seek(5000)
@@ -43,7 +43,7 @@ def test_a_damaged_copy_of_a_lost_image_is_refused_and_the_one_before_is_loaded(
     flip(held(cluster, "a", "r00002.safetensors"))
     cluster.lose("c")
     results = cluster.load(target := blank(FULL))
-    assert [(r.manifest.step, r.in_ram) for r in results] == [(1, False)] * 2
+    assert [(r.manifest.step, r.in_memory) for r in results] == [(1, False)] * 2
     assert same_bits(target, adam_state(seed=9, width=4001))
     assert "XXH3-64 differs" in caplog.text
 
@@ -60,17 +60,17 @@ def test_an_image_that_is_lost_with_all_copies_while_it_is_loaded_makes_all_fall
     cluster.add("a", "b", "c")
     cluster.keep(FULL, 2)
     names = list(cluster.nodes)
-    searches = [RamSearch(cluster.nodes[name]) for name in names]
+    searches = [MemorySearch(cluster.nodes[name]) for name in names]
     for path in cluster.directory.glob("shm-*/*/*/step-*/r00001.safetensors"):
         path.unlink()
     target = blank(FULL)
 
-    def work(ballot: Ballot) -> Loaded | None:
+    def work(consensus: StoreConsensus) -> Loaded | None:
         return load(
             cluster.root,
-            ballot,
-            lambda _: share(target, ballot.rank, 3),
-            ram=searches[ballot.rank],
+            consensus,
+            lambda _: share(target, consensus.rank, 3),
+            ram=searches[consensus.rank],
         )
 
-    assert [(r.manifest.step, r.in_ram) for r in on_ranks(3, work)] == [(1, False)] * 3
+    assert [(r.manifest.step, r.in_memory) for r in on_ranks(3, work)] == [(1, False)] * 3

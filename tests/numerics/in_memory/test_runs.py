@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.numerics.ram.nodes import (
+from tests.numerics.in_memory.nodes import (
     checkpoints,
     drop,
     finish,

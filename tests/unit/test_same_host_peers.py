@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_comm.cpu.same_host import Neighbour, Neighbours, Reading, key_of, runs
+from zero_comm.cpu.same_host import Reading, SameHostPeer, SameHostPeers, key_of, runs
 
 NOBODY = 2**22 + 1
 """A process id that no kernel gives."""
@@ -23,8 +23,8 @@ class Host:
         first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.changed = threading.Condition()
         self.ranks = [
-            Neighbours({1: Neighbour(pid, first)}, self.changed),
-            Neighbours({0: Neighbour(pid, second)}, self.changed),
+            SameHostPeers({1: SameHostPeer(pid, first)}, self.changed),
+            SameHostPeers({0: SameHostPeer(pid, second)}, self.changed),
         ]
 
     def begin(self, rank: int, name: str, held: Tensor, turn: int = 0) -> Reading:

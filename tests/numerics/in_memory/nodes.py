@@ -16,12 +16,12 @@ import torch.distributed as dist
 from tests.numerics.test_leaving import Agent, under_agent
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
-from zero_agent.node.memory import Ram
+from zero_agent.node.memory import NodeMemory
 from zero_engine.core.engine import Engine
 
 STEPS = 5
 
-MEMORIES: dict[str, Ram] = {}
+MEMORIES: dict[str, NodeMemory] = {}
 """Of this process, by the directory of the test."""
 
 
@@ -34,11 +34,11 @@ def on_a_node(root: str, **options: Any) -> Iterator[Agent]:
         yield agent
 
 
-def memory_of_this_node(root: str) -> Ram:
+def memory_of_this_node(root: str) -> NodeMemory:
     if root not in MEMORIES:
         directory = Path(root, f"shm-{dist.get_rank()}")
         directory.mkdir()
-        MEMORIES[root] = Ram("job", f"node-{dist.get_rank()}", "127.0.0.1", directory)
+        MEMORIES[root] = NodeMemory("job", f"node-{dist.get_rank()}", "127.0.0.1", directory)
     return MEMORIES[root]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from tests.numerics.ram.nodes import (
+from tests.numerics.in_memory.nodes import (
     checkpoints,
     drop,
     in_memory,
@@ -24,8 +24,8 @@ from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.memory.tier import needed_bytes, over_budget
-from zero_contract import peer_memory as ram_wire
-from zero_contract.worker import RamReply, RamRequest
+from zero_contract import peer_memory
+from zero_contract.worker import PeerMemoryReply, PeerMemoryRequest
 
 
 @pytest.mark.full
@@ -72,9 +72,10 @@ def train_without_agent(root: str) -> list[str]:
 
 _STOPPED = """
 import sys
-from zero_agent.node.memory import Ram
-from zero_contract.worker import RamRequest
-print(Ram("job", "stopped", "127.0.0.1").open(RamRequest(request=1), "secret").address, flush=True)
+from zero_agent.node.memory import NodeMemory
+from zero_contract.worker import PeerMemoryRequest
+memory = NodeMemory("job", "stopped", "127.0.0.1")
+print(memory.open(PeerMemoryRequest(request=1), "secret").address, flush=True)
 sys.stdin.read()
 """
 
@@ -98,13 +99,13 @@ def train_beside_a_stopped_memory(root: str) -> tuple[list[bool], list[str]]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as stopped,
     ):
-        patch.setattr(ram_wire, "CONNECT_TIMEOUT_S", 10.0)
+        patch.setattr(peer_memory, "CONNECT_TIMEOUT_S", 10.0)
         assert stopped.stdout is not None
         address = stopped.stdout.readline().strip()
         stopped.send_signal(signal.SIGSTOP)
         own = memory_of_this_node(root)
 
-        def memory(request: RamRequest) -> RamReply:
+        def memory(request: PeerMemoryRequest) -> PeerMemoryReply:
             reply = own.open(request, "secret")
             return replace(reply, address=address) if dist.get_rank() == 1 else reply
 

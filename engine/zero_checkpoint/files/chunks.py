@@ -1,9 +1,9 @@
 """The bytes of a file, copied from wherever they are into memory that the disk likes.
 
-Must always hold: the copies of a file follow each other as its bytes do. Slabs begin on a page,
+Must always hold: the copies of a file follow each other as its bytes do. Chunks begin on a page,
 and all but the last of a file are of one size, as direct writing wants it.
 
-Called by `arena`, which has room for a whole file, and `writer`, which has room for two slabs.
+Called by `staging`, which has room for a whole file, and `writer`, which has room for two chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_checkpoint.files.huge_pages import zeros
 from zero_checkpoint.format.layout import FileLayout, parts
 
-SLAB_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 """Of memory that is there: large, so that the disk hardly waits between two of them."""
 ROOM_BYTES = 4 << 20
 """Of what is gathered for the disk: two of them stay in the processor's cache, and the disk takes
@@ -55,19 +55,19 @@ def copies(layout: FileLayout, rooms: Iterable[memoryview]) -> Iterator[Copy]:
         yield Copy(memory, whole.split([source.numel() for source in sources]), sources)
 
 
-def two_rooms() -> tuple[memoryview, memoryview]:
-    """Room for two slabs; takes memory only as it is written to."""
+def two_memories() -> tuple[memoryview, memoryview]:
+    """Room for two chunks; takes memory only as it is written to."""
     memory = memoryview(zeros(2 * ROOM_BYTES))
     return memory[:ROOM_BYTES], memory[ROOM_BYTES:]
 
 
 def halves(memory: memoryview) -> list[memoryview]:
-    """Two rooms of whole slabs, or one where there is only one slab."""
-    middle = len(memory) // 2 // SLAB_BYTES * SLAB_BYTES
+    """Two rooms of whole chunks, or one where there is only one chunk."""
+    middle = len(memory) // 2 // CHUNK_BYTES * CHUNK_BYTES
     return [room for room in (memory[:middle], memory[middle:]) if room]
 
 
-def slabs_of(memory: memoryview) -> Iterator[memoryview]:
-    """Filled rooms, cut into slabs."""
-    for begin in range(0, len(memory), SLAB_BYTES):
-        yield memory[begin : begin + SLAB_BYTES]
+def chunks_of(memory: memoryview) -> Iterator[memoryview]:
+    """Filled rooms, cut into chunks."""
+    for begin in range(0, len(memory), CHUNK_BYTES):
+        yield memory[begin : begin + CHUNK_BYTES]

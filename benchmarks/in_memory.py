@@ -1,14 +1,14 @@
 """What checkpoints in memory cost in each step, and what a lost node costs with them.
 
-    python benchmarks/ram.py --trials 3
+    python benchmarks/in_memory.py --trials 3
 
 Three nodes with one worker each train a GPT under real agents: with every step in memory and one
 replica, and beside that with checkpoints on disk alone. After some steps a whole node (agent and
 worker) is killed with -9; the job goes on with two. Printed are medians and ranges of
 
     step        seconds per step, without those of the recovery
-    stall       seconds of it that the copy into the arena took, and the same as a multiple of one
-                memcpy of the same bytes, measured after the same steps
+    stall       seconds of it that the copy into the staging buffer took, and the same as a
+                multiple of one memcpy of the same bytes, measured after the same steps
     recovery    seconds from the kill to the next finished step
     repeated    steps that had been done and had to be done again
 """

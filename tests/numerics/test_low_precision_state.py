@@ -117,11 +117,11 @@ def hashes_with(optimizer: dict[str, Any], path: str) -> list[str]:
 
 def test_a_step_is_that_of_fp32_rounded(worlds: WorldPool) -> None:
     """From weights that 16 bits can hold; afterwards the two go apart."""
-    wide, narrow, all_narrow = worlds.run(1, step_once)[0]
-    assert wide.keys() == narrow.keys()
+    wide, low_precision, all_low_precision = worlds.run(1, step_once)[0]
+    assert wide.keys() == low_precision.keys()
     for name, value in wide.items():
-        assert torch.equal(value.bfloat16().float(), narrow[name]), name
-        assert torch.equal(narrow[name], all_narrow[name]), name
+        assert torch.equal(value.bfloat16().float(), low_precision[name]), name
+        assert torch.equal(low_precision[name], all_low_precision[name]), name
 
 
 def step_once() -> list[dict[str, torch.Tensor]]:
@@ -204,17 +204,17 @@ def test_a_checkpoint_loads_into_the_other_precision_and_says_so_where_it_rounds
     weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     ((lines, state, loaded, dtypes), *_) = worlds.run(3, load, here, str(tmp_path))
     assert [line for line in lines if "rounded" in line] == rounded
-    narrow = here != "wide"
+    low_precision = here != "wide"
     for name, value in state.items():
-        assert np.array_equal(value, as_rests(weights[name], narrow)), name
+        assert np.array_equal(value, as_rests(weights[name], low_precision)), name
     for name, value in loaded.items():
         expected = as_rests(torch.from_numpy(saved[name]), here == "all bf16")
         assert np.array_equal(value, expected), name
     assert dtypes == DTYPES[here]
 
 
-def as_rests(value: torch.Tensor, narrow: bool) -> np.ndarray:
-    return (value.bfloat16().float() if narrow else value).numpy()
+def as_rests(value: torch.Tensor, low_precision: bool) -> np.ndarray:
+    return (value.bfloat16().float() if low_precision else value).numpy()
 
 
 def load(kind: str, root: str) -> tuple[list[str], Moments, Moments, tuple[str, ...]]:

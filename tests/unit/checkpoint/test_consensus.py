@@ -10,36 +10,38 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.unit.checkpoint.support import on_ranks
-from zero_checkpoint import Ballot
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import PeerLost
 
 
 def test_all_ranks_hear_the_same_verdict_on_all_votes():
-    def work(ballot):
-        return ballot.ask({"rank": ballot.rank}, lambda votes: {"all": [v["rank"] for v in votes]})
+    def work(consensus):
+        return consensus.ask(
+            {"rank": consensus.rank}, lambda votes: {"all": [v["rank"] for v in votes]}
+        )
 
     assert on_ranks(4, work) == [{"all": [0, 1, 2, 3]}] * 4
 
 
 def test_only_rank_0_makes_an_announcement():
-    results = on_ranks(3, lambda ballot: ballot.announce(lambda: {"by": ballot.rank}))
+    results = on_ranks(3, lambda consensus: consensus.announce(lambda: {"by": consensus.rank}))
     assert results == [{"by": 0}] * 3
 
 
 def test_the_judge_is_told_who_did_not_vote_and_the_others_still_hear():
-    def work(ballot):
-        if ballot.rank == 1:
+    def work(consensus):
+        if consensus.rank == 1:
             return None
-        return ballot.ask({}, lambda votes: {"missing": [v is None for v in votes]})
+        return consensus.ask({}, lambda votes: {"missing": [v is None for v in votes]})
 
     verdict = {"missing": [False, True, False]}
     assert on_ranks(3, work, timeout_s=2.0) == [verdict, None, verdict]
 
 
 def test_a_silent_rank_0_ends_the_wait_of_the_others():
-    def work(ballot):
-        return None if ballot.rank == 0 else ballot.ask({}, lambda _: {})
+    def work(consensus):
+        return None if consensus.rank == 0 else consensus.ask({}, lambda _: {})
 
     _, error = on_ranks(2, work, timeout_s=0.05)
     assert isinstance(error, CheckpointError)
@@ -50,11 +52,11 @@ def test_a_long_job_leaves_next_to_nothing_in_the_store():
     store = HashStore()
     before = store.num_keys()
 
-    def work(ballot):
+    def work(consensus):
         for _ in range(50):
-            ballot.announce(lambda: {"x": 1})
-            ballot.announce(lambda: {"x": 1}, voted_on="x")
-            ballot.ask({"x": 1}, lambda votes: {})
+            consensus.announce(lambda: {"x": 1})
+            consensus.announce(lambda: {"x": 1}, voted_on="x")
+            consensus.ask({"x": 1}, lambda votes: {})
 
     on_ranks(3, work, store=store)
     assert store.num_keys() == before
@@ -64,19 +66,19 @@ def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store(
     monkeypatch.setattr("zero_checkpoint.consensus._FAREWELL_S", 60.0)
     heard = []
 
-    def work(ballot):
-        if ballot.rank == 0:
-            ballot.announce(dict)
+    def work(consensus):
+        if consensus.rank == 0:
+            consensus.announce(dict)
             return list(heard)
-        take = ballot._get
+        take = consensus._get
 
         def slow(key):
             got = take(key)
-            heard.append(ballot.rank)
+            heard.append(consensus.rank)
             return got
 
-        ballot._get = slow
-        return ballot.announce(dict)
+        consensus._get = slow
+        return consensus.announce(dict)
 
     assert sorted(on_ranks(4, work)[0]) == [1, 2, 3]
 
@@ -84,26 +86,28 @@ def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store(
 def test_rank_0_does_not_wait_to_be_heard_where_all_ranks_vote_next():
     announced = threading.Event()
 
-    def work(ballot):
-        if ballot.rank == 1:
+    def work(consensus):
+        if consensus.rank == 1:
             assert announced.wait(60)  # before that it hears nothing
-        record = ballot.announce(lambda: {"x": 1}, voted_on="x")
+        record = consensus.announce(lambda: {"x": 1}, voted_on="x")
         announced.set()
-        return ballot.ask(record, lambda votes: {"of": len(votes)})
+        return consensus.ask(record, lambda votes: {"of": len(votes)})
 
     assert on_ranks(2, work) == [{"of": 2}] * 2
 
 
 def test_bytes_travel_as_they_are_beside_json():
     record = {"a": b"\x00 7 \xff", "words": ["x"], "nothing": b"", "z": b"[1]"}
-    votes = on_ranks(3, lambda ballot: ballot.ask(record, lambda votes: {"b": b"1 ", **votes[1]}))
+    votes = on_ranks(
+        3, lambda consensus: consensus.ask(record, lambda votes: {"b": b"1 ", **votes[1]})
+    )
     assert votes == [{"b": b"1 ", **record}] * 3
 
 
 def test_a_vote_larger_than_a_tcp_store_takes_goes_through_in_parts():
     noise = os.urandom(6 << 20).hex()  # compresses to half: 6 MiB in two parts
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    ours = Ballot(store, 1, 2, timeout_s=60)
+    ours = StoreConsensus(store, 1, 2, timeout_s=60)
     ours._put("k", {"noise": noise * 2})
     record, keys = ours._get("k")
     assert record == {"noise": noise * 2}
@@ -119,8 +123,8 @@ def test_a_caller_can_leave_while_it_waits():
 
     begin = time.monotonic()
     with pytest.raises(Stop):
-        Ballot(HashStore(), 1, 2, on_wait=stop).ask({}, lambda _: {})
-    assert time.monotonic() - begin < 60  # the ballot itself waits for ten minutes
+        StoreConsensus(HashStore(), 1, 2, on_wait=stop).ask({}, lambda _: {})
+    assert time.monotonic() - begin < 60  # the store consensus itself waits for ten minutes
 
 
 def test_a_store_that_is_gone_is_a_lost_peer():
@@ -129,4 +133,4 @@ def test_a_store_that_is_gone_is_a_lost_peer():
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(PeerLost, match="Connection reset by peer"):
-        Ballot(Gone(), 1, 2).ask({}, lambda _: {})
+        StoreConsensus(Gone(), 1, 2).ask({}, lambda _: {})

@@ -11,9 +11,9 @@ from tests.support.memory_store import Database, MemoryStore
 from tests.unit.test_rendezvous import Cluster
 from zero_orchestrator.errors import StoreReplaced
 from zero_orchestrator.membership.job_state import Failure, Members, Node, State
+from zero_orchestrator.membership.job_view import REREAD_S
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
-from zero_orchestrator.membership.sight import REREAD_S
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.replica import Replica
 
@@ -58,7 +58,7 @@ def running(names=NAMES, **spec) -> Cluster:
 
 
 def whole(cluster: Cluster) -> list[str]:
-    return sorted(name for name, agent in cluster.agents.items() if agent._sight.whole)
+    return sorted(name for name, agent in cluster.agents.items() if agent._job_view.whole)
 
 
 def test_only_the_first_agents_see_everything_and_all_see_the_same_round():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.checkpoint.ram.nodes import FULL, loaded_from_memory
+from tests.unit.checkpoint.memory.nodes import FULL, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, same_bits, saved
 from zero_checkpoint.format.manifest import age
 from zero_checkpoint.memory.node import home_of
-from zero_checkpoint.memory.peers import neighbours
-from zero_checkpoint.memory.search import RamSearch
+from zero_checkpoint.memory.peers import replica_peers
+from zero_checkpoint.memory.search import MemorySearch
 from zero_contract.errors import CommitRefused
 
 # ---- what is where ----
@@ -26,7 +26,7 @@ from zero_contract.errors import CommitRefused
     ],
 )
 def test_copies_go_to_the_next_nodes_in_the_order_of_ranks(roster, own, replicas, expected):
-    assert neighbours(roster, own, replicas) == expected
+    assert replica_peers(roster, own, replicas) == expected
 
 
 def test_each_node_holds_its_own_image_and_its_neighbours_of_the_newest_step_alone(cluster):
@@ -38,7 +38,7 @@ def test_each_node_holds_its_own_image_and_its_neighbours_of_the_newest_step_alo
         "step-000000003/r00000.safetensors",
         "step-000000003/r00002.safetensors",
     ]
-    assert len(list(cluster.nodes["a"].directory.glob("zero-arena.*"))) == 2
+    assert len(list(cluster.nodes["a"].directory.glob("zero-staging.*"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_two_nodes_read_what_three_have_kept_once_and_hardly_a_byte_more(cluster
 
 def test_a_copy_is_given_up_when_its_worker_wants_to_leave_and_the_checkpoint_is_kept(cluster):
     cluster.add("a", "b")
-    cluster.peers["a"].hurry(limit_s=0.0)
+    cluster.peers["a"].set_deadline(limit_s=0.0)
     for kept in cluster.keep(FULL, 1):
         (lacking,) = kept.poorer
         assert lacking.startswith("rank 0: ")
@@ -101,7 +101,7 @@ def test_two_neighbours_lost_mean_the_checkpoint_on_disk(cluster, caplog):
     cluster.lose("b", "c")
     target = blank(FULL)
     (result,) = cluster.load(target)
-    assert (result.manifest.step, result.in_ram) == (1, False)
+    assert (result.manifest.step, result.in_memory) == (1, False)
     assert same_bits(target, adam_state(seed=9, width=4001))
     assert "step 2: r00001.safetensors went with the nodes that held it" in caplog.text
 
@@ -113,13 +113,13 @@ def test_two_neighbours_lost_are_no_loss_with_two_copies(cluster):
     loaded_from_memory(cluster, FULL, step=2)
 
 
-@pytest.mark.parametrize(("on_disk", "in_ram"), [(3, False), (1, True), (2, True)])
-def test_the_newest_is_loaded_wherever_it_is(cluster, on_disk, in_ram):
+@pytest.mark.parametrize(("on_disk", "in_memory"), [(3, False), (1, True), (2, True)])
+def test_the_newest_is_loaded_wherever_it_is(cluster, on_disk, in_memory):
     cluster.add("a", "b")
     cluster.keep(FULL, 2)
     saved(cluster.root, FULL, step=on_disk, round=1)
     results = cluster.load(blank(FULL))
-    assert [result.in_ram for result in results] == [in_ram] * 2
+    assert [result.in_memory for result in results] == [in_memory] * 2
 
 
 def test_nothing_anywhere_is_no_checkpoint(cluster):
@@ -145,6 +145,6 @@ def test_names_are_ordered_by_round_and_step():
 def test_what_a_load_has_not_chosen_is_given_back(cluster):
     cluster.add("a")
     cluster.keep(FULL, 1)
-    search = RamSearch(cluster.nodes["a"])
+    search = MemorySearch(cluster.nodes["a"])
     search.forget_others(home_of(cluster.root), None)
     assert cluster.files("a") == []

@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.unit.checkpoint.ram.nodes import FULL
+from tests.unit.checkpoint.memory.nodes import FULL
 from tests.unit.checkpoint.support import on_ranks, share
-from zero_checkpoint import Ballot
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import own_layout
-from zero_checkpoint.memory.commit import NotKept, RamOff, RamSave, commit_in_ram
+from zero_checkpoint.memory.commit import MemoryOff, MemorySave, NotKept, commit_in_memory
 from zero_checkpoint.memory.node import home_of
 
 
@@ -21,11 +21,11 @@ def test_a_rank_without_memory_switches_it_off_for_all_and_says_why(cluster):
     cluster.add("a", "b")
     names = list(cluster.nodes)
 
-    def work(ballot: Ballot) -> None:
-        state = share(FULL, ballot.rank, 2)
-        name = names[ballot.rank]
-        image = cluster.arenas[name][0].freeze(own_layout(state, ballot.rank))
-        save = RamSave(
+    def work(consensus: StoreConsensus) -> None:
+        state = share(FULL, consensus.rank, 2)
+        name = names[consensus.rank]
+        image = cluster.stagings[name][0].snapshot(own_layout(state, consensus.rank))
+        save = MemorySave(
             root=cluster.root,
             state=state,
             image=image,
@@ -37,12 +37,12 @@ def test_a_rank_without_memory_switches_it_off_for_all_and_says_why(cluster):
             newest=lambda: None,
             replicas=1,
         )
-        if ballot.rank == 1:
+        if consensus.rank == 1:
             save = replace(save, image=None, problem="/dev/shm has room for 0 MiB")
-        commit_in_ram(save, ballot, cluster.nodes[name], cluster.peers[name])
+        commit_in_memory(save, consensus, cluster.nodes[name], cluster.peers[name])
 
     results = on_ranks(2, work)
-    assert [type(error) for error in results] == [RamOff] * 2
+    assert [type(error) for error in results] == [MemoryOff] * 2
     assert {str(error) for error in results} == {"rank 1: /dev/shm has room for 0 MiB"}
 
 
@@ -61,9 +61,10 @@ def test_a_rank_that_fails_leaves_nothing_of_the_attempt_on_any_node(cluster):
 _STOPPED = """
 import sys
 from pathlib import Path
-from zero_agent.node.memory import Ram
-from zero_contract.worker import RamRequest
-reply = Ram("job", "b", "127.0.0.1", Path(sys.argv[1])).open(RamRequest(request=1), "secret")
+from zero_agent.node.memory import NodeMemory
+from zero_contract.worker import PeerMemoryRequest
+memory = NodeMemory("job", "b", "127.0.0.1", Path(sys.argv[1]))
+reply = memory.open(PeerMemoryRequest(request=1), "secret")
 print(reply.directory, reply.address, flush=True)
 sys.stdin.read()
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoint.ram.nodes import Cluster
+from tests.unit.checkpoint.memory.nodes import Cluster
 
 
 @pytest.fixture

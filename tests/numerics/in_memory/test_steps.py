@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.numerics.ram.nodes import (
+from tests.numerics.in_memory.nodes import (
     STEPS,
     checkpoints,
     drop,
@@ -34,7 +34,9 @@ def keep_steps(root: str, stage: int, last: int, ram: dict[str, Any]) -> tuple[l
             train(engine, step)
             settle(engine)
         drop(engine)
-        return [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_ram], loaded
+        return [
+            m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_memory
+        ], loaded
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def keep_offloaded(root: str, stage: int, where: str, last: int) -> tuple[int, l
             settle(engine)
         digest = engine.weight_hash() if last == STEPS else ""
         drop(engine)
-        told = [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_ram]
+        told = [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_memory]
         return loaded, told, digest
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from zero_contract.clock import Clock
 from zero_orchestrator.membership.job_state import Snapshot, State
 from zero_orchestrator.membership.moves import Move
-from zero_orchestrator.membership.rounds import Observed
+from zero_orchestrator.membership.rounds import Observation
 
 
-class Ages:
+class Durations:
     """Since when this observer has seen things as they are."""
 
     def __init__(self, clock: Clock) -> None:
@@ -56,10 +56,10 @@ class Ages:
         if symptom != self._symptom:
             self._symptom, self._symptom_since_s = symptom, now_s
 
-    def observed(self) -> Observed:
+    def observed(self) -> Observation:
         """The durations as of now."""
         now_s = self._clock.now()
-        return Observed(
+        return Observation(
             nodes_s=now_s - self._nodes_since_s,
             symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
             heard_s=0.0 if self._silent else now_s - self._heard_s,

@@ -1,14 +1,15 @@
-"""Where an arena's memory comes from: of this process alone, or a file that others can link to.
+"""Where a staging buffer's memory comes from: this process alone, or a file others can link to.
 
-A save to disk needs it only while its process lives: `PrivateRoom` is plain memory in huge pages,
-which is copied into and written from the fastest, and as large as the machine's, whatever the size
-of /dev/shm. A checkpoint in memory outlives its process: `SharedRoom` is a file in a tmpfs.
+A save to disk needs it only while its process lives: `PrivateStaging` is plain memory in huge
+pages, which is copied into and written from the fastest, and as large as the machine's, whatever
+the size of /dev/shm. A checkpoint in memory outlives its process: `SharedStaging` is a file in a
+tmpfs.
 
 Must always hold: a shared file is locked for as long as its process lives. The kernel drops the
 lock with the process, whatever ends it, so `sweep` removes exactly what the dead have left, of any
 job and in any pid namespace.
 
-Called by `arena`.
+Called by `staging`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from zero_contract.owned_dir import lock
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "zero-arena."
+_PREFIX = "zero-staging."
 CGROUP = Path("/sys/fs/cgroup")
 
 
-class NoArena(Exception):
+class NoStagingMemory(Exception):
     """There is not enough memory; the message says how much, where, and the remedy."""
 
 
-class Room(Protocol):
+class StagingMemory(Protocol):
     """Reserves one piece of memory at a time."""
 
     @property
@@ -45,22 +46,22 @@ class Room(Protocol):
         """The file of the memory, if it has one."""
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """Memory in place of what was reserved before. Raises NoArena."""
+        """Memory in place of what was reserved before. Raises NoStagingMemory."""
 
     def release(self) -> None:
         """Give it back; what is still mapped stays until it is not."""
 
 
-class PrivateRoom:
+class PrivateStaging:
     """Memory of this process."""
 
     path = None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """As `Room.reserve`; nothing is taken from the machine before it is written to."""
+        """As `StagingMemory.reserve`; nothing is taken from the machine before it is written to."""
         free = _available_bytes()
         if free < size_bytes:
-            raise NoArena(
+            raise NoStagingMemory(
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
                 f"{size_bytes >> 20} MiB; give it, or the container that this is in, more"
             )
@@ -70,7 +71,7 @@ class PrivateRoom:
         """The memory goes when nobody maps it any more."""
 
 
-class SharedRoom:
+class SharedStaging:
     """A file in a tmpfs."""
 
     def __init__(self, job: str, rank: int, directory: Path) -> None:
@@ -87,13 +88,13 @@ class SharedRoom:
         self._remove: Callable[[], object] = lambda: None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """As `Room.reserve`; its pages are there: a full tmpfs is an error now, no SIGBUS later."""
+        """As `StagingMemory.reserve`; allocates the pages: a full tmpfs is an error, no SIGBUS."""
         self.release()
         self._check_room(size_bytes)
         try:
             path, descriptor = self._create()
         except OSError as error:
-            raise NoArena(
+            raise NoStagingMemory(
                 f"no memory for a copy of the state in {self._directory}: {error.strerror}"
             ) from error
         self.path = path
@@ -103,17 +104,17 @@ class SharedRoom:
             return mmap.mmap(descriptor, size_bytes)
         except OSError as error:
             self.release()
-            raise NoArena(f"{path}: {size_bytes >> 20} MiB: {error.strerror}") from error
+            raise NoStagingMemory(f"{path}: {size_bytes >> 20} MiB: {error.strerror}") from error
 
     def release(self) -> None:
-        """As `Room.release`: the file goes at once, but not its other links."""
+        """As `StagingMemory.release`: the file goes at once, but not its other links."""
         self._remove()
 
     def _check_room(self, size_bytes: int) -> None:
         """A tmpfs may promise more than there is memory, and the kernel then kills processes."""
         free = _free_bytes(self._directory)
         if free < size_bytes:
-            raise NoArena(
+            raise NoStagingMemory(
                 f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "
                 f"{size_bytes >> 20} MiB; enlarge it (mount -o remount,size=..., docker "
                 "--shm-size, an emptyDir with medium: Memory)"
@@ -131,7 +132,7 @@ class SharedRoom:
 
 
 def sweep(directory: Path) -> None:
-    """Remove the arenas of processes that are dead; never raises."""
+    """Remove the staging buffers of processes that are dead; never raises."""
     with suppress(OSError):
         for path in directory.glob(f"{_PREFIX}*"):
             _remove_if_dead(path)

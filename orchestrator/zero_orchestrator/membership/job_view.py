@@ -47,7 +47,7 @@ CAUSES = 8
 """So many reports of failures, the oldest, are read by an agent that does not see all of them."""
 
 
-class Sight:
+class JobView:
     """One agent's view of its job."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Sight:
         self._on_change = on_change
         first = self._store.range(self._keys.nodes, limit=FIRST).items  # a read of a few keys
         is_first = self._keys.node(self._id) in [item.key for item in first]
-        self._view: _Whole | _Course = self._open(whole=is_first)
+        self._view: _FullView | _FollowerView = self._open(whole=is_first)
         self._job: Snapshot | None = None
         self._fence = 0
         self._checked_s, self._pause_s = clock.now(), REREAD_S
@@ -86,7 +86,7 @@ class Sight:
     @property
     def whole(self) -> bool:
         """Whether this agent sees everything, and so may decide."""
-        return isinstance(self._view, _Whole)
+        return isinstance(self._view, _FullView)
 
     def look(self) -> Snapshot:
         """The job, as new as the watch has it; the same object until something has changed.
@@ -137,8 +137,8 @@ class Sight:
         before, self._view = self._view, self._open(whole=whole)
         before.close()
 
-    def _open(self, *, whole: bool) -> _Whole | _Course:
-        view = _Whole if whole else _Course
+    def _open(self, *, whole: bool) -> _FullView | _FollowerView:
+        view = _FullView if whole else _FollowerView
         return view(self._store, self._keys, self._spec, self._id, self._on_change)
 
 
@@ -157,7 +157,7 @@ def place(job: Snapshot, node: str) -> int:
     return ids.index(node) if node in ids else len(ids)
 
 
-class _Whole:
+class _FullView:
     """Every key of the job."""
 
     pause_s = REREAD_S
@@ -195,7 +195,7 @@ class _Whole:
         self._all.close()
 
 
-class _Course:
+class _FollowerView:
     """What every agent must know, what is addressed to this one, and what it has said itself.
 
     Of the other agents it knows the members of the round, and which of them it found dead.
@@ -211,7 +211,7 @@ class _Course:
     ) -> None:
         self._store, self._keys, self._spec, self._id = store, keys, spec, node
         self._own = store.get(keys.node(node))
-        self._course = Replica(store, keys.course, on_change)
+        self._course = Replica(store, keys.round_state, on_change)
         self._orders = Replica(store, keys.drain(node), on_change)
         self._reports: tuple[KeyValue, ...] = ()
         self._dead: frozenset[tuple[str, str]] = frozenset()
@@ -239,10 +239,10 @@ class _Course:
     def look(self) -> Snapshot:
         found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
         if found != self._seen:
-            course, orders, *_ = found
+            round_state, orders, *_ = found
             own = (self._own,) if self._own is not None else ()
-            items = (*course.items, *orders.items, *own, *self._reports)
-            job = parse(self._keys, Range(course.revision, items), self._spec)
+            items = (*round_state.items, *orders.items, *own, *self._reports)
+            job = parse(self._keys, Range(round_state.revision, items), self._spec)
             others = [m for m in job.members.nodes if m.id != self._id]
             if self._dead:
                 others = [m for m in others if (m.id, m.incarnation) not in self._dead]
