@@ -12,13 +12,10 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from zero_contract.errors import ConfigError
 from zero_engine.config import reading
 from zero_engine.config.parse import AUTO, load_config
-from zero_engine.config.schema import Config
 from zero_engine.observe.explain import check_batch, explain
 from zero_engine.optim.sections import check_sections
 
@@ -50,7 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = reading.read_json(options.file)
         config = load_config(written)
-        _check(config, written)
+        # Raises ConfigError where `initialize` would, though each key as such is good
+        check_sections(config)
+        if AUTO not in (written.get(key) for key in _BATCH):
+            check_batch(config)
         lines = list(explain(config, written, options.parameters, options.largest))
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -61,13 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return 0
-
-
-def _check(config: Config, written: Mapping[str, Any]) -> None:
-    """Raises ConfigError where `initialize` would, though each key as such is good."""
-    check_sections(config)
-    if AUTO not in (written.get(key) for key in _BATCH):
-        check_batch(config)
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")

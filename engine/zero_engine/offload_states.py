@@ -1,14 +1,14 @@
-"""`engine.offload_states` and `reload_states`: the device lent to somebody else for a while.
+"""`engine.offload_states` and `reload_states`: frees the device for another use meanwhile.
 
-Owns what has been moved to host memory, has gone to another engine with the module, or has been
-left half changed by a load. A moved tensor keeps everything but its bytes: its storage is empty
-until the reload, so every view of it is right again afterwards. Must always hold: after a reload
-all bytes are what they were; whoever needs a moved tensor gets an error that names what is missing,
-and does not read an empty storage; nothing is made of half a load. What scripts read without asking
+Owns the record of what has been moved to host memory, has gone to another engine with the module,
+or is inconsistent after a failed load. A moved tensor keeps everything but its bytes: its storage
+is empty until the reload, so every view of it is right again afterwards. Must always hold: after a
+reload all bytes are what they were; the use of a moved tensor is an error that names it, and never
+the read of an empty storage; half a load is never trained on. What scripts read without the engine
 is never empty: a module's parameters show NaN meanwhile, and the optimizer's tensors are in host
 memory, as in DeepSpeed.
 
-Called by `engine` and `persistence`; `parts.Core` holds one. Source of the names: DeepSpeed.
+Source of the names: DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What can be moved."""
+    """The kinds of state that can be moved."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -39,11 +39,11 @@ class OffloadStateTypeEnum(StrEnum):
     lp_grads = "lp_grads"
     """Sums of gradients."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Buffers of gradients on their way, which are only given up: they hold nothing to keep."""
+    """Buffers of gradients in flight, which are only freed: they hold nothing to keep."""
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where to."""
+    """The place to move states to."""
 
     none = "none"
     cpu = "cpu"
@@ -60,24 +60,24 @@ WEIGHTS = frozenset({Kind.lp_params, Kind.hp_params})
 
 @dataclass(frozen=True, slots=True)
 class Inconsistency:
-    """Weights that hold anything."""
+    """Why weights are inconsistent."""
 
     reason: str
     optimizer: bool
-    """So does the optimizer's state."""
+    """Whether the optimizer's state is inconsistent, too."""
 
 
 class MovedStates:
-    """What is in host memory instead of on the device, by the storage that it is from."""
+    """The states that are in host memory instead of on the device, or not usable."""
 
     def __init__(self, units: Sequence[FlatUnit], zero: ZeroOptimizer | None) -> None:
         self._units = units
         self._zero = zero
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors of the optimizer that show a copy now, and what they are otherwise; by `id`."""
+        """By `id`: a tensor of the optimizer that shows a copy, and its data on the device."""
         self.given_away = False
-        """Another engine has taken the module."""
+        """Whether another engine has taken the module."""
         self.inconsistent: Inconsistency | None = None
         self._read_until: Callable[[], object] | None = None
 
@@ -89,10 +89,10 @@ class MovedStates:
         pin_memory: bool,
         non_blocking: bool,
     ) -> None:
-        """`engine.offload_states`; what is moved already stays moved.
+        """`engine.offload_states`; states that are moved already stay moved.
 
         Raises:
-            ZeroError: Parameters are offloaded by the config, or the device is not the CPU.
+            ZeroError: The config offloads parameters, or the device is not the CPU.
         """
         if not self._can_go_to(device):
             return
@@ -100,13 +100,29 @@ class MovedStates:
         for kind in Kind:
             if include is None or kind in include:
                 for tensor in self.tensors_of(kind):
-                    self._move(tensor, pin_memory=pin_memory, non_blocking=non_blocking)
+                    storage = self._storage(tensor)
+                    moved = storage._cdata in self._copies
+                    # On a CPU, memory that numpy() refers to cannot be resized, as in a save.
+                    if moved or not storage.nbytes() or not storage.resizable():
+                        continue
+                    pin = pin_memory and tensor.is_cuda
+                    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+                    copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
+                    # On a GPU the next user of this memory runs after the copy, on one stream.
+                    storage.resize_(0)
+                    self._copies[storage._cdata] = (storage, copy)
         for tensor in self._of_optimizer():
-            self._show_copy(tensor)
+            _, shown = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
+            if shown is not None:
+                self._homes[id(tensor)] = (tensor, tensor.detach())
+                whole = shown.view(tensor.dtype)
+                tensor.data = whole.as_strided(
+                    tensor.size(), tensor.stride(), tensor.storage_offset()
+                )
         self._show_what_is_there()
 
     def _can_go_to(self, device: OffloadDeviceEnum | str) -> bool:
-        """Whether there is something to do; raises as `offload`."""
+        """Whether states can be moved to a device. Raises as `offload`."""
         if self._zero is None:
             raise ZeroError("offload_states(): the engine has no optimizer, so nothing to offload")
         if any(unit.tiers.weights.far for unit in self._units):
@@ -120,26 +136,8 @@ class MovedStates:
             raise ZeroError(f'offload_states(device={str(device)!r}): states can be moved to "cpu"')
         return device == OffloadDeviceEnum.cpu
 
-    def _move(self, tensor: Tensor, *, pin_memory: bool, non_blocking: bool) -> None:
-        storage = self._storage(tensor)
-        if storage._cdata in self._copies or not storage.nbytes() or not storage.resizable():
-            return  # the last: on a CPU, numpy() looks at this memory, as a save does
-        pin = pin_memory and tensor.is_cuda
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
-        # On a GPU, whoever gets this memory next runs after the copy: they are on one stream.
-        storage.resize_(0)
-        self._copies[storage._cdata] = (storage, copy)
-
-    def _show_copy(self, tensor: Tensor) -> None:
-        _, copy = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
-        if copy is not None:
-            self._homes[id(tensor)] = (tensor, tensor.detach())
-            whole = copy.view(tensor.dtype)
-            tensor.data = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
     def restore(self, *, non_blocking: bool) -> None:
-        """Bring everything back."""
+        """`engine.reload_states`: move everything back."""
         while self._homes:
             _, (tensor, home) = self._homes.popitem()
             tensor.data = home
@@ -150,14 +148,14 @@ class MovedStates:
         self._show_what_is_there()
 
     def give_away(self) -> None:
-        """All of it belongs to another engine from now on."""
+        """Note that all states belong to another engine from now on."""
         self.given_away = True
 
     def lend(self, until: Callable[[], object]) -> None:
-        """Another thread reads the states where they are; whoever needs them next waits for it.
+        """Let another thread read the states in place; the next use of them waits for it.
 
         Args:
-            until: Returns when it reads no more.
+            until: Returns when that thread has read everything.
         """
         self._read_until = until
 
@@ -167,15 +165,16 @@ class MovedStates:
             self._read_until = None
 
     def need(self, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False) -> None:
-        """Let `what` go on only if nothing of these kinds is away or torn.
+        """Refuse `what` if a state of these kinds is moved or inconsistent.
 
         Args:
-            what: Named in the error.
-            kinds: What it needs.
-            refills: It does not mind what weights and optimizer state hold.
+            what: The operation, for the error.
+            kinds: The states that it needs.
+            refills: Whether it replaces weights and optimizer state, so that these may be
+                inconsistent.
 
         Raises:
-            ZeroError: Something is, or another engine has the module.
+            ZeroError: A state is moved or inconsistent, or another engine has the module.
         """
         self._wait_for_reader()
         if self.inconsistent is not None and not refills:
@@ -190,18 +189,19 @@ class MovedStates:
             )
         if not self._copies:
             return
-        away = [kind.value for kind in kinds if self._is_away(kind)]
+        away = [
+            kind.value
+            for kind in kinds
+            if any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
+        ]
         if away:
             raise ZeroError(
                 f"{what} while {' and '.join(sorted(away))} are offloaded; call "
                 "engine.reload_states() first"
             )
 
-    def _is_away(self, kind: Kind) -> bool:
-        return any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
-
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Of the tensor on the device, whatever it shows."""
+        """The storage of a tensor on the device, even if it shows a copy."""
         _, home = self._homes.get(id(tensor), (tensor, tensor))
         return home.untyped_storage()
 
@@ -221,7 +221,7 @@ class MovedStates:
                 yield from self._zero.gradient_sums()
 
     def _of_optimizer(self) -> Iterator[Tensor]:
-        """What a script finds in the optimizer."""
+        """The parameters and state of the optimizer, as a script finds them."""
         if self._zero is not None:
             for group in self._zero.optimizer.param_groups:
                 yield from group["params"]

@@ -1,4 +1,4 @@
-"""What an engine is made of: records that `initialize` fills, `engine` and `persistence` read."""
+"""The parts that an engine is made of, as two records: those of parameters, those of samples."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ from zero_engine.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """The parts that know parameters."""
+    """The parts for parameters."""
 
     module: nn.Module
     device: torch.device
     dtype: torch.dtype
-    """What the model computes in."""
+    """The dtype that the model computes in."""
     stage: Stage
     collectives: Collectives
     units: Sequence[FlatUnit]
     aliases: Mapping[str, str]
     zero: ZeroOptimizer | None
-    """None, as is the reducer, if nothing is trained."""
+    """None, like the reducer, if no parameter is trained."""
     reducer: GradReducer | None
     coordinator: ParamCoordinator
     guard: Callable[[], AbstractContextManager[None]]
-    """Around what is collective and called by the script: what to do when a peer is gone."""
+    """A context around collectives that the script calls, for a peer that is lost."""
     moved: MovedStates
-    """What the script has moved off the device for a while."""
+    """The states that the script has moved off the device."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """The parts that know samples, and where the run is."""
+    """The parts for samples, and the position of the run."""
 
     batch: BatchShape
     batch_from_world: bool
-    """The config leaves the batch to the world size of the first round; a checkpoint knows it."""
+    """Whether the batch follows from the world size of the first round, or from a checkpoint."""
     cursor: Cursor
     rank: int
     world: int
     loader: Feed | None = None
-    """Where the batches come from; None: from a loader of the script's own."""
+    """The source of the batches; None: a DataLoader of the script."""
     ledger: Ledger | None = None
     managed: bool = True
-    """The batch decides where a step ends; False: the script does, by calling `step()`."""
+    """Whether the batch decides where a step ends; otherwise the script, by calling `step()`."""
     summed_over: int | None = None
-    """Gradients are sums over so many ranks, those of the first round; None: they are means."""
+    """Gradients are sums over this number of ranks, that of the first round; None: means."""
     declared: bool = False
-    """The script does, by saying so beforehand. It is a library's loop then, which has state of
-    its own, and writes that after it has called for a checkpoint."""
+    """Whether the end of a step is declared before its last micro-step. Then a library's loop runs,
+    which writes its state only after it has called for a checkpoint."""
 
     loaded_samples: int | None = None
-    """In a step of the run that the loaded checkpoint is from; None if none was loaded."""
+    """The samples per step in the run of the loaded checkpoint; None if none was loaded."""
 
     def plan(self) -> StepPlan:
-        """The step under way, or about to begin; as far as it can go, if the script ends it."""
+        """The current or next step; the largest that it can be, if the script ends it."""
         epoch_size = self.loader.epoch_size if self.loader is not None else None
         plan = plan_step if self.managed else plan_rest
         return plan(self.cursor.samples, self.batch, epoch_size)
@@ -79,11 +79,11 @@ class Run:
         return plan if self.managed else plan.first(self.cursor.micro, self.world)
 
     def microbatch(self) -> MicroBatch:
-        """What this rank runs at the micro-step under way, or about to begin."""
+        """The micro-batch that this rank runs in the current or next micro-step."""
         return self.plan().microbatch(self.cursor.micro, self.rank, self.world)
 
     def adopt_batch(self, batch: BatchShape) -> None:
-        """Go on with the batch of a checkpoint."""
+        """Continue with the batch of a checkpoint."""
         self.batch = batch
         if self.loader is not None:
             self.loader.adopt_batch(batch)

@@ -1,8 +1,8 @@
 """The ZeRO stages as a table: what each one divides among the ranks.
 
 Owns the policy and nothing else. Must always hold: a stage changes where bytes live and when
-they travel, never a result. Everything that depends on the stage asks one of the three
-questions below; nothing compares stage numbers.
+they are sent, never a result. Everything that depends on the stage reads one of the three flags
+below; nothing compares stage numbers.
 
 Source of the idea: ZeRO (arXiv 1910.02054), P_os, P_os+g, P_os+g+p.
 """
@@ -20,9 +20,8 @@ class Stage:
     shards_optimizer: bool
     """Each rank steps its own interval of the master weights, not all of them."""
     shards_gradients: bool
-    """Gradients are divided. They are at every stage: each micro-batch is reduced at once, so a
-    unit
-    has a full gradient for moments only; at the others `no_sync` is allowed, as in DeepSpeed."""
+    """Gradients are sharded, and `no_sync` is refused, as in DeepSpeed. In fact they are sharded at
+    every stage: each micro-batch is reduced at once, so a unit has a full gradient only briefly."""
     shards_parameters: bool
     """The full parameters of a unit exist only while its module computes."""
 

@@ -71,7 +71,7 @@ def test_no_sync_around_all_but_the_last_backward_accumulates_as_in_deepspeed(
 def test_a_step_that_depends_on_the_number_of_ranks_is_said_once(worlds: WorldPool) -> None:
     said, silent = worlds.run(2, lines_of_own_accumulation)
     assert [line.split(":")[0] for line in said] == [
-        "no_sync() goes on where the config's batch ends (micro-step 1)"
+        "no_sync() continues after the config's batch ends (micro-step 1)"
     ]
     assert silent == []
 

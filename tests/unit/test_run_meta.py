@@ -57,7 +57,7 @@ RUN: dict[str, Any] = {
             {"optimizer": "SGD"},
             {},
             "the optimizer is SGD and was AdamW",
-            "give the one that it was",
+            "give the optimizer that it was",
         ),
         ({"threads": 4}, {}, "torch's number of threads is 4 and was 1", "set OMP_NUM_THREADS"),
         ({"torch": "2.14.0"}, {}, "the version of torch is 2.14.0 and was 2.13.0", "by rounding"),

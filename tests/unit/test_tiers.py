@@ -20,9 +20,7 @@ from zero_engine.config import load_config
 from zero_engine.core.choose_tiers import UnitSize, kept_in_cpu, offloaded
 from zero_engine.optim.rows import GRAIN
 from zero_engine.optim.sub_groups import Pace
-from zero_engine.tiers.ahead import ReadAhead
-from zero_engine.tiers.buffers import Buffers
-from zero_engine.tiers.nvme import Nvme
+from zero_engine.tiers.nvme import Buffers, Nvme, ReadAhead
 from zero_engine.tiers.places import TierError, done, wait
 from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
 

@@ -343,7 +343,16 @@ class Config:
         if self.reduction != "ordered":
             raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
         self._check_precision()
-        self._check_low_precision()
+        if self.moments != "fp32" and self.master == "fp32":
+            raise ConfigError(
+                "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to "
+                "true as well"
+            )
+        if self.master != "fp32" and not STAGES[self.zero_optimization.stage].shards_optimizer:
+            raise ConfigError(
+                f"{self.master}.{self.master}_master_weights_and_grads: not at stage 0; set "
+                "zero_optimization.stage to 1, which costs nothing"
+            )
 
     @property
     def sums_gradients(self) -> bool:
@@ -384,18 +393,6 @@ class Config:
             raise ConfigError(
                 f"communication_data_type: {wire!r} would round the gradients; they travel in "
                 f"{self.compute} here: remove it"
-            )
-
-    def _check_low_precision(self) -> None:
-        if self.moments != "fp32" and self.master == "fp32":
-            raise ConfigError(
-                "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to "
-                "true as well"
-            )
-        if self.master != "fp32" and not STAGES[self.zero_optimization.stage].shards_optimizer:
-            raise ConfigError(
-                f"{self.master}.{self.master}_master_weights_and_grads: not at stage 0; set "
-                "zero_optimization.stage to 1, which costs nothing"
             )
 
 

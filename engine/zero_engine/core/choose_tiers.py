@@ -1,7 +1,7 @@
-"""Which tier the state of each unit rests in, from the config.
+"""The choice of the tiers in which weights and optimizer state rest, from the config.
 
-Owns the rules of `ratio` and `max_in_cpu` as pure functions, and makes the tiers: one scratch
-file per directory. Called by `initialize`.
+Owns the rules of `ratio` and `max_in_cpu` as pure functions, and makes the tiers: one scratch file
+per directory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from zero_engine.config.schema import ZeroOptimization
 from zero_engine.optim.sub_groups import Pace
 from zero_engine.sharding.flat_unit import UnitTiers, plan_layout
 from zero_engine.sharding.partition import UnitSpec
-from zero_engine.tiers.ahead import ReadAhead
-from zero_engine.tiers.nvme import Nvme
+from zero_engine.tiers.nvme import Nvme, ReadAhead
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
 
 _WIDEST_BYTES = 4
-"""Of an element: buffers are counted in elements."""
+"""The largest element: the config counts buffers in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """What the choice depends on."""
+    """The size of a unit, on which the choice depends."""
 
     shard: int
     """Elements on each rank."""
@@ -44,7 +43,7 @@ class UnitSize:
 
 
 def offloaded(sizes: Sequence[UnitSize], ratio: float) -> list[bool]:
-    """Which units' state is offloaded: the first ones, until there is the wanted part of it."""
+    """For each unit whether its state is offloaded: the first ones, up to `ratio` of all."""
     trained = [size.shard if size.trained else 0 for size in sizes]
     before = accumulate(trained, initial=0)
     wanted = ratio * sum(trained)
@@ -52,7 +51,7 @@ def offloaded(sizes: Sequence[UnitSize], ratio: float) -> list[bool]:
 
 
 def kept_in_cpu(sizes: Sequence[UnitSize], max_in_cpu: int) -> list[bool]:
-    """Which units' weights stay in the host's memory: the first ones that find room."""
+    """For each unit whether its weights stay in host memory: the first `max_in_cpu` elements."""
     return [end <= max_in_cpu for end in accumulate(size.shard for size in sizes)]
 
 
@@ -66,7 +65,7 @@ def unit_sizes(specs: Sequence[UnitSpec], world: int) -> list[UnitSize]:
 
 
 def pace_of(config: ZeroOptimization, *, low_precision: bool = False) -> Pace:
-    """How sub-groups follow each other; `low_precision`: their state rests in 16 bits."""
+    """The size and the overlap of sub-groups; `low_precision`: their state rests in 16 bits."""
     optimizer = config.offload_optimizer
     size = config.sub_group_size
     return Pace(
@@ -88,40 +87,36 @@ class Tiers:
         """The tiers of each unit, in the order of the units.
 
         Raises:
-            TierError: There can be no scratch file.
+            TierError: The scratch file cannot be made.
         """
         optimizer, param = self.config.offload_optimizer, self.config.offload_param
-        ratio = optimizer.ratio if optimizer.device != NONE else 0.0
+        away = offloaded(sizes, optimizer.ratio if optimizer.device != NONE else 0.0)
         in_cpu = kept_in_cpu(sizes, param.max_in_cpu)
-        return [
-            self._of_unit(size, away, stays)
-            for size, away, stays in zip(sizes, offloaded(sizes, ratio), in_cpu, strict=True)
-        ]
-
-    def _of_unit(self, size: UnitSize, away: bool, stays: bool) -> UnitTiers:
-        optimizer, param = self.config.offload_optimizer, self.config.offload_param
-        weights_device = CPU if param.device == NVME and stays else param.device
-        weights = self._tier(weights_device, param)
-        if not size.trained:
-            return UnitTiers(weights, weights)
-        return UnitTiers(self._tier(optimizer.device if away else NONE, optimizer), weights, away)
+        tiers = []
+        for size, is_away, stays in zip(sizes, away, in_cpu, strict=True):
+            weights = self._tier(CPU if param.device == NVME and stays else param.device, param)
+            if size.trained:
+                state = self._tier(optimizer.device if is_away else NONE, optimizer)
+                tiers.append(UnitTiers(state, weights, is_away))
+            else:
+                tiers.append(UnitTiers(weights, weights))
+        return tiers
 
     def _tier(self, device: str, section: OffloadOptimizer | OffloadParam) -> Tier:
-        """The tier on a device: one for all that rests there."""
+        """The tier on a device, one for all tensors there; on NVMe one for each directory."""
         key = device, section.nvme_path if device == NVME else None
-        if key not in self._made:
-            self._made[key] = self._make_tier(device, section)
-        return self._made[key]
-
-    def _make_tier(self, device: str, section: OffloadOptimizer | OffloadParam) -> Tier:
+        if key in self._made:
+            return self._made[key]
         pin = section.pin_memory and self.device.type == "cuda"
-        if device != NVME:
+        tier: Tier
+        if device == NVME:
+            assert section.nvme_path is not None
+            param = self.config.offload_param
+            reads = max(param.buffer_count - 1, 0)  # one of the buffers is for the current tensor
+            ahead = ReadAhead(reads, reads * param.buffer_size * _WIDEST_BYTES)
+            tier = Nvme(ScratchFile(Path(section.nvme_path)), ahead, pin=pin)
+        else:
             rests_on = torch.device("cpu") if device == CPU else self.device
-            return Memory(rests_on, used_on=self.device, pin=pin)
-        assert section.nvme_path is not None
-        return Nvme(ScratchFile(Path(section.nvme_path)), self._read_ahead(), pin=pin)
-
-    def _read_ahead(self) -> ReadAhead:
-        param = self.config.offload_param
-        reads = max(param.buffer_count - 1, 0)  # one of the buffers is for what is needed now
-        return ReadAhead(reads, reads * param.buffer_size * _WIDEST_BYTES)
+            tier = Memory(rests_on, used_on=self.device, pin=pin)
+        self._made[key] = tier
+        return tier

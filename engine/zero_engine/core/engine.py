@@ -1,13 +1,13 @@
-"""The engine: forward, backward, step, save, load, around the script's own module.
+"""The engine: forward, backward, step, save and load of a script's module.
 
-Owns the order of things within a step. Must always hold: position, step count and scheduler
-move together, at the end of a step and nowhere else; what every rank must decide alike (skip,
-leave) is decided from numbers that every rank has; the mean loss, the norm and the weights of a
-step are the same at every world size and stage. Where the engine loads the batches, the global
-batch decides where a step ends. As an nn.Module it puts `module.` before every name, and nothing
-takes parameters away from the buffers that they are views of.
+Owns the order of events within a step. Must always hold: position, step count and scheduler move
+together, at the end of a step and nowhere else; decisions that must be equal on all ranks (skip,
+leave) are made from numbers that all ranks have; the mean loss, the norm and the weights of a step
+are the same at every world size and stage. If the engine loads the batches, the global batch
+decides where a step ends. As an nn.Module it puts `module.` before every name, and no parameter
+can be taken away from the buffer that it is a view of.
 
-Made by `initialize`; scripts call it. `zero_deepspeed.engine` has DeepSpeed's other names.
+`zero_deepspeed.engine` has DeepSpeed's further names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from zero_engine.offload_states import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
-from zero_engine.optim.zero_optimizer import StepOutcome, ZeroOptimizer
+from zero_engine.optim.zero_optimizer import StepOutcome
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import module_state_dict
@@ -58,12 +58,12 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(nn.Module):
-    """Trains a module; one per process and module. A process may have several, see `agent_link`.
+    """Trains a module on all ranks. A process may have several engines, each for its own module.
 
-    An attribute that it does not have is the module's.
+    Attributes that the engine does not have are looked up in the module.
 
     Raises (`forward`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
-        PeerLost: A peer is gone. Under an agent the process ends instead, as it asks.
+        PeerLost: A peer is lost. Under an agent the process exits instead, as the agent expects.
     """
 
     module: nn.Module
@@ -79,9 +79,9 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = core.module
-        del self.training  # so that it, too, is looked up there
+        del self.training  # so that it, too, is looked up in the module
         self.config = keys
-        """The config as it was given; libraries look into it."""
+        """The config as it was given; libraries read it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
         self.lr_scheduler = scheduler
         self.training_dataloader = run.loader
@@ -103,7 +103,7 @@ class Engine(nn.Module):
         self._profile = Profile(config.flops_profiler, run.rank, core.device)
         self._reporter = Reporter(config, run.rank, self._stopwatch)
         self.monitor = self._reporter.monitors
-        """The curves that the config asks for; `write_events` adds the script's own."""
+        """The monitors of the config; `write_events` adds curves of the script."""
         self._state = EngineState(
             module=core.module,
             units=core.units,
@@ -118,7 +118,7 @@ class Engine(nn.Module):
     # ---- a step ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. In training, from this micro-batch's own random state."""
+        """The module's forward; in training with the random state of this micro-batch."""
         gathered_from_shards = self._core.stage.shards_parameters
         self._core.moved.need(
             "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
@@ -144,19 +144,19 @@ class Engine(nn.Module):
     ) -> Tensor:
         """Compute and reduce the gradients of one micro-step.
 
-        A plain `loss.backward()` does so, too, outside fp16 training.
+        Outside fp16 training a plain `loss.backward()` does the same.
 
         Args:
             loss: The mean loss of this micro-batch, a scalar; or (sum, count), its sum over
                 `count` tokens.
             retain_graph: As for Tensor.backward.
-            tokens: How many tokens the mean is over. Given in every micro-step, each token of the
-                global batch counts the same; otherwise each sample does.
-            by_share: Weight the loss by the micro-batch's share of the global batch; False if the
-                script has divided it over its micro-steps: the ranks are averaged then.
+            tokens: The number of tokens in the mean. If it is given in every micro-step, each token
+                of the global batch has the same weight; otherwise each sample has.
+            by_share: Weight the loss by the micro-batch's share of the global batch. False if the
+                script has divided it by its micro-steps: then the ranks are averaged.
 
         Returns:
-            The loss as it was weighted; without the loss scale of fp16 training.
+            The weighted loss, without the loss scale of fp16 training.
         """
         self._core.moved.need("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
@@ -169,7 +169,7 @@ class Engine(nn.Module):
         return weighted.share
 
     def scale(self, loss: Loss, *, tokens: int | Tensor | None = None) -> Tensor:
-        """The loss, weighted and scaled, for a `.backward()` of the script's own.
+        """The loss, weighted and scaled, for the script to call `.backward()` on.
 
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
@@ -178,12 +178,12 @@ class Engine(nn.Module):
         return self._profile.watch_backward(scaled, self._run.cursor.step)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; at the boundary, the step: update weights, scheduler and position.
+        """End a micro-step; at the boundary also the step: update weights, scheduler, position.
 
-        If this worker has been asked to leave, the process may end here with a fresh checkpoint.
+        If this worker has been asked to leave, the process may exit here with a fresh checkpoint.
 
         Args:
-            lr_kwargs: What the `step` of a scheduler of the script's own is called with.
+            lr_kwargs: Arguments for the `step` of the script's scheduler.
         """
         self._core.moved.need("step()")
         if self._micro_steps.without_step:
@@ -201,8 +201,27 @@ class Engine(nn.Module):
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         zero, cursor = self._core.zero, self._run.cursor
         assert zero is not None
+        plan = self._run.ending()
         try:
-            outcome = self._change(zero, lr_kwargs)
+            # Update weights, scheduler and position, all of them or none. The notes of every rank:
+            # about leaving and saving, then those of the micro-steps.
+            with self._stopwatch.measure("step"):
+                notes = torch.tensor(self._persistence.notes(), device=self.device)
+                outcome = zero.step(
+                    torch.cat([notes, self._micro_steps.notes()]),
+                    lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
+                )
+            self._micro_steps.clear()
+            self._micro_steps.applied = outcome.applied
+            self._last = outcome
+            self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
+            if outcome.applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+            cursor.step, cursor.samples, cursor.micro = (
+                cursor.step + 1,
+                plan.position + plan.samples,
+                0,
+            )
         except BaseException as error:
             if zero.changing:
                 reason = f"a step has failed half way: {str(error) or type(error).__name__}"
@@ -220,25 +239,6 @@ class Engine(nn.Module):
         self._persistence.hear(outcome.notes[:, :NOTES].tolist())
         self._link.progress(self._persistence.number, cursor.step, cursor.samples, self.mean_loss)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
-
-    def _change(self, zero: ZeroOptimizer, lr_kwargs: Mapping[str, Any]) -> StepOutcome:
-        """Update weights, scheduler and position, all of them or none."""
-        plan, cursor = self._run.ending(), self._run.cursor
-        # Everybody's notes: about leaving and saving, then those of the micro-steps.
-        with self._stopwatch.measure("step"):
-            notes = torch.tensor(self._persistence.notes(), device=self.device)
-            outcome = zero.step(
-                torch.cat([notes, self._micro_steps.notes()]),
-                lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
-            )
-        self._micro_steps.clear()
-        self._micro_steps.applied = outcome.applied
-        self._last = outcome
-        self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
-        if outcome.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-        cursor.step, cursor.samples, cursor.micro = cursor.step + 1, plan.position + plan.samples, 0
-        return outcome
 
     def _report_skip(self, outcome: StepOutcome) -> None:
         assert self._core.zero is not None
@@ -258,46 +258,48 @@ class Engine(nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what a plain `.backward()` of another engine's loss has left here, if anything.
+        """Drop gradients that a plain `.backward()` of another engine's loss has left here.
 
-        Otherwise there is nothing to do: gradients are cleared by `step`.
+        There is nothing else to drop: `step` clears gradients.
+
+        Args:
+            set_to_none: Without effect.
         """
         self._micro_steps.forget_shared()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-steps without `step()`, for scripts that accumulate by themselves.
+        """A context of micro-steps without `step()`, for scripts that accumulate by themselves.
 
-        Gradients are exchanged all the same: micro-batch by micro-batch is how the result stays
-        one. Where more micro-steps are run here than the config's batch has, a step is from then on
-        what the script accumulates until it calls `step()`, as in DeepSpeed and DDP.
+        Gradients are still reduced, one micro-batch after the other: so the result is the same at
+        every world size. If more micro-steps run here than the config's batch has, from then on the
+        script decides where a step ends, by calling `step()`, as in DeepSpeed and DDP.
 
         Raises:
             ZeroError: At stages 2 and 3, as in DeepSpeed.
         """
         if self._core.stage.shards_gradients:
             raise ZeroError(
-                f"no_sync() does not go with divided gradients, stage {self._core.stage.number}; "
-                "leave it out, or use stage 0 or 1"
+                "no_sync() cannot be combined with sharded gradients, stage "
+                f"{self._core.stage.number}; leave it out, or use stage 0 or 1"
             )
         with self._micro_steps.no_sync():
             yield
 
     def batch_sampler(self, dataset: Dataset[Any]) -> MicroBatches:
-        """The engine's order for a DataLoader of your own: `DataLoader(batch_sampler=...)`.
+        """A batch sampler for a DataLoader of the script: `DataLoader(batch_sampler=...)`.
 
-        Its workers, collate_fn, pinning and prefetching are yours; which samples a rank runs,
-        and going on exactly there, is the engine's. Each pass over the DataLoader is the rest of
-        an epoch.
+        The engine chooses the samples of each rank, and resumes exactly there; workers, collate_fn,
+        pinning and prefetching are the DataLoader's. Each pass over it is the rest of an epoch.
 
         Args:
-            dataset: Map-style; the same that the DataLoader gets.
+            dataset: The map-style dataset of that DataLoader.
         """
         sampler = MicroBatches(microbatch_sampler(self._config, self._run, dataset))
         self._run.loader = sampler
         return sampler
 
-    # ---- where the run is ----
+    # ---- the position of the run ----
 
     @property
     def global_steps(self) -> int:
@@ -319,14 +321,14 @@ class Engine(nn.Module):
         return self._last.norm if self._last is not None else None
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group; NaN where the optimizer finds its own."""
+        """The learning rate of each param group; NaN if the optimizer computes its own."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         rates = (group.get("lr") for group in groups)
         return [math.nan if rate is None else float(rate) for rate in rates]
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward; 1 outside fp16 training."""
+        """The factor of the loss before backward; 1 outside fp16 training."""
         return self._core.zero.scale if self._core.zero is not None else 1.0
 
     # ---- checkpoints ----
@@ -340,33 +342,33 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
         blocking: bool | None = None,
     ) -> bool:
-        """Save at this step's boundary; every rank calls it.
+        """Save a checkpoint at a step's boundary; every rank calls it.
 
-        In the background, training goes on as soon as the state is copied. A failure is then
-        reported by the next `step()`, and the checkpoints there are stay as they are.
+        A save in the background returns as soon as the state is copied. If it fails, the next
+        `step()` raises, and the checkpoints before it stay as they are.
 
         Args:
-            save_dir: On storage that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
-            tag: A name; by default global_step<N>.
-            client_state: The script's own state, given back by `load_checkpoint`: numbers, text,
-                tensors and numpy arrays of up to 1 MiB each, tuples, lists and dictionaries of
-                them. What rank 0 gives.
-            exclude_frozen_parameters: Leave out what is not trained: whoever loads the
-                checkpoint keeps the weights that the script has given these parameters.
-            blocking: Return when it is published; None: as the config's checkpoint.async says.
-                A worker that leaves always waits.
+            save_dir: A directory that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
+            tag: The name of the checkpoint; by default global_step<N>.
+            client_state: The script's state, returned by `load_checkpoint`: numbers, text, tensors
+                and numpy arrays of up to 1 MiB each, tuples, lists and dictionaries of them. That
+                of rank 0 is saved.
+            exclude_frozen_parameters: Leave out parameters that are not trained: a load then keeps
+                the weights that the script has given them.
+            blocking: Return when the checkpoint is published; None: the opposite of the config's
+                checkpoint.async. A worker that leaves always waits.
 
         Returns:
-            Whether it was published, or in the background: begun. False if this worker's round
-            is over or its agent does not answer, if the disk is full and the script asks
+            Whether the checkpoint was published, or begun in the background. False if this worker's
+            round is over or its agent does not answer, if the disk is full and the script asks
             `checkpoint_due` (which is then true again after a minute; other scripts wait here for
-            room, up to an hour), or if the save before is in flight and checkpoint.when_busy is
-            "skip": nothing was written, and the log says so.
+            space, up to an hour), or if the previous save is in flight and checkpoint.when_busy is
+            "skip". Then nothing was written, and the reason is logged.
 
         Raises:
-            CheckpointError: A rank failed, the client state has something else in it, or the ranks
-                name it differently and checkpoint.tag_validation is "Fail"; nothing was saved. Or
-                this is the second save in a row that was not published, though etcd is there.
+            CheckpointError: A rank failed, the client state has a value of another type, or the
+                tags of the ranks differ and checkpoint.tag_validation is "Fail"; nothing was saved.
+                Or this is the second save in a row that was not published, though etcd answers.
         """
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.awaits_step:
@@ -383,15 +385,16 @@ class Engine(nn.Module):
             )
 
     def keep_client_state(self, source: ClientSource | None) -> None:
-        """Say where the engine finds the script's own state, for checkpoints that it makes itself.
+        """Register a source of client state, for checkpoints that the engine makes itself.
 
-        Those are the ones in memory (`checkpoint.ram`), and the one with which a worker leaves.
-        A script that gives `client_state` to `save_checkpoint` and does not call this gets none in
-        memory, and leaves only after its own next save. Call it before `load_checkpoint`.
+        Those are the in-memory checkpoints (`checkpoint.ram`), and the one with which a worker
+        leaves. A script that passes `client_state` to `save_checkpoint` without this call has no
+        in-memory checkpoints, and leaves only after its next save. Call it before
+        `load_checkpoint`.
 
         Args:
-            source: Called at the end of a step, on every rank, for a `client_state`, also by
-                `save_checkpoint` without one. None: there is none.
+            source: Returns a `client_state`; called on every rank at the end of a step, and by
+                `save_checkpoint` without one. None: there is no client state.
         """
         self._persistence.client_source = source
 
@@ -402,7 +405,7 @@ class Engine(nn.Module):
             Whether the last save was published.
 
         Raises:
-            CheckpointError: It has failed, and no `step()` has said so yet.
+            CheckpointError: The save has failed, and no `step()` has raised that yet.
         """
         with exit_on_peer_loss(self._link):
             return self._persistence.wait()
@@ -421,21 +424,22 @@ class Engine(nn.Module):
         An engine without an optimizer loads the weights alone, in its own dtype.
 
         Args:
-            load_dir: As given to `save_checkpoint`.
-            tag: Only a checkpoint of this name, or what the file `latest` says.
-            load_module_strict: False: parameters and buffers that are only here or only there
-                are no error.
-            load_optimizer_states: False: the optimizer stays as it is.
-            load_lr_scheduler_states: False: the scheduler stays as it is.
-            load_module_only: Neither optimizer, nor scheduler, nor the position in the data.
+            load_dir: The `save_dir` of `save_checkpoint`.
+            tag: Load only checkpoints of this tag, or the one of this name, which the file
+                `latest` has; None: the newest valid one.
+            load_module_strict: Refuse a checkpoint whose parameters and buffers differ from the
+                module's.
+            load_optimizer_states: False keeps the optimizer as it is.
+            load_lr_scheduler_states: False keeps the scheduler as it is.
+            load_module_only: Load neither optimizer, nor scheduler, nor the position in the data.
 
         Returns:
-            Its path and the client state, or (None, {}) if there is none yet.
+            The path of the checkpoint and its client state, or (None, {}) if there is none yet.
 
         Raises:
-            DamagedCheckpoint: There are checkpoints, and none is whole.
-            ModelMismatch: It is another model's; unless a damaged one was tried before it,
-                everything is as it was.
+            DamagedCheckpoint: There are checkpoints, and all of them are damaged.
+            ModelMismatch: The checkpoint is of another model. Nothing has changed, unless a damaged
+                checkpoint was tried before.
             CheckpointError: A rank could not read. After this and after damage the state may be
                 half loaded, and nothing but another load is allowed.
         """
@@ -455,32 +459,32 @@ class Engine(nn.Module):
     ) -> bool:
         """Whether to save now; the same on all ranks. Also true when this worker is to leave.
 
-        A script that saves when told so leaves at that very boundary.
+        A script that saves whenever this is true can leave at that very boundary.
 
         Args:
-            every_steps: Every so many steps,
-            every_s: or every so many seconds, or as often as "auto" finds right from what saving
-                costs and how often the job fails. Without either, as the config says.
+            every_steps: The number of steps between saves.
+            every_s: The number of seconds between saves; "auto": from the measured cost of a save
+                and the rate of failures. Without either argument the config decides.
         """
         return self._persistence.due(every_steps, every_s)
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether this worker is to leave; all ranks know it since the same `step()`."""
+        """Whether this worker has been asked to leave; equal on all ranks after each `step()`."""
         return self._persistence.leaving
 
     def leave_group(self) -> None:
-        """End the process with the checkpoint just saved, as the agent has asked.
+        """Exit the process after the checkpoint just saved, as the agent has asked.
 
-        For a loop that has to write more beside a checkpoint; `step()` does it otherwise. Every
-        rank calls it.
+        For loops that write more than the checkpoint; otherwise `step()` exits. Every rank calls
+        it.
 
         Raises:
             SystemExit: Always.
-            ZeroError: Nobody has asked this worker to leave.
+            ZeroError: This worker has not been asked to leave.
         """
         if not self._persistence.leaving:
-            raise ZeroError("leave_group() without asked_to_leave; go on training")
+            raise ZeroError("leave_group() without asked_to_leave; continue training")
         with exit_on_peer_loss(self._link):
             self._persistence.leave()
 
@@ -509,13 +513,13 @@ class Engine(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Give the module other weights, at any stage. Every rank calls it.
+        """Load weights into the module, at any stage. Every rank calls it.
 
         Args:
-            state_dict: With the names of `state_dict()`, which begin with `module.`. Rank 0's
-                parameters become everybody's, each rank loads its own buffers.
+            state_dict: Tensors by the names of `state_dict()`, which begin with `module.`.
+                Parameters are broadcast from rank 0; each rank loads its own buffers.
             strict: As for torch.
-            assign: Without effect: weights are always copied to where the engine steps them.
+            assign: Without effect: weights are always copied into the engine's buffers.
 
         Returns:
             The missing and the unexpected keys.
@@ -525,7 +529,7 @@ class Engine(nn.Module):
         with GatheredParameters(self.module, modifier_rank=0):
             return super().load_state_dict(state_dict, strict)
 
-    # ---- the device, lent to others ----
+    # ---- the device, freed for another use ----
 
     def offload_states(
         self,
@@ -534,21 +538,21 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory, so that others can use the device's. Not collective.
+        """Move states to host memory, to free memory of the device. Not collective.
 
         Args:
-            include: Which; None: all of them.
+            include: The kinds of state; None: all of them.
             device: "cpu".
-            pin_memory: Into page-locked memory, from which they come back faster.
+            pin_memory: Use page-locked memory, from which a reload is faster.
             non_blocking: Return before the copies have ended.
 
         Raises:
-            ZeroError: The config's offload_param has moved them already, or another device.
+            ZeroError: The config's offload_param has moved them already, or `device` is not "cpu".
         """
         self._core.moved.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` has moved; training goes on as if nothing had been."""
+        """Move back what `offload_states` has moved; training continues unchanged."""
         self._core.moved.restore(non_blocking=non_blocking)
 
     # ---- a module around another ----
@@ -557,8 +561,8 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Before `module` is set, looking for it in itself would never end; and what copy and
-            # pickle ask for is how to copy us, not the module.
+            # Before `module` is set, looking it up in itself would never end; and the special
+            # methods that copy and pickle look up are those of the engine, not of the module.
             if name == "module" or name.startswith("__"):
                 raise
         return getattr(self.module, name)
@@ -573,7 +577,7 @@ class Engine(nn.Module):
         self.module.compile(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `.to()`, `.half()`, `.cuda()` come to: nothing, where all is as they ask already."""
+        """`.to()`, `.half()` and `.cuda()`: refused, unless they change nothing."""
         for name, param in self.named_parameters():
             if fn(param) is not param:
                 raise ZeroError(
@@ -590,12 +594,13 @@ class Engine(nn.Module):
         )
 
     def destroy(self) -> None:
-        """Finish a save in flight; close curves and ledger, with the last engine the link.
+        """Finish a save in flight; close monitors and ledger, with the last engine also the link.
 
-        If the disk was too full for the save of this very step, that is tried again for an hour.
+        If the disk was too full for the save of this very step, the save is tried again for an
+        hour.
 
         Raises:
-            CheckpointError: The disk is full still.
+            CheckpointError: The disk is still full.
         """
         self._persistence.close()
         self._reporter.monitors.close()

@@ -2,7 +2,7 @@
 
 Owns the order in which the parts are made, and what is done to the user's model: parameters
 become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
-training. Everything afterwards belongs to `engine`. Scripts call it.
+training. Everything afterwards belongs to `engine`.
 """
 
 from __future__ import annotations
@@ -76,23 +76,23 @@ def initialize(
     """Make an engine. Every rank calls it, with the same arguments.
 
     Args:
-        model: The module to train. Rank 0's weights are everybody's. One that another engine has
-            trained is taken from it, and goes on from there.
+        model: The module to train. The weights of rank 0 are broadcast. A module that another
+            engine has trained keeps its weights, and that engine cannot be used any more.
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
-            `model_parameters`. None: the config's.
+            `model_parameters`. None: that of the config.
         model_parameters: Parameters or param groups; by default all that require gradients.
-        training_data: For `engine.training_dataloader`: a map-style dataset, one that is cut into
-            shards (`shards`), or any other that can be iterated (`streams`).
+        training_data: The dataset of `engine.training_dataloader`: map-style, cut into shards
+            (`zero_data.shards`), or any iterable (`zero_data.streams`).
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
             stepped with every optimizer step that is applied.
         config: A dict, a JSON string or the path of a JSON file.
         collate_fn: As for torch's DataLoader.
         num_workers: As for torch's DataLoader.
-        engine_class: What to make: `Engine`, or a class that adds to it.
+        engine_class: `Engine`, or a subclass.
 
     Raises:
         ConfigError: The arguments or the config contradict each other or are incomplete.
-        PeerLost: A peer is gone; under an agent the process ends instead.
+        PeerLost: A peer is lost; under an agent the process exits instead.
     """
     keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
@@ -116,7 +116,7 @@ def initialize(
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """What the parts of one core are all made with."""
+    """What all parts of one core are made with."""
 
     config: Config
     stage: Stage
@@ -135,11 +135,21 @@ def _make_core(
     check_dtypes(model, groups, dtype)
     buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
     prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
-    leaves = config.zero_optimization.leaf_module
-    mark_configured(model, leaves.classes, leaves.names, leaves.name_suffixes)
+    settings = config.zero_optimization
+    marks = settings.leaf_module
+    mark_configured(model, marks.classes, marks.names, marks.name_suffixes)
     tied = aliases(model)
     units = _make_units(shared, partition(model, groups, dtype))
-    coordinator = _make_coordinator(shared, model, units)
+    coordinator = ParamCoordinator(
+        model,
+        units if shared.stage.shards_parameters else (),
+        shared.collectives,
+        Prefetch(
+            budget=settings.stage3_prefetch_bucket_size,
+            max_live=settings.stage3_max_live_parameters,
+        ),
+        shared.guard,
+    )
     zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
     core = Core(
         module=model,
@@ -162,7 +172,7 @@ def _make_core(
 
 
 def _meet(config: Config, link: AgentLink) -> _Shared:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     if config.comms_logger.enabled:
         LOG.configure(config.comms_logger)
     shared = _Shared(
@@ -197,26 +207,13 @@ def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, .
     )
 
 
-def _make_coordinator(
-    shared: _Shared, model: nn.Module, units: Sequence[FlatUnit]
-) -> ParamCoordinator:
-    zero = shared.config.zero_optimization
-    return ParamCoordinator(
-        model,
-        units if shared.stage.shards_parameters else (),
-        shared.collectives,
-        Prefetch(budget=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters),
-        shared.guard,
-    )
-
-
 def _make_stepper(
     shared: _Shared,
     optimizer: torch.optim.Optimizer | None,
     units: Sequence[FlatUnit],
     coordinator: ParamCoordinator,
 ) -> tuple[ZeroOptimizer, GradReducer] | tuple[None, None]:
-    """What turns gradients into a step; nothing if nothing is trained."""
+    """The optimizer and the reducer; neither if no parameter is trained."""
     trained = [unit for unit in units if unit.trained]
     if optimizer is None or not trained:
         return None, None
@@ -256,7 +253,7 @@ def _make_stepper(
 def _make_scheduler(
     given: Any, config: SchedulerConfig | None, optimizer: torch.optim.Optimizer | None
 ) -> Any:
-    # A scheduler object has a step(); a function that makes one has not, and a class makes one.
+    # A scheduler object has a step(). A function that makes one has none; a class makes one.
     if given is not None and config is not None and config.type and dist.get_rank() == 0:
         _log.warning(
             "the lr_scheduler given to initialize() is used, as in DeepSpeed, and not the config's "

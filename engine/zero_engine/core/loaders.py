@@ -1,6 +1,6 @@
 """The training loader: this rank's part of a dataset, in the engine's order.
 
-Must always hold: it begins at the run's position, whatever kind of dataset it reads.
+Must always hold: the loader begins at the run's position, for every kind of dataset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def training_loader(
 def microbatch_sampler(
     config: Config, run: Run, dataset: Dataset[Any], *, shuffle: bool | None = None
 ) -> MicroBatchSampler:
-    """This rank's micro-batches of a map-style dataset; shuffled as the config says."""
+    """This rank's micro-batches of a map-style dataset, shuffled if the config says so."""
     source = make_source(
         dataset,
         run.batch,
@@ -94,5 +94,5 @@ def _stream_loader(
 
 
 def pins_memory() -> bool:
-    """Whether batches are pinned: where there is a GPU to copy them to."""
+    """Whether batches are pinned: only if they are copied to a GPU."""
     return local_device().type == "cuda"

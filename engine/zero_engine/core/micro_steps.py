@@ -1,13 +1,10 @@
-"""The micro-steps of one step: weigh a loss, run its backward, note what it consumed.
+"""The micro-steps of one step: weights a loss, runs its backward, records what it consumed.
 
-Owns what is known between the first backward of a step and its end: the weighted losses, the
-numbers of tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step
-has one batch, of which there may be several losses, each with its backward; which of them is the
-last of a step is decided by the global batch, and a
-script that says otherwise is told so, unless that is left to the script; the samples in the
-ledger are those that were run.
-
-Called by `engine`, whose `step()` ends it.
+Owns the state between the first backward of a step and its end: the weighted losses, the numbers of
+tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step has one batch,
+of which there may be several losses, each with its backward; the global batch decides which
+micro-step is the last of a step, and a script that declares otherwise gets an error, unless the
+script decides; the samples in the ledger are those that were run.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from zero_engine.parts import Core, Run
 _log = logging.getLogger(__name__)
 
 Loss = Tensor | tuple[Tensor, int | Tensor]
-"""A mean, or a sum and the number of tokens it is over."""
+"""A mean, or a sum and the number of its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +36,11 @@ class Weighted:
     """A loss, ready for its backward."""
 
     share: Tensor
-    """Times its share of the global batch."""
+    """The loss times its share of the global batch."""
     scaled: Tensor
-    """And times the loss scale, and the ranks if gradients are sums: what is differentiated."""
+    """That times the loss scale, and the ranks if gradients are sums; it is differentiated."""
     tokens: float
-    """How many it is over, or NOT_GIVEN, or BY_SCRIPT."""
+    """The number of its tokens, or NOT_GIVEN, or BY_SCRIPT."""
 
 
 class MicroSteps:
@@ -53,26 +50,26 @@ class MicroSteps:
         self.ended = 0
         """Micro-steps that this process has run."""
         self.applied = False
-        """The micro-step under way, or the last one, has changed the weights."""
+        """Whether the current or the last micro-step has changed the weights."""
         self.awaits_step = False
-        """A backward has run, and its `step()` has not."""
+        """Whether a backward has run, and its `step()` has not."""
         self.without_step = False
-        """Inside `no_sync`: a backward ends its micro-step by itself."""
+        """Whether in `no_sync`: there a backward ends its micro-step without `step()`."""
         self.coalescing = False
-        """Inside `coalesce`: a backward does so, unless its micro-step is the last."""
+        """Whether in `coalesce`: there a backward does so, unless its micro-step is the last."""
         self.declared_boundary: bool | None = None
-        """What the script has said of the coming micro-steps."""
+        """Whether the script has declared the coming micro-steps to end a step; None: neither."""
         self._shared = False
-        """The last backward was one for several engines, and is none of a step yet."""
+        """Whether the last backward went through several engines, and no step has used it yet."""
         self._core = core
         self._run = run
         self._losses: list[Tensor] = []
         self._tokens: list[float] = []
         self._ticket: Ticket | None = None
-        """Of the batch that the micro-step under way has consumed."""
+        """The ticket of the batch that the current micro-step has consumed."""
         self._warned = False
         self._warned_of_more = False
-        self._told_of_loss = False
+        self._warned_of_loss = False
 
     # ---- before backward ----
 
@@ -83,12 +80,12 @@ class MicroSteps:
 
         Args:
             loss: A scalar; see `Engine.backward`.
-            tokens: How many tokens a mean is over.
+            tokens: The number of tokens in a mean.
             by_share: Weight a loss without tokens by its samples; otherwise the script has divided
-                it over its micro-steps.
+                it by its micro-steps.
 
         Raises:
-            ZeroError: It cannot be differentiated, or not now.
+            ZeroError: The loss cannot be differentiated, or there is no step to do so in.
         """
         zero = self._core.zero
         if zero is None:
@@ -111,11 +108,11 @@ class MicroSteps:
         return Weighted(share, share if scale == 1 else share * scale, count)
 
     def _weight(self, count: float, *, is_sum: bool) -> float:
-        """What the loss is multiplied with."""
+        """The weight of a loss in the global batch."""
         run = self._run
         if count == NOT_GIVEN:
             return run.plan().weight(run.microbatch())
-        if count == BY_SCRIPT:  # over its micro-steps; here over the ranks
+        if count == BY_SCRIPT:  # averaged over its micro-steps; here over the ranks
             return run.microbatch().size / (run.batch.micro_batch * run.world)
         return (1.0 if is_sum else count) / nominal(run.plan())
 
@@ -125,7 +122,7 @@ class MicroSteps:
         """Run the whole backward of a micro-step."""
         self._begin(loss.tokens)
         assert self._core.reducer is not None
-        if loss.scaled.requires_grad:  # else backward() says what is wrong
+        if loss.scaled.requires_grad:  # else backward() raises why not
             loss.scaled.register_hook(self._core.reducer.note_graph_task)
         loss.scaled.backward(retain_graph=retain_graph)
         self._finish(loss)
@@ -136,14 +133,14 @@ class MicroSteps:
         return loss.scaled
 
     def _on_plain_backward(self, loss: Weighted, gradient: Tensor) -> None:
-        """The first thing that a backward of the script's own reaches."""
+        """The hook of the loss, the first that a plain backward of the script calls."""
         self._begin(loss.tokens)
         assert self._core.reducer is not None
         self._core.reducer.note_graph_task(gradient)
         Variable._execution_engine.queue_callback(partial(self._finish, loss))
 
     def begin_unweighted(self) -> None:
-        """A backward of a loss that was not weighted is under way: its gradients are to be."""
+        """Begin the micro-step of a plain backward: its gradients are weighted, not its loss."""
         run = self._run
         if self.without_step and self.at_boundary:
             self._go_beyond_the_batch()
@@ -151,14 +148,20 @@ class MicroSteps:
         self._begin(NOT_GIVEN, weight=weight * (run.summed_over or 1))
 
     def finish_unweighted(self, loss: Tensor | None, *, shared: bool) -> None:
-        """It has run.
+        """End the backward of such a micro-step.
 
         Args:
-            loss: Its loss, if that is known.
-            shared: It has left gradients in other engines as well.
+            loss: The loss, if it is known.
+            shared: Whether it has left gradients in other engines as well.
         """
         if loss is None:
-            self._tell_of_unknown_loss()
+            if not self._warned_of_loss and self._run.rank == 0:
+                _log.info(
+                    "loss.backward(): the engine does not see this loss, so mean_loss and its "
+                    "curve are nan; call engine.backward(loss) to have them, or return the loss "
+                    "from forward"
+                )
+            self._warned_of_loss = True
             loss = torch.tensor(float("nan"), device=self._core.device)
         share = loss * self._weight(NOT_GIVEN, is_sum=False)
         self._finish(Weighted(share, share, NOT_GIVEN))
@@ -168,8 +171,8 @@ class MicroSteps:
         """Drop the gradients that a loss of other engines has left here.
 
         Raises:
-            ZeroError: They have been added to those of earlier micro-steps, or their batch is one
-                that the engine counts.
+            ZeroError: They have been added to those of earlier micro-steps, or the engine has
+                counted their batch.
         """
         if not self._shared:
             return
@@ -195,7 +198,14 @@ class MicroSteps:
             )
         if self.awaits_step:
             self._check_further_loss(tokens)
-        self._check_boundary()
+        # A boundary that the script has declared must be that of the batch.
+        if self.declared_boundary not in (None, self.at_boundary):
+            number, of = self._run.cursor.micro + 1, self._run.plan().micro_steps(self._run.world)
+            raise ZeroError(
+                f"set_gradient_accumulation_boundary({self.declared_boundary}), but micro-step "
+                f"{number} of {of} is {'' if self.at_boundary else 'not '}the last: the global "
+                "batch is fixed; change gradient_accumulation_steps or call set_train_batch_size()"
+            )
         self.applied = False
         core, run = self._core, self._run
         assert core.reducer is not None
@@ -221,7 +231,21 @@ class MicroSteps:
             return
         self._losses.append(share)
         self._tokens.append(loss.tokens)
-        self._note_samples()
+        # Write the samples that this micro-step really consumed into the ledger.
+        run = self._run
+        if run.loader is None:
+            self._warn_of_foreign_loader()
+        ticket = self._ticket = run.loader.last if run.loader is not None else None
+        microbatch = run.microbatch()
+        if ticket is not None and ticket.start != run.plan().position + microbatch.start:
+            self._warn_of_stale_batch(ticket)
+        if run.ledger is not None and not microbatch.padding:
+            if ticket is None:
+                raise ZeroError(
+                    "elastic.sample_ledger: the samples of this batch are not known; give "
+                    "initialize() the training_data, or your DataLoader engine.batch_sampler()"
+                )
+            run.ledger.consume(microbatch.index, ticket.ids)
         awaited = self._run.managed and not self.without_step
         ends_itself = not awaited or (self.coalescing and not self.at_boundary)
         self.awaits_step = not ends_itself
@@ -240,10 +264,10 @@ class MicroSteps:
         self._run.cursor.micro += 1
 
     def _check_further_loss(self, tokens: float) -> None:
-        """A backward before the step() of the last one: a further loss of the same micro-batch.
+        """Check a backward before the step() of the last one: a further loss of one micro-batch.
 
         Raises:
-            ZeroError: It is of another micro-batch, or has another number of tokens.
+            ZeroError: The loss is of another micro-batch, or has another number of tokens.
         """
         loader = self._run.loader
         if loader is not None and loader.last != self._ticket:
@@ -282,19 +306,19 @@ class MicroSteps:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the micro-step under way is the last of its step: False if nobody knows yet."""
+        """Whether the current micro-step is the last of its step; False if that is open."""
         if not self._run.managed:
             return bool(self.declared_boundary)
         return self._run.cursor.micro + 1 == self._run.plan().micro_steps(self._run.world)
 
     def let_script_decide(self) -> None:
-        """From here on a step is what the script makes of it, whatever the batch says."""
+        """From now on the script decides where a step ends, whatever the batch says."""
         self.end_if_awaited()
         self._run.managed, self._run.declared = False, True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-steps that need no `step()`."""
+        """A context of micro-steps that need no `step()`."""
         self.without_step = True
         try:
             yield
@@ -303,7 +327,7 @@ class MicroSteps:
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
-        """All micro-steps of a step, and one `step()` after them."""
+        """A context of all micro-steps of a step, with one `step()` after them."""
         self.coalescing = True
         try:
             yield
@@ -311,10 +335,10 @@ class MicroSteps:
             self.coalescing = False
 
     def _go_beyond_the_batch(self) -> None:
-        """A backward inside `no_sync` where the batch is full: the script accumulates by itself.
+        """Accept a backward in `no_sync` when the batch is full: the script accumulates by itself.
 
         Raises:
-            ZeroError: The loader cannot go on with that.
+            ZeroError: The loader cannot continue beyond the batch.
         """
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
         if run.loader is not None and not run.loader.leave_steps_to_script():
@@ -327,23 +351,13 @@ class MicroSteps:
         run.managed = False
         if run.rank == 0:
             _log.info(
-                "no_sync() goes on where the config's batch ends (micro-step %d): from here on a "
+                "no_sync() continues after the config's batch ends (micro-step %d): from here on a "
                 "step is what the script accumulates, so its global batch depends on the number of "
-                "ranks; set gradient_accumulation_steps to what you accumulate, and it does not",
+                "ranks; to avoid that, set gradient_accumulation_steps to what you accumulate",
                 micro_steps,
             )
 
-    def _check_boundary(self) -> None:
-        """What the script has said of this micro-step must be what the batch makes of it."""
-        if self.declared_boundary not in (None, self.at_boundary):
-            number, of = self._run.cursor.micro + 1, self._run.plan().micro_steps(self._run.world)
-            raise ZeroError(
-                f"set_gradient_accumulation_boundary({self.declared_boundary}), but micro-step "
-                f"{number} of {of} is {'' if self.at_boundary else 'not '}the last: the global "
-                "batch is fixed; change gradient_accumulation_steps or call set_train_batch_size()"
-            )
-
-    # ---- what all ranks learn at the end of a step ----
+    # ---- the numbers that all ranks exchange at the end of a step ----
 
     def notes(self) -> Tensor:
         """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
@@ -352,12 +366,12 @@ class MicroSteps:
 
     @staticmethod
     def correction(notes: Tensor, plan: StepPlan) -> float:
-        """From everybody's notes [world, 2 * micro-steps], what the sums are multiplied with."""
+        """The factor of the gradient sums, from the notes of all ranks [world, 2 * micro-steps]."""
         return correction(notes[:, notes.shape[1] // 2 :], plan)
 
     @staticmethod
     def mean_loss(notes: Tensor, plan: StepPlan) -> float:
-        """The mean loss of the global batch in micro-batch order, without padding micro-batches."""
+        """The mean loss of the global batch, summed in the order of its micro-batches."""
         losses = notes[:, : notes.shape[1] // 2].t().flatten()[: plan.microbatches]
         return sum(losses.double().tolist()) * MicroSteps.correction(notes, plan)
 
@@ -370,32 +384,7 @@ class MicroSteps:
 
     # ---- the ledger ----
 
-    def _note_samples(self) -> None:
-        """Write the samples that this micro-step really consumed into the ledger."""
-        run = self._run
-        if run.loader is None:
-            self._tell_of_foreign_loader()
-        ticket = self._ticket = run.loader.last if run.loader is not None else None
-        microbatch = run.microbatch()
-        if ticket is not None and ticket.start != run.plan().position + microbatch.start:
-            self._warn_of_stale_batch(ticket)
-        if run.ledger is not None and not microbatch.padding:
-            if ticket is None:
-                raise ZeroError(
-                    "elastic.sample_ledger: the samples of this batch are not known; give "
-                    "initialize() the training_data, or your DataLoader engine.batch_sampler()"
-                )
-            run.ledger.consume(microbatch.index, ticket.ids)
-
-    def _tell_of_unknown_loss(self) -> None:
-        if not self._told_of_loss and self._run.rank == 0:
-            _log.info(
-                "loss.backward(): the engine does not see this loss, so mean_loss and its curve "
-                "are nan; call engine.backward(loss) to have them, or return the loss from forward"
-            )
-        self._told_of_loss = True
-
-    def _tell_of_foreign_loader(self) -> None:
+    def _warn_of_foreign_loader(self) -> None:
         if not self._warned and self._run.rank == 0:
             _log.warning(
                 "the batches come from your own DataLoader, and no checkpoint knows which samples "

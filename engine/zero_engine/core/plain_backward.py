@@ -1,17 +1,15 @@
-"""A `.backward()` that the script calls by itself, on a loss that the engine has not seen.
+"""A plain `.backward()` of the script, on a loss that the engine has not seen.
 
 DeepSpeed allows it in place of `engine.backward(loss)`. Must always hold: it is the backward of a
 micro-step, with everything that belongs to one; gradients have the weight of their micro-batch,
-whatever the loss was computed from; no gradient is dropped. What nobody knows is the loss itself,
-so its weight is given to the gradients, and its value is known only if forward has returned it.
+whatever the loss was computed from; no gradient is dropped. The loss itself is unknown, so the
+gradients are weighted instead, and its value is known only if forward has returned it.
 
-Autograd does not announce a backward. It is noticed by the first of: a hook of what forward has
-returned, which also says where the backward ends if parts of it are backwards of their own
-(reentrant activation checkpointing); a hook of a divided module's output, before which nothing
+Autograd does not announce a backward. It is noticed by the first of: a hook of the output of
+forward, which also marks the end of the outermost backward if there are backwards inside it
+(reentrant activation checkpointing); a hook of a sharded module's output, before which nothing
 may be gathered; and the first gradient of a parameter. Only the last two begin the micro-step:
-`torch.autograd.grad` passes the first kind, too, and leaves no gradients.
-
-Made by `engine`; called by autograd.
+`torch.autograd.grad` calls the first kind, too, and leaves no gradients.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ _ALL: weakref.WeakSet[PlainBackward] = weakref.WeakSet()
 
 
 class PlainBackward:
-    """Makes the backwards that the script calls those of an engine's micro-steps."""
+    """Makes plain backwards of the script the backwards of an engine's micro-steps."""
 
     def __init__(self, core: Core, micro_steps: MicroSteps) -> None:
         self._core = core
         self._micro_steps = micro_steps
         self._task = -1
-        """Autograd's number of the backward under way, the outermost; -1: there is none."""
+        """Autograd's number of the current backward, the outermost one; -1: there is none."""
         self._last_task = -1
-        """That of the newest one that was a micro-step's; unique in the process."""
+        """The number, unique in the process, of the last backward of a micro-step."""
         self._looked_into = -1
-        """The backward of which is known that it ends at none of the parameters."""
+        """The number of a backward that is known to end at none of the parameters."""
         self._begun = False
         self._loss: Tensor | None = None
         if core.reducer is not None:
@@ -54,11 +52,11 @@ class PlainBackward:
             _ALL.add(self)
 
     def watch(self, output: Any) -> None:
-        """What forward has returned: backwards pass it first."""
+        """Hook the output of forward, which a backward passes first."""
         reducer = self._core.reducer
         if reducer is None:
             return
-        if torch._C._current_graph_task_id() == -1:  # what is still under way has failed
+        if torch._C._current_graph_task_id() == -1:  # what is still running has failed
             self._task, self._begun = -1, False
             if reducer.running:
                 reducer.abandon()
@@ -73,7 +71,7 @@ class PlainBackward:
             tensor.register_hook(partial(_on_output, weakref.ref(self), value))
 
     def on_output(self, value: Tensor | None, gradient: Tensor) -> None:
-        """A backward has come to what forward has returned; `value`: to its only number."""
+        """Note that a backward has come to the output of forward; `value`: its only number."""
         if is_weighted(torch._C._current_graph_task_id()):
             return
         self.notice()
@@ -81,7 +79,7 @@ class PlainBackward:
             self._loss = (value * gradient).reshape(())
 
     def notice(self) -> None:
-        """A backward is under way; it is a micro-step's if it ends at a parameter."""
+        """Note that a backward is running; it is a micro-step's if it ends at a parameter."""
         task = torch._C._current_graph_task_id()
         if task == -1 or is_weighted(task):
             return
@@ -93,11 +91,11 @@ class PlainBackward:
                 self._looked_into = task
 
     def begin(self) -> None:
-        """The backward is a micro-step's.
+        """Begin a micro-step with the current backward.
 
         Raises:
-            ZeroError: It needs a loss scale, which only `scale()` or `backward()` can give it; or
-                there cannot be a backward now.
+            ZeroError: The backward needs a loss scale, which only `scale()` and `backward()` apply;
+                or there cannot be a backward now.
         """
         if self._core.dtype == torch.float16:
             raise ZeroError(
@@ -116,7 +114,7 @@ class PlainBackward:
             Variable._execution_engine.queue_callback(self._end)
 
     def _ends_at_parameters(self) -> bool:
-        """Whether the backward under way is going to leave a gradient at one of the parameters."""
+        """Whether the current backward is going to leave a gradient at one of the parameters."""
         try:
             return any(
                 torch._C._will_engine_execute_node(get_gradient_edge(param).node)
@@ -128,7 +126,7 @@ class PlainBackward:
             return False
 
     def _end(self) -> None:
-        """Autograd has come to the end of the outermost backward."""
+        """Autograd's callback at the end of the outermost backward."""
         begun, self._task, self._begun = self._begun, -1, False
         if begun:
             others = (each for each in _ALL if each is not self)
@@ -136,8 +134,8 @@ class PlainBackward:
             self._micro_steps.finish_unweighted(self._loss, shared=shared)
 
 
-# Hooks of the module and of what it has returned must not keep an engine that the script has let
-# go of, with its optimizer's state.
+# Hooks of the module and of its output must not keep an engine alive that the script has dropped,
+# with its optimizer's state.
 
 
 def _notice(backward: weakref.ref[PlainBackward]) -> None:

@@ -1,8 +1,8 @@
-"""What forward computes in: the dtype of the model, its inputs, and torch's autocast.
+"""The precision of forward: the dtype of the model, of its inputs, and torch's autocast.
 
-Owns the names of dtypes in the config, what the model is made of, and the call of the module under
-them. Must always hold: gradient sums are fp32 whatever is chosen here, as is the arithmetic of a
-step; master weights and moments are as well, or rest in 16 bits.
+Owns the names of dtypes in the config, and the call of the module under them. Must always hold:
+gradient sums and the arithmetic of a step are fp32 whatever is chosen here; master weights and
+moments are fp32 as well, or rest in 16 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How to call the module."""
+    """The precision in which the module is called."""
 
     dtype: torch.dtype
     casts_inputs: bool
@@ -39,7 +39,7 @@ class Precision:
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> Precision:
-        """What the config asks for."""
+        """The precision that the config sets."""
         return cls(
             dtype=DTYPES[config.compute],
             casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
@@ -50,13 +50,14 @@ class Precision:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward."""
         if self.casts_inputs:
-            args, kwargs = tree_map(self._cast, (args, dict(kwargs)))
+
+            def cast(value: Any) -> Any:
+                floating = isinstance(value, Tensor) and value.is_floating_point()
+                return value.to(self.dtype) if floating else value
+
+            args, kwargs = tree_map(cast, (args, dict(kwargs)))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             return module(*args, **kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self.dtype) if floating else value
 
 
 # ---- the model ----
@@ -66,7 +67,7 @@ def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype
     """In fp32 training, a trained parameter must be fp32: casting would hide a mistake.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: A trained parameter has another dtype.
     """
     for name, param in model.named_parameters():
         if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
@@ -79,9 +80,9 @@ def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype
 def prepare_buffers(
     model: nn.Module, dtype: torch.dtype | None, device: torch.device, collectives: Collectives
 ) -> None:
-    """Make every rank's buffers those of rank 0, contiguous, on the device.
+    """Broadcast the buffers of rank 0, contiguous, on the device.
 
-    Floating-point ones get the dtype, or without one keep theirs.
+    Floating-point buffers are cast to `dtype`, unless it is None.
     """
     for name, buffer in model.named_buffers():
         casts = dtype is not None and buffer.is_floating_point()

@@ -1,10 +1,8 @@
-"""A module that is given to `initialize` once more: the new engine takes it from the old one.
+"""Takes a module from its engine when it is given to `initialize` once more.
 
 Libraries do that: Lightning makes one engine to train a module and another to test it. Must always
-hold: the new engine begins with the weights that the old one has come to, in their full precision;
-the old one is not called by the module any more, and says so if it is called itself.
-
-Called by `initialize`.
+hold: the new engine begins with the weights of the old one, in their full precision; the module
+does not call the old engine any more, which raises if a script calls it.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from zero_engine.sharding.module_state import check_undivided
 from zero_engine.sharding.weights import module_state_dict
 
 _LEFT = "_zero_left"
-"""The attribute of a divided module by which its weights are found when the engine is gone."""
+"""The attribute of a sharded module that keeps its shards when the engine is deleted."""
 
 
 def leave_weights(core: Core) -> None:
-    """Let a module that is divided keep the shards of its weights, though not the optimizer's."""
+    """Let a sharded module keep the shards of its weights, but not those of the optimizer."""
     if core.stage.shards_parameters:
         vars(core.module)[_LEFT] = replace(core, zero=None, reducer=None)
 
 
 def take_over(model: nn.Module) -> None:
-    """Make the model whole, if engines have parts of it, and those engines let go. Collective.
+    """Make the model whole, if engines have parts of it, and detach those engines. Collective.
 
     Raises:
-        ConfigError: It is a part of what an engine has divided that is gone.
+        ConfigError: The model is a part of the module of an engine that has been deleted.
         ZeroError: Its weights are moved off the device.
     """
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]

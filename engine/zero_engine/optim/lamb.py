@@ -1,7 +1,7 @@
 """The LAMB optimizer: Adam's direction, its length taken from each whole parameter's norm.
 
-Source: You et al. (arXiv 1904.00962); the trust ratio, its bounds and the bias correction, which
-enters the rate and not the ratio, as in DeepSpeed's FusedLamb.
+Source: You et al. (arXiv 1904.00962). The trust ratio, its bounds and the bias correction, which
+enters the learning rate and not the ratio, are those of DeepSpeed's FusedLamb.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Lamb(LooksAtWhole):
         """Chunk norms of weights and directions, part by part, from `direct` to `look`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a copy: there is nothing measured between steps."""
+        """Restore a copy; between steps no norms are kept."""
         super().__setstate__(state)
         self._measured = defaultdict(list)
 
     def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Adam's direction, without bias correction."""
+        """Put Adam's direction, without bias correction, in the gradient's place."""
         state = self.state[param]
         if not state:
             state.update(
@@ -74,28 +74,22 @@ class Lamb(LooksAtWhole):
         self._measured[param].append((chunk_norms(param), chunk_norms(gradient)))
 
     def look(self, directions: Sequence[Directed]) -> None:
-        """Give each direction the length that its parameter's norm allows."""
+        """Multiply each direction with its trust ratio: the bounded ratio of norms; 1 at a zero."""
         measured = [self._measured.pop(param) for param, _, _ in directions]
         weights = self.whole.norms([torch.cat([w for w, _ in parts]) for parts in measured])
         lengths = self.whole.norms([torch.cat([d for _, d in parts]) for parts in measured])
         for (_, direction, group), weight, length in zip(directions, weights, lengths, strict=True):
             for (piece, weight_norm), (_, length_norm) in zip(weight, length, strict=True):
-                direction[piece].mul_(_trust(weight_norm, length_norm, group))
+                trust = 1.0
+                if weight_norm != 0 and length_norm != 0:
+                    ratio = weight_norm / length_norm
+                    trust = float(min(max(ratio, group["min_coeff"]), group["max_coeff"]))
+                direction[piece].mul_(trust)
 
     def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
         """Move weights at the group's rate, corrected for the bias of young moments."""
-        param.add_(direction, alpha=-_rate(group, self.state[param]["step"]))
-
-
-def _rate(group: dict[str, Any], step: int) -> float:
-    if not group["bias_correction"]:
-        return float(group["lr"])
-    beta1, beta2 = group["betas"]
-    return float(group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step))
-
-
-def _trust(weight: float, length: float, group: dict[str, Any]) -> float:
-    """The ratio of the norms within its bounds; 1 where one of them is 0."""
-    if weight == 0 or length == 0:
-        return 1.0
-    return float(min(max(weight / length, group["min_coeff"]), group["max_coeff"]))
+        rate, step = float(group["lr"]), self.state[param]["step"]
+        if group["bias_correction"]:
+            beta1, beta2 = group["betas"]
+            rate = float(group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+        param.add_(direction, alpha=-rate)

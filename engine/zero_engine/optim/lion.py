@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
@@ -40,15 +39,14 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_one(param, param.grad, group)
+                    state = self.state[param]
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(param)
+                    momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    param.add_(
+                        momentum.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_(),
+                        alpha=-group["lr"],
+                    )
+                    momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
         return loss
-
-    def _step_one(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param)
-        momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        direction = momentum.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
-        param.add_(direction, alpha=-group["lr"])
-        momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)

@@ -2,10 +2,10 @@
 
 Owns the curves: each is a pure function of the number of applied steps. Must always hold: a
 schedule's state is one integer, so a checkpoint of any world size continues it; the values,
-also before and at the very first steps, are those of DeepSpeed, odd as some of them are.
+also before and at the very first steps, are those of DeepSpeed, even the odd ones.
 
-`initialize` makes one from the config, `engine` steps it after every optimizer step that was
-applied; scripts may make one by hand, with DeepSpeed's arguments.
+The engine steps the schedule after every optimizer step that was applied. Scripts may make one by
+hand, with DeepSpeed's arguments.
 
 Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle are from Smith
 (arXiv 1803.09820).
@@ -29,7 +29,7 @@ _WARMUPS = ("log", "linear")
 
 
 class Schedule:
-    """A schedule: `rates` says what the groups get, `step` gives it to them."""
+    """A learning-rate schedule: `rates` computes the rates of the groups, `step` sets them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -55,26 +55,29 @@ class Schedule:
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The rate of each group, computed anew."""
+        """The rate of each group, computed for the current iteration."""
         return self.rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each group, as it was set last."""
+        """The rate of each group, as the last step has set it."""
         return _own_rates(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is."""
+        """The number of the last iteration, which is all of the state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; the rates of the groups are in the optimizer's own state."""
+        """Continue from a saved state; the rates of the groups are in the optimizer's state."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _apply(self) -> None:
         betas = self.betas(self.last_batch_iteration)
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, self.rates(self.last_batch_iteration), strict=True):
-            _set_rate(group, rate)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
             if betas is not None:
                 group["betas"] = betas
 
@@ -189,7 +192,7 @@ class _Warmup(Schedule):
     ) -> None:
         if kind not in _WARMUPS:
             raise ConfigError(f'scheduler warmup_type: {kind!r} is not "log" or "linear"')
-        # 0 is what the Trainer makes of "auto" when it is not told to warm up.
+        # The Trainer makes 0 of "auto" if its arguments ask for no warm-up.
         self._warmup_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
         self._kind = kind
         super().__init__(optimizer, last_batch_iteration)
@@ -279,16 +282,16 @@ class WarmupCosineLR(_Warmup):
 
     def rates(self, iteration: int) -> list[float]:
         """The groups' rates times the ratio; 0 before the first step."""
-        ratio = self._ratio(iteration) if iteration >= 0 else 0.0
+        if iteration < 0:
+            ratio = 0.0
+        elif iteration < self._warmup_steps:
+            ratio = self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
+        else:
+            done = iteration - self._warmup_steps + 1
+            progress = min(1.0, done / max(1, self._total_steps - self._warmup_steps))
+            cosine = (1 + math.cos(math.pi * progress)) / 2
+            ratio = max(0.0, self._minimum + (1 - self._minimum) * cosine)
         return [rate * ratio for rate in self._own_rates]
-
-    def _ratio(self, iteration: int) -> float:
-        if iteration < self._warmup_steps:
-            return self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
-        done = iteration - self._warmup_steps + 1
-        progress = min(1.0, done / max(1, self._total_steps - self._warmup_steps))
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self._minimum + (1 - self._minimum) * cosine)
 
 
 BY_NAME: dict[str, type[Schedule]] = {
@@ -347,10 +350,3 @@ def _own_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 def _whole(value: float, name: str, least: int = 1) -> int:
     check_range(f"scheduler.params.{name}", value, Range(least=least))
     return int(value)
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

@@ -1,30 +1,51 @@
 """The Muon optimizer: the orthogonal factor of the momentum for matrices, Adam for the rest.
 
-Which parameters are matrices is said by an attribute `use_muon` of each, or by that key in a param
-group; `mark` gives it to those of a model by DeepSpeed's rule. Must always hold: a group is all of
-one kind, so that its parameters have the same state.
+Owns both kinds of it, that of the config and `torch.optim.Muon` of a script, and the Newton-Schulz
+iteration that finds the orthogonal factor roughly: all singular values are brought near to 1.
 
-Source: K. Jordan, Muon (2024); names, defaults, the rule and the Adam for the rest as in DeepSpeed.
+A parameter is a matrix if its attribute `use_muon`, or that key of its param group, is True; `mark`
+sets the attribute on the parameters of a model by DeepSpeed's rule. Must always hold:
+
+- A group is all of one kind, so that its parameters have the same state.
+- The iteration depends on the values and the shape alone, so its result is the same on every rank.
+- torch's own step wants whole matrices. On shards the momentum is under the key that torch has it
+  under, a matrix is orthogonalized by torch's own step, and the script's object is stepped after
+  all, with no parameters, so that its hooks and its schedulers see every step.
+
+Source: K. Jordan, Muon (2024), also for the quintic and its coefficients, which leave singular
+values between 0.7 and 1.2; T. Dao et al., Gram Newton-Schulz (2026), for the second way to compute
+the same. Names, defaults, the rule and the Adam for the rest are DeepSpeed's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_engine.optim.newton_schulz import METHODS, orthogonalized
+from zero_engine.optim.steps import only
 from zero_engine.optim.whole import Directed, LooksAtWhole
+
+TORCH_MUON: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
+"""None before torch 2.9."""
+_OF_A_MATRIX = ("ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+"""The options of torch's Muon that say what is done with a whole matrix."""
 
 _FLAG = "use_muon"
 _NOT_HIDDEN = ("embed", "lm_head")
-"""In the names of matrices that are tables of vectors."""
+"""A matrix with one of these in its name is a table of vectors, and not hidden."""
 _RATES = {True: 0.02, False: 3e-4}
-"""Of matrices and of the rest, where none is given."""
+"""The default learning rates of matrices and of the rest."""
+
+Coefficients = tuple[float, float, float]
+QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+_EPSILON = 1e-7
+_RESTART = 3
+"""Steps on one Gram matrix: with more of them its rounding errors would grow too large."""
 
 
 def mark(model: nn.Module) -> None:
@@ -56,19 +77,19 @@ class Muon(LooksAtWhole):
 
         Args:
             params: Parameters or param groups.
-            lr: Where the next two are not given; None: 0.02 for matrices, 0.0003 for others.
-            muon_lr: Of matrices.
-            adam_lr: Of others.
+            lr: The default of `muon_lr` and `adam_lr`; None: 0.02 and 0.0003.
+            muon_lr: The learning rate of matrices.
+            adam_lr: The learning rate of all other parameters.
             momentum: The part of the momentum that a step keeps.
             nesterov: The direction is what the next momentum will be, were the gradient the same.
-            ns_steps: Of the Newton-Schulz iteration.
+            ns_steps: Steps of the Newton-Schulz iteration.
             ns_method: "gram" or "standard": two ways to compute the same.
             betas: Of Adam.
             eps: Of Adam.
-            weight_decay: Of both, decoupled.
+            weight_decay: Decoupled; of matrices and of others.
 
         Raises:
-            ValueError: An option is out of its range, or it is not said what is a matrix.
+            ValueError: An option is out of its range, or a parameter has no `use_muon`.
         """
         matrices = {
             "lr": _first(muon_lr, lr, _RATES[True]),
@@ -84,15 +105,27 @@ class Muon(LooksAtWhole):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        groups = list(_groups(params, {True: matrices, False: others}))
+        groups = list(_groups_of_one_kind(params, {True: matrices, False: others}))
         for group in groups:
             _check(group)
         super().__init__(groups, {})
 
     def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """The momentum, or Adam's direction."""
+        """Put the momentum of a matrix, or Adam's direction of another, in the gradient's place."""
         state = self.state[param]
-        (direct_momentum if group[_FLAG] else _direct_adam)(param, gradient, state, group)
+        if group[_FLAG]:
+            direct_momentum(param, gradient, state, group)
+            return
+        if not state:
+            state.update(
+                step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param)
+            )
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        length = second.div(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])
+        torch.div(first, length, out=gradient).div_(1 - beta1 ** state["step"])
 
     def look(self, directions: Sequence[Directed]) -> None:
         """Orthogonalize the directions of matrices."""
@@ -128,19 +161,6 @@ def decay_and_move(param: Tensor, direction: Tensor, group: dict[str, Any]) -> N
     param.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
 
 
-def _direct_adam(
-    param: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    if not state:
-        state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-    state["step"] += 1
-    beta1, beta2 = group["betas"]
-    first = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    length = second.div(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])
-    torch.div(first, length, out=gradient).div_(1 - beta1 ** state["step"])
-
-
 def _orthogonal(direction: Tensor, *, steps: int, method: str) -> Tensor:
     """The step of a whole parameter: a matrix, a stack of matrices, or filters of a convolution."""
     rows, columns = direction.shape[-2:]
@@ -155,8 +175,10 @@ def _orthogonal(direction: Tensor, *, steps: int, method: str) -> Tensor:
 # ---- param groups ----
 
 
-def _groups(params: Iterable[Any], options: dict[bool, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Param groups of one kind each, with all of their options."""
+def _groups_of_one_kind(
+    params: Iterable[Any], options: dict[bool, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Param groups that are all matrices or all others, with all of their options."""
     given = list(params)
     plain = bool(given) and not isinstance(given[0], dict)
     for index, group in enumerate([{"params": given}] if plain else given):
@@ -165,8 +187,9 @@ def _groups(params: Iterable[Any], options: dict[bool, dict[str, Any]]) -> Itera
         kinds = [group.get(_FLAG, getattr(param, _FLAG, None)) for param in members]
         if None in kinds:
             raise ValueError(
-                f"Muon: parameter {kinds.index(None)} of param group {index} is not said to be a "
-                f"matrix or not; set its attribute {_FLAG}, or that key in the group"
+                f"Muon: parameter {kinds.index(None)} of param group {index} has no {_FLAG}; set "
+                f"its attribute {_FLAG}, or that key of the group, to True for a hidden matrix and "
+                "to False for anything else"
             )
         for kind, own in options.items():
             chosen = [p for p, flag in zip(members, kinds, strict=True) if bool(flag) is kind]
@@ -194,3 +217,119 @@ def _check(group: dict[str, Any]) -> None:
 
 def _first(*rates: float | None) -> float:
     return next(rate for rate in rates if rate is not None)
+
+
+# ---- torch's own Muon ----
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps the groups on shards: the given one, except for torch's Muon."""
+    is_torchs = TORCH_MUON is not None and isinstance(optimizer, TORCH_MUON)
+    return MuonOfTorch(optimizer) if is_torchs else optimizer
+
+
+class MuonOfTorch(LooksAtWhole):
+    """`torch.optim.Muon` of a script, on shards: its groups and its state, in three passes."""
+
+    def __init__(self, given: torch.optim.Optimizer) -> None:
+        """Take over the groups of an optimizer, which keeps them."""
+        super().__init__(given.param_groups, {})
+        self.state = given.state
+        self._given = given
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all parameters, then the given optimizer without any, for its hooks."""
+        loss = super().step(closure)
+        with only(self, ()):
+            self._given.step()
+        return loss
+
+    def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Put the momentum in the gradient's place."""
+        direct_momentum(param, gradient, self.state[param], group)
+
+    def look(self, directions: Sequence[Directed]) -> None:
+        """Let torch orthogonalize the directions."""
+        changes = [
+            partial(_orthogonal_by_torch, **{name: group[name] for name in _OF_A_MATRIX})
+            for _, _, group in directions
+        ]
+        self.whole.change([direction for _, direction, _ in directions], changes)
+
+    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        """Decay, then move."""
+        decay_and_move(param, direction, group)
+
+
+def _orthogonal_by_torch(direction: Tensor, **options: Any) -> Tensor:
+    """How far torch's Muon moves a matrix of zeros, at a rate of 1, without momentum."""
+    assert TORCH_MUON is not None
+    matrix = nn.Parameter(torch.zeros_like(direction))
+    matrix.grad = direction
+    plain: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    TORCH_MUON([matrix], **plain, **options).step()
+    return matrix.detach().neg_()
+
+
+# ---- the Newton-Schulz iteration ----
+
+
+def orthogonalized(
+    matrix: Tensor, steps: int, method: str = "gram", coefficients: Coefficients = QUINTIC
+) -> Tensor:
+    """The orthogonal factor of a matrix, or of each of a stack of them, roughly.
+
+    Args:
+        matrix: [..., rows, columns] in fp32.
+        steps: Steps of the iteration.
+        method: A key of `METHODS`.
+        coefficients: Of the odd quintic polynomial.
+
+    Returns:
+        [..., rows, columns] in fp32.
+    """
+    iterate, on_gpu = METHODS[method]
+    tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if tall else matrix
+    # On a GPU in 16 bits, as is usual: the singular values miss 1 by more than the rounding.
+    wide = wide.to(on_gpu if matrix.is_cuda else torch.float32)
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + _EPSILON)
+    wide = iterate(wide, steps, coefficients)
+    return (wide.mT if tall else wide).to(matrix.dtype)
+
+
+def _standard(wide: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    a, b, c = coefficients
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide
+
+
+def _gram(wide: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    """Iterate on the Gram matrix, which has the shorter side: the matrix is multiplied less often.
+
+    A step multiplies the matrix with P = a + b G + c G G from the left, hence G with P from both
+    sides.
+    """
+    if wide.size(-2) == wide.size(-1):
+        return _standard(wide, steps, coefficients)
+    a, b, c = coefficients
+    for begin in range(0, steps, _RESTART):
+        gram, product = wide @ wide.mT, None
+        for _ in range(begin, min(begin + _RESTART, steps)):
+            factor = b * gram + c * gram @ gram
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            gram = factor @ gram @ factor
+            product = factor if product is None else factor @ product
+        assert product is not None
+        wide = product @ wide
+    return wide
+
+
+METHODS: dict[str, tuple[Callable[[Tensor, int, Coefficients], Tensor], torch.dtype]] = {
+    # bf16 holds the products of the short way too coarsely; all of its values fit into fp16.
+    "gram": (_gram, torch.float16),
+    "standard": (_standard, torch.bfloat16),
+}
+"""Name in the config -> the iteration, and the dtype that it has on a GPU."""

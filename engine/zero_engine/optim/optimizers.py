@@ -1,12 +1,10 @@
 """Which torch optimizer steps the shards: made from the config, or the user's own.
 
 Owns the names of the config, and what an optimizer may be given: pieces of parameters if it is
-elementwise or one of `whole`, which know how to ask for the rest; whole parameters, on the rank
-that owns each, if it looks at them one by one. The optimizer is made on the user's parameters, so
-that groups, defaults and schedulers come out as in plain torch; `zero_optimizer` then puts what the
-rank steps in their place.
-
-Called by `initialize`.
+elementwise or a `LooksAtWhole`, which asks for norms and orthogonal factors of the rest; whole
+parameters, on the rank that owns each, if it looks at them one by one. The optimizer is made on the
+user's parameters, so that groups, defaults and schedulers come out as in plain torch;
+`zero_optimizer` then puts what the rank steps in their place.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from zero_engine.config.nearest import check_params, unquoted
 from zero_engine.config.offload import NONE
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
-from zero_engine.optim.muon import Muon, mark
-from zero_engine.optim.torch_muon import TORCH_MUON
+from zero_engine.optim.muon import TORCH_MUON, Muon, mark
 from zero_engine.optim.whole import LooksAtWhole
 
 _log = logging.getLogger(__name__)
@@ -42,7 +39,7 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "lamb": Lamb,
     "lion": Lion,
-    "muon": Muon,  # DeepSpeed's, which is not torch's: it has an Adam for what are no matrices
+    "muon": Muon,  # DeepSpeed's and not torch's: it has an Adam for what are no matrices
     # Every other optimizer of torch.optim goes by its own name.
     **{
         name.lower(): cls
@@ -54,14 +51,14 @@ BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 NEEDS_WHOLE = "needs_whole_parameters"
-"""The attribute by which an optimizer or its class says whether it does."""
+"""The attribute of an optimizer or its class: whether it must be given whole parameters."""
 _SAY_SO = f", or, if yours looks at one parameter at a time, set its attribute {NEEDS_WHOLE} = True"
 _ELEMENTWISE = (
     f"; if what it does to an element depends on that element alone, set {NEEDS_WHOLE} = False: "
     "then it steps shards, which takes less memory and can be offloaded"
 )
 _KNOWN = ("torch.optim.", "zero_engine.", "zero_deepspeed.")
-"""Where the optimizers come from of which it is known whether they are elementwise."""
+"""The packages of whose optimizers it is known whether they are elementwise."""
 
 _AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"
 _OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
@@ -90,11 +87,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer of this run: the user's object or callable, else the config's, else None.
 
-    Without `parameters` it gets all of the model's that require gradients. Muon of the config marks
-    the matrices of `model`, where the script has not.
+    Without `parameters` the optimizer gets all parameters of the model that require gradients.
+    For Muon of the config the matrices of `model` are marked, unless the script has marked them.
 
     Raises:
-        ConfigError: One was given that cannot work on shards.
+        ConfigError: The optimizer cannot work on shards, or the config's section is wrong.
     """
     if given is not None and config is not None and dist.get_rank() == 0:
         _log.warning(
@@ -127,7 +124,13 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
     _check(cls)
     params = {key: unquoted(value) for key, value in config.params.items() if value != "auto"}
     if name in ("adam", "adamw"):
-        cls, params = _adam(name, params)
+        # DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default.
+        params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
+        if not params.pop("bias_correction", True):
+            raise ConfigError("optimizer.params.bias_correction: Adam is always corrected here")
+        decoupled = params.pop("adam_w_mode", True) or name == "adamw"
+        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+        params = {"weight_decay": 0.0, **params}
     if params.pop("max_grad_norm", 0):
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
@@ -139,19 +142,11 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         raise ConfigError(f"optimizer.params of {config.type}: {error}") from error
 
 
-def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default."""
-    params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
-    if not params.pop("bias_correction", True):
-        raise ConfigError("optimizer.params.bias_correction: Adam is always corrected here")
-    decoupled = params.pop("adam_w_mode", True) or name == "adamw"
-    return torch.optim.AdamW if decoupled else torch.optim.Adam, {"weight_decay": 0.0, **params}
-
-
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is to be given whole parameters, on the ranks that own them.
 
-    Of one that nobody knows that is right in any case: also an elementwise one gives its bits.
+    An unknown optimizer is: that is right in any case, since an elementwise one gives the same bits
+    on whole parameters as on shards.
     """
     says = getattr(optimizer, NEEDS_WHOLE, None)
     if says is not None:
@@ -168,10 +163,10 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Refuse what cannot be had beside an optimizer that is given whole parameters.
+    """Refuse config keys that exclude an optimizer that is given whole parameters.
 
     Raises:
-        ConfigError: Its state is to rest elsewhere, or in 16 bits.
+        ConfigError: The config offloads its state, or keeps it in 16 bits.
     """
     offloads = config.zero_optimization.offload_optimizer.device != NONE
     wanted = {
@@ -188,13 +183,13 @@ def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def _why_not(cls: type) -> tuple[str, str] | None:
-    """Why an optimizer cannot be used, and what can; None if it can."""
+    """Why an optimizer cannot be used, and what to use instead; None if it can be used."""
     knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
     return None if knows_how else _WHY_NOT.get(cls.__name__)
 
 
 def _check(cls: type, says: Any = None) -> None:
-    """Refuse what is known not to work, unless it says itself what it needs."""
+    """Refuse an optimizer that is known not to work; `says` is its own NEEDS_WHOLE, if set."""
     why_not = _why_not(cls)
     if why_not is None or says is not None:
         return
@@ -223,18 +218,6 @@ def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
                 )
             if param.requires_grad:
                 groups[id(param)] = index
-    _freeze_the_rest(model, groups)
-    return groups
-
-
-def thaw(model: nn.Module) -> None:
-    """Let parameters require gradients again that an engine before did not train."""
-    for param in model.parameters():
-        if _FROZEN.pop(param, False):
-            param.requires_grad_()
-
-
-def _freeze_the_rest(model: nn.Module, groups: dict[int, int]) -> None:
     stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     for _, param in stray:
         _FROZEN[param.requires_grad_(False)] = True
@@ -244,3 +227,11 @@ def _freeze_the_rest(model: nn.Module, groups: dict[int, int]) -> None:
             len(stray),
             ", ".join(name for name, _ in stray[:5]) + (", ..." if len(stray) > 5 else ""),
         )
+    return groups
+
+
+def thaw(model: nn.Module) -> None:
+    """Let parameters that an earlier engine did not train require gradients again."""
+    for param in model.parameters():
+        if _FROZEN.pop(param, False):
+            param.requires_grad_()

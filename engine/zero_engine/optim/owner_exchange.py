@@ -1,10 +1,8 @@
 """Whole parameters, each on one rank for a moment, from the pieces that all ranks hold, and back.
 
-Owns who gets which. Must always hold: parameters go round in *exchange groups* of one per rank,
-largest first, in the same order on every rank; a whole one is contiguous, in memory of its own, so
-what is computed of it is the same bits whichever rank computes it and however it was divided.
-
-Called by `parameter_owners` and `owner_steps`.
+Owns which rank gets which parameter. Must always hold: parameters go round in *exchange groups* of
+one per rank, largest first, in the same order on every rank; a whole one is contiguous, in separate
+memory, so the bits of a result depend neither on the rank that computes it nor on the division.
 """
 
 from __future__ import annotations
@@ -42,31 +40,31 @@ class Shared:
 
 
 ExchangeGroup = Sequence[Shared]
-"""By the rank that owns each; the last exchange group may have fewer than there are ranks."""
+"""Indexed by the rank that owns each; the last exchange group may have fewer than there are ranks."""
 
 
 def in_exchange_groups(shared: Iterable[Shared], world: int) -> list[ExchangeGroup]:
-    """Largest first, so that those of an exchange group take about as long."""
+    """Sort into exchange groups, largest first, so that the parameters of an exchange group take about as long."""
     found = sorted(shared, key=lambda each: -each.slot.numel)
     return [found[begin : begin + world] for begin in range(0, len(found), world)]
 
 
 class OwnerExchange:
-    """Brings the parameters of an exchange group to their owners, and back to everybody."""
+    """Brings the parameters of an exchange group to their owners, and back to all ranks."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._rank = collectives.rank
 
     def owned(self, exchange_group: ExchangeGroup) -> Shared | None:
-        """What this rank owns of an exchange group."""
+        """The parameter of an exchange group that this rank owns, if any."""
         return exchange_group[self._rank] if self._rank < len(exchange_group) else None
 
     def collect(self, exchange_group: ExchangeGroup, what: str) -> tuple[Tensor, Pending]:
         """Begin to bring the pieces of each parameter to its owner.
 
         Returns:
-            This rank's, flat, and its coming; empty where it owns none.
+            The parameter of this rank, flat, and what to wait for; empty if this rank owns none.
         """
         owned = self.owned(exchange_group)
         whole, wanted = torch.empty(0), {}
@@ -78,12 +76,12 @@ class OwnerExchange:
         return whole, self._collectives.exchange_pieces(held, wanted, what)
 
     def give_back(self, exchange_group: ExchangeGroup, whole: Tensor, what: str) -> Pending:
-        """Begin to put the pieces of whole parameters in the place of those there are.
+        """Begin to send the pieces of whole parameters to the ranks that hold them.
 
         Args:
             exchange_group: As it was collected.
-            whole: What this rank owns of it, flat.
-            what: For messages; another one for each exchange under way.
+            whole: The parameter that this rank owns, flat.
+            what: Named in messages; a different one for each exchange under way.
         """
         owned = self.owned(exchange_group)
         held = {} if owned is None else self._pieces(owned, whole)

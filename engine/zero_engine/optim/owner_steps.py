@@ -1,4 +1,4 @@
-"""Steps whole parameters, each on the rank that owns it, by an optimizer that knows of no shards.
+"""Steps whole parameters, each on the rank that owns it, by an optimizer that takes no shards.
 
 For optimizers that look at more of a parameter than one element, such as torch's Adafactor. In a
 step, weights and gradients come to their owners, and new weights go back. Must always hold:
@@ -10,7 +10,7 @@ step, weights and gradients come to their owners, and new weights go back. Must 
 - Between steps a parameter of the optimizer has its shape and no memory; its state stays with the
   owner, in whatever shape the optimizer gives it.
 
-Made by `zero_optimizer`; `owner_state` saves and loads the state.
+`owner_state` saves and loads the state.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch import Tensor, nn
 from zero_checkpoint.errors import CheckpointError
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.objects import tell
-from zero_engine.optim.low_precision import widened
 from zero_engine.optim.owner_exchange import (
     ExchangeGroup,
     OwnerExchange,
     Shared,
     in_exchange_groups,
 )
+from zero_engine.optim.rows import widened
 from zero_engine.optim.tree_spec import mark_of, tensors_in, tree_spec
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 
 _log = logging.getLogger(__name__)
 
 PROBLEM = "problem"
-"""Of a tree spec: why there is none."""
+"""The key of a tree spec that could not be made: why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Turn:
     weights: ExchangeGroup
     gradients: ExchangeGroup
     owned: Owned | None
-    """This rank's."""
+    """The parameter of this turn that this rank owns, if any."""
 
 
 class StepByOwners:
@@ -89,24 +89,21 @@ class StepByOwners:
             in_exchange_groups(_shared(units, gradients), collectives.world),
             strict=True,
         )
-        self._turns = [
-            Turn(weights, grads, self._own(weights)) for weights, grads in exchange_groups
-        ]
+        self._turns: list[Turn] = []
+        for weights, grads in exchange_groups:
+            shared, owned = self._exchange.owned(weights), None
+            if shared is not None:
+                param = nn.Parameter(_hollow(shared.slot, shared.mine.device))
+                owned = Owned(shared.unit, shared.slot, param)
+            self._turns.append(Turn(weights, grads, owned))
         self.owned = tuple(turn.owned for turn in self._turns if turn.owned is not None)
         self.tree_specs: dict[str, Any] = {}
         """Name of a parameter -> the tree spec of its state, as all ranks know it."""
         self.marks: list[int] | None = None
-        """By rank, of what it owns: they change when the tree specs do."""
+        """For each rank the mark of the state that it owns; it changes when a tree spec does."""
         self._names = [slot.fqn for unit in units for slot in unit.layout.slots]
         self._attach(units)
         self._agree()
-
-    def _own(self, exchange_group: ExchangeGroup) -> Owned | None:
-        shared = self._exchange.owned(exchange_group)
-        if shared is None:
-            return None
-        param = nn.Parameter(_hollow(shared.slot, shared.mine.device))
-        return Owned(shared.unit, shared.slot, param)
 
     def _attach(self, units: Sequence[FlatUnit]) -> None:
         given = {
@@ -158,47 +155,45 @@ class StepByOwners:
                 turn.owned.param.grad = gradient.view(shape)
         self.optimizer.step()
         for each in self.owned:
-            _straighten(tensors_in(self.state_of(each)))
+            # Lay state out as a checkpoint brings it back: the layout may decide the rounding.
+            for tensor in tensors_in(self.state_of(each)):
+                if not tensor.is_contiguous():
+                    tensor.data = tensor.contiguous()
         going = [self._give_back(number, turn) for number, turn in enumerate(self._turns)]
         for pending in going:
             wait(pending)
         self._agree()
 
     def _agree(self) -> None:
-        """Let every rank know the tree specs of all: a save cannot ask, as it is no collective."""
+        """All-gather the tree specs if one has changed: a save is no collective and cannot ask."""
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
         own_mark = torch.tensor([mark], device=self._device)
         gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
         marks = gathered.flatten().tolist()
         if marks != self.marks:
-            own = {
-                each.slot.fqn: self._tree_spec(each) for each in self.owned if self.state_of(each)
-            }
+            own: dict[str, Any] = {}
+            for each in self.owned:
+                if state := self.state_of(each):
+                    try:
+                        own[each.slot.fqn] = tree_spec(state, each.slot.fqn)
+                    except CheckpointError as error:  # a save raises it; training need not end
+                        own[each.slot.fqn] = {PROBLEM: str(error)}
             self.know(tell(own, "tree specs of optimizer state", self._collectives, self._device))
             self.marks = marks
-            self._warn()
-
-    def _warn(self) -> None:
-        """Say at once, not when hours are to be saved, what no checkpoint can hold."""
-        problems = [known[PROBLEM] for known in self.tree_specs.values() if PROBLEM in known]
-        if problems and self._collectives.rank == 0:
-            _log.warning("checkpoints will be refused: %s", problems[0])
+            # Warn at once, and not only at the first save, of what no checkpoint can hold.
+            problems = [known[PROBLEM] for known in self.tree_specs.values() if PROBLEM in known]
+            if problems and self._collectives.rank == 0:
+                _log.warning("checkpoints will be refused: %s", problems[0])
 
     def know(self, tree_specs: Iterable[Mapping[str, Any]]) -> None:
-        """Take tree specs for those of all parameters, and have them compared in the next step."""
+        """Take these as the tree specs of all parameters, and compare them in the next step."""
         self.tree_specs = self.chosen(tree_specs)
         self.marks = None
 
     def chosen(self, tree_specs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Of some tree specs those of these parameters, in their order."""
+        """The tree specs of these parameters among the given ones, in the order of the parameters."""
         known = {fqn: each for some in tree_specs for fqn, each in some.items()}
         return {fqn: known[fqn] for fqn in self._names if fqn in known}
-
-    def _tree_spec(self, owned: Owned) -> Any:
-        try:
-            return tree_spec(self.state_of(owned), owned.slot.fqn)
-        except CheckpointError as error:
-            return {PROBLEM: str(error)}  # of whoever saves; training need not end for it
 
     def _give_back(self, number: int, turn: Turn) -> Pending:
         whole = torch.empty(0)
@@ -212,19 +207,12 @@ class StepByOwners:
 
 
 def _shared(units: Sequence[FlatUnit], tensors: Sequence[Tensor]) -> Iterator[Shared]:
-    """What is laid out like the master weights of each unit, by parameters."""
+    """Each parameter of tensors that are laid out like the master weights of each unit."""
     for unit, tensor in zip(units, tensors, strict=True):
         low = unit.interval[0] if tensor.numel() != unit.padded else 0
         for slot in unit.layout.slots:
             start, stop = overlap(slot.start, slot.stop, low, low + tensor.numel())
             yield Shared(unit, slot, tensor[start - low : stop - low])
-
-
-def _straighten(tensors: Iterable[Tensor]) -> None:
-    """Lay state out as a checkpoint brings it back: how it lies may decide how it is rounded."""
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            tensor.data = tensor.contiguous()
 
 
 def _hollow(slot: Slot, device: torch.device) -> Tensor:

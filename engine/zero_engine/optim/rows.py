@@ -1,22 +1,25 @@
 """The rows of one unit: its master weights, and the keys of its optimizer's state, where they rest.
 
-Owns their places. Must always hold: a row covers the part of the shard whose parameters have its
-key, and nothing else but up to a grain at its ends. Groups with the same options have the same
-keys; a Muon keeps a momentum for its groups of matrices and two moments for its other ones.
+Owns their places, and the low precision in which state may rest. Must always hold:
 
-Called by `sub_groups`.
+- A row covers the part of the shard whose parameters have its key, and nothing else but up to a
+  grain at its ends. Groups with the same options have the same keys; a Muon keeps a momentum for
+  its groups of matrices and two moments for its other ones.
+- State that rests in 16 bits is stepped in fp32: the optimizer sees fp32 copies, which are rounded
+  once, after the step. So the result depends neither on how kernels round, nor on stage, world
+  size or tier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from zero_comm.reduction import NORM_BLOCK
-from zero_engine.optim.low_precision import Moments
 from zero_engine.sharding.flat_unit import FlatUnit, round_up
 from zero_engine.sharding.segments import Segment
 from zero_engine.tiers.places import Tier
@@ -28,6 +31,35 @@ WEIGHTS = ".weights"
 
 Options = frozenset[str]
 """The names of a param group's options."""
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """The dtype in which state rests that is fp32 to the optimizer."""
+
+    dtype: torch.dtype = torch.float32
+
+    def resting(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which state rests that the optimizer has in `dtype`."""
+        return self.dtype if dtype == torch.float32 else dtype
+
+    def as_stepped(self, state: Tensor) -> Tensor:
+        """State as the optimizer is to see it; unchanged if the optimizer itself keeps 16 bits."""
+        return state if self.dtype == torch.float32 else widened(state)
+
+
+def widened(resting: Tensor) -> Tensor:
+    """The values in fp32; a copy only if they rest in 16 bits."""
+    return resting.float() if resting.dtype in _LOW_PRECISION else resting
+
+
+def brought(values: Tensor, place: Tensor) -> Tensor:
+    """`place`, filled with the values, so that no reference to a copy of them is left."""
+    if values.data_ptr() != place.data_ptr():
+        place.copy_(values)
+    return place
 
 
 class Rows:
@@ -41,14 +73,14 @@ class Rows:
         groups: Sequence[Options],
         moments: Moments,
     ) -> None:
-        """There are the weights; others are made when they are asked for.
+        """Begin with the row of weights; others are made on first use.
 
         Args:
-            unit: Whose shard it is.
+            unit: The unit whose shard the rows cover.
             tier: Where rows rest.
-            segments: Those of this unit.
+            segments: The segments of this unit.
             groups: The options of every param group.
-            moments: What the other rows rest in.
+            moments: The dtype in which the other rows rest.
         """
         self._moments = moments
         self._tier = tier
@@ -64,19 +96,19 @@ class Rows:
         return list(pairwise(bounds))
 
     def _stretch(self, kind: Options) -> tuple[int, int]:
-        """What the row of a kind covers."""
+        """The elements of the shard that the row of a kind covers."""
         alike = [segment for segment, other in self._kinds.items() if other == kind]
         start = min(segment.start for segment in alike) - self._low
         stop = max(segment.stop for segment in alike) - self._low
         return start // GRAIN * GRAIN, min(round_up(stop, GRAIN), self._numel)
 
     def name(self, segment: Segment, key: str) -> str:
-        """Of the row of a segment's key."""
+        """The name of the row of a segment's key."""
         kinds = list(dict.fromkeys(self._kinds.values()))
         return f"{key}.{kinds.index(self._kinds[segment])}"
 
     def place(self, segment: Segment, key: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A segment's part of the row of a key, which is made for state of a dtype if need be."""
+        """A segment's part of the row of a key; made for state of `dtype` if missing."""
         name = self.name(segment, key)
         dtype = None if dtype is None else self._moments.resting(dtype)
         if dtype is not None and (name not in self._rows or self._rows[name][1].dtype != dtype):

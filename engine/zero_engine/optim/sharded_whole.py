@@ -1,25 +1,39 @@
-"""What an optimizer that looks at whole parameters is told when it steps shards.
+"""Norms and changes of whole parameters, of which each rank holds segments.
 
-Made by `zero_optimizer`.
+The `Whole` of an optimizer that steps shards. Must always hold:
+
+- A norm is summed over chunks of 64 elements in the order of the unit, so it does not depend on
+  the world size or the stage. Parameters begin at multiples of 64 and the padding after them is
+  zero, so no chunk belongs to two of them.
+- A parameter is changed on one rank, which has two exchange groups in memory at most: one that it
+  changes and one that comes or goes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from zero_comm.collectives import Collectives
-from zero_engine.optim.parameter_norms import ParameterNorms
-from zero_engine.optim.parameter_owners import ParameterOwners
+from zero_comm.collectives import Collectives, Pending, wait
+from zero_engine.optim.owner_exchange import (
+    ExchangeGroup,
+    OwnerExchange,
+    Shared,
+    in_exchange_groups,
+)
 from zero_engine.optim.steps import Steps
-from zero_engine.optim.whole import Change, Norms
-from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.optim.whole import CHUNK, Change, Norms, total
+from zero_engine.sharding.flat_unit import ALIGN, FlatUnit, overlap
 from zero_engine.sharding.segments import Segment
+
+assert ALIGN == CHUNK
 
 
 class ShardedWhole:
-    """Parameters of which each rank holds segments, stepped as `steps` shows them."""
+    """Parameters of which each rank holds segments, stepped part by part as `steps` brings them."""
 
     def __init__(
         self,
@@ -28,8 +42,10 @@ class ShardedWhole:
         collectives: Collectives,
         steps: Steps,
     ) -> None:
-        self._norms = ParameterNorms(units, segments, collectives)
-        self._owners = ParameterOwners(units, segments, collectives)
+        self._units = tuple(units)
+        self._segments = tuple(segments)
+        self._collectives = collectives
+        self._exchange = OwnerExchange(collectives)
         self._gradients: dict[Tensor, Tensor] = {
             segment.param: segment.gradient for segment in segments
         }
@@ -40,13 +56,87 @@ class ShardedWhole:
         return self._steps.parts(weights_only=weights_only)
 
     def direction(self, param: Tensor) -> Tensor | None:
-        """In the sum of gradients, which stays where it is when all else is away."""
+        """In the sum of gradients, which stays in memory when all else is offloaded."""
         return self._gradients.get(param)
 
     def norms(self, chunks: Sequence[Tensor]) -> list[Norms]:
-        """The pieces of each segment, with the norms of their parameters. Collective."""
-        return self._norms.of(chunks)
+        """For each segment its pieces of parameters, with their whole norms. Collective.
+
+        Args:
+            chunks: For each segment the norms of its chunks.
+        """
+        device = self._units[0].full.device
+        whole = {u: chunks[0].new_zeros(u.padded // CHUNK, device=device) for u in self._units}
+        for segment, norms in zip(self._segments, chunks, strict=True):
+            start = segment.start // CHUNK
+            whole[segment.unit][start : start + norms.numel()] = norms
+        for unit, norms in whole.items():
+            # Where every rank steps all of a unit, its own norms are complete already.
+            if unit.master.numel() != unit.padded:
+                wait(self._collectives.all_gather(norms, f"parameter norms of {unit.name}"))
+        summed = {unit: norms.double().cpu() for unit, norms in whole.items()}
+        return [_pieces(segment, summed[segment.unit]) for segment in self._segments]
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
-        """Change each parameter on one rank. Collective."""
-        self._owners.change(tensors, changes)
+        """Put pieces of changed parameters in the place of the present ones. Collective.
+
+        Args:
+            tensors: One per segment, of its length.
+            changes: For each segment that of its param group; None: the group stays as it is.
+        """
+        of_group = {s.group: change for s, change in zip(self._segments, changes, strict=True)}
+        exchange_groups = in_exchange_groups(
+            self._changed(tensors, of_group), self._collectives.world
+        )
+        coming = self._collect(exchange_groups, 0)
+        going = Pending("")
+        for number, exchange_group in enumerate(exchange_groups):
+            whole, arriving = coming
+            wait(arriving)
+            coming = self._collect(exchange_groups, number + 1)
+            owned = self._exchange.owned(exchange_group)
+            change = of_group[owned.slot.group] if owned and owned.slot.group is not None else None
+            if owned is not None and change is not None:
+                whole = change(whole.view(owned.slot.shape)).contiguous().view(-1)
+            wait(going)
+            going = self._exchange.give_back(
+                exchange_group, whole, f"changed parameters, exchange group {number}"
+            )
+        wait(going)
+
+    def _changed(
+        self, tensors: Sequence[Tensor], of_group: dict[int, Change | None]
+    ) -> Iterator[Shared]:
+        """All parameters that are changed, in the same order on every rank."""
+        held: defaultdict[FlatUnit, list[tuple[Segment, Tensor]]] = defaultdict(list)
+        for segment, tensor in zip(self._segments, tensors, strict=True):
+            held[segment.unit].append((segment, tensor))
+        for unit in self._units:
+            for slot in unit.layout.slots:
+                if slot.group is not None and of_group[slot.group] is not None:
+                    pieces = []  # of one segment; those of other groups have none of it
+                    for segment, tensor in held[unit]:
+                        cut = overlap(slot.start, slot.stop, segment.start, segment.stop)
+                        pieces.append(tensor[cut[0] - segment.start : cut[1] - segment.start])
+                    mine = max(pieces, key=Tensor.numel, default=tensors[0][:0])
+                    yield Shared(unit, slot, mine)
+
+    def _collect(
+        self, exchange_groups: Sequence[ExchangeGroup], number: int
+    ) -> tuple[Tensor, Pending]:
+        if number == len(exchange_groups):
+            return torch.empty(0), Pending("")
+        return self._exchange.collect(
+            exchange_groups[number], f"whole parameters, exchange group {number}"
+        )
+
+
+def _pieces(segment: Segment, chunks: Tensor) -> Norms:
+    """The pieces of parameters in a segment, with the norms that `chunks` of its unit add up to."""
+    pieces: Norms = []
+    for slot in segment.unit.layout.slots:
+        start, stop = overlap(slot.start, slot.stop, segment.start, segment.stop)
+        if slot.group == segment.group and stop > start:
+            norm = total(chunks[slot.start // CHUNK : -(-slot.stop // CHUNK)])
+            pieces.append((slice(start - segment.start, stop - segment.start), norm))
+    return pieces

@@ -1,8 +1,7 @@
 """How the torch optimizer steps the segments when all state is in the memory of the device.
 
-Owns the protocol of stepping. Between steps `optimizer.state` shows whole tensors, wherever they
-rest. Called by `zero_optimizer`; `engine_state` fills the state that `make_state` makes. The
-other way to step is `sub_groups`.
+Owns the protocol of stepping; the other way to step is by sub-groups. Between steps
+`optimizer.state` shows whole tensors, wherever they rest.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Steps(Protocol):
         """Step every segment with its gradient. Raises TierError."""
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """Each part of all segments while it is all that the optimizer has. Raises TierError.
+        """Let the optimizer have one part of all segments after the other. Raises TierError.
 
         Args:
             weights_only: The optimizer's state of the part may be away.
@@ -36,10 +35,10 @@ class Steps(Protocol):
     ) -> dict[str, Tensor]:
         """Memory for a segment's optimizer keys, to be filled, where they will rest.
 
-        What is not filled, between parameters and after them, is zero or as it was.
+        Elements between parameters and after them, which nothing fills, are zero or unchanged.
 
         Args:
-            segment: Whose state it is.
+            segment: The segment that the state belongs to.
             dtypes: Key -> dtype.
             before: The segment's state until now; its memory is used again.
         """
@@ -57,7 +56,7 @@ class StepAtOnce:
         step(self._optimizer, self)
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """All at once."""
+        """All segments at once."""
         del weights_only
         for segment in self._segments:
             segment.param.grad = segment.gradient  # the user may have called zero_grad()
@@ -67,27 +66,24 @@ class StepAtOnce:
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Beside the weights."""
-        return {
-            key: _room_for(segment.param, dtype, before.get(key)) for key, dtype in dtypes.items()
-        }
+        """Tensors like the parameter; old ones where they fit: new memory costs more to make."""
+        param, state = segment.param, dict[str, Tensor]()
+        for key, dtype in dtypes.items():
+            old, wanted = before.get(key), (dtype, param.device, param.shape)
+            if isinstance(old, Tensor) and (old.dtype, old.device, old.shape) == wanted:
+                state[key] = old
+            else:
+                state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return state
 
 
 def step(optimizer: torch.optim.Optimizer, steps: Steps) -> None:
-    """Let the optimizer step every part; one that looks at whole parameters asks for them."""
+    """Let the optimizer step every part; a `LooksAtWhole` iterates over them itself."""
     if isinstance(optimizer, LooksAtWhole):
         optimizer.step()
     else:
         for _ in steps.parts():
             optimizer.step()
-
-
-def _room_for(param: Tensor, dtype: torch.dtype, old: Any) -> Tensor:
-    """A tensor like a parameter; new memory costs more than filling it does."""
-    wanted = (dtype, param.device, param.shape)
-    if isinstance(old, Tensor) and (old.dtype, old.device, old.shape) == wanted:
-        return old
-    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 @contextmanager

@@ -1,19 +1,19 @@
 """Steps segments whose state rests elsewhere, one sub-group after the other.
 
-A *sub-group* is a part of one unit's shard, of at most `sub_group_size` elements. It is brought
-into memory, stepped, and brought back, while the next one is read and the one before is written.
+A *sub-group* is a part of one unit's shard, of at most `sub_group_size` elements. It is read
+into memory, stepped, and written back, while the next one is read and the one before is written.
 Its *rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever
 they rest. Must always hold:
 
 - The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
-  scalars (the step count) are in every sub-group those of before the pass. So what is elementwise
-  gives the same bits as in one call: a step, or the passes of one that looks at whole parameters.
+  scalars (the step count) are in every sub-group those of before the pass. So an elementwise step,
+  or an elementwise pass of a `LooksAtWhole`, gives the same bits as one call would.
 - Between steps `optimizer.state` shows whole tensors: parts of the rows.
 - Rows may rest in 16 bits. The optimizer then sees fp32 copies of a sub-group, which are rounded
   when it has been stepped: the result does not depend on how its kernels round.
-- In memory are the sub-groups under way, never the state of a whole unit that is larger.
+- Memory holds the sub-groups under way, never the state of a whole unit that is larger.
 
-Called by `zero_optimizer`. Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
+Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
 (arXiv 2104.07857), whose sub-groups are parameters of one buffer in the same way.
 """
 
@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_engine.optim.low_precision import Moments, brought, widened
-from zero_engine.optim.rows import GRAIN, WEIGHTS, rows_of
+from zero_engine.optim.rows import GRAIN, WEIGHTS, Moments, brought, rows_of, widened
 from zero_engine.optim.steps import StepAtOnce, only, step
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
@@ -57,7 +56,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a sub-group has of a segment: elements [start, stop) of the sub-group."""
+    """The part of a segment in a sub-group: elements [start, stop) of the sub-group."""
 
     segment: Segment
     start: int
@@ -74,7 +73,7 @@ class Before:
 
     scalars: dict[str, Any]
     keys: list[str]
-    """Those that have rows; none before the first step."""
+    """The keys that have rows; none before the first step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +93,7 @@ class SubGroup:
 
 
 class StepBySubGroups:
-    """State that rests in tiers; the device's own is stepped at once, as without them."""
+    """Steps state that rests in tiers; state on the device is stepped at once."""
 
     def __init__(
         self,
@@ -109,11 +108,11 @@ class StepBySubGroups:
 
         Args:
             optimizer: Elementwise, or one that looks at whole parameters in three passes.
-            segments: All of this rank.
+            segments: All segments of this rank.
             totals: For each unit the gradient of its shard.
-            tiers: Where the state of a unit rests; units that are not here are on the device.
+            tiers: Where the state of a unit rests; the state of other units is on the device.
             pace: The size of sub-groups, and how many are in memory.
-            moments: What the optimizer's fp32 state rests in.
+            moments: The dtype in which the optimizer's fp32 state rests.
         """
         self._moments = Moments(moments)
         self._optimizer = optimizer
@@ -136,7 +135,7 @@ class StepBySubGroups:
         for segment in streamed:
             self._adopt(segment)
 
-    # ---- where state lies ----
+    # ---- where state rests ----
 
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
@@ -149,7 +148,7 @@ class StepBySubGroups:
         return {key: rows.place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
 
     def _adopt(self, segment: Segment) -> None:
-        """Bring state that is elsewhere (made with the optimizer, or loaded into it) to its row."""
+        """Copy state that is elsewhere (made with the optimizer, or loaded into it) to its row."""
         state = self._optimizer.state.get(segment.param, {})
         for key in elementwise_keys(segment, state):
             place = self._rows[segment.unit].place(segment, key, state[key].dtype)
@@ -162,8 +161,8 @@ class StepBySubGroups:
         """Step all segments.
 
         Raises:
-            TierError: The disk has failed. State is then neither old nor new, and no further step
-                is made with it.
+            TierError: The disk has failed. State is then inconsistent, and every further step is
+                refused.
         """
         if self._failure:
             raise TierError(
@@ -177,11 +176,21 @@ class StepBySubGroups:
             raise
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """What is on the device at once, then each sub-group while it is in memory."""
-        yield from self._parts_of_others(weights_only=weights_only)
+        """The segments on the device at once, then each sub-group while it is in memory."""
+        if self._others is not None:
+            # Where state rests in 16 bits, those on the device are empty and only count steps.
+            for segment in self._empty:
+                self._convert(segment, self._moments.as_stepped)
+            yield from self._others.parts(weights_only=weights_only)
+            for segment in self._empty:
+                self._convert(segment, lambda state: state.to(self._moments.resting(state.dtype)))
+        before = {}
         for segment in self._segments:
             self._adopt(segment)
-        before = {segment: self._before(segment) for segment in self._segments}
+        for segment in self._segments:
+            state = self._optimizer.state.get(segment.param, {})
+            own = elementwise_keys(segment, state)
+            before[segment] = Before({key: state[key] for key in state.keys() - set(own)}, own)
         directs = isinstance(self._optimizer, LooksAtWhole) and not weights_only
         keys = dict.fromkeys(before, ()) if weights_only else {s: b.keys for s, b in before.items()}
         try:
@@ -196,27 +205,12 @@ class StepBySubGroups:
         for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()
 
-    def _parts_of_others(self, *, weights_only: bool) -> Iterator[None]:
-        """Those on the device; where state rests in 16 bits, they are empty and only count."""
-        if self._others is None:
-            return
-        for segment in self._empty:
-            self._convert(segment, self._moments.as_stepped)
-        yield from self._others.parts(weights_only=weights_only)
-        for segment in self._empty:
-            self._convert(segment, lambda state: state.to(self._moments.resting(state.dtype)))
-
     def _convert(self, segment: Segment, how: Callable[[Tensor], Tensor]) -> None:
         state = self._optimizer.state.get(segment.param, {})
         state.update((key, how(state[key])) for key in elementwise_keys(segment, state))
 
-    def _before(self, segment: Segment) -> Before:
-        state = self._optimizer.state.get(segment.param, {})
-        keys = elementwise_keys(segment, state)
-        return Before({key: state[key] for key in state.keys() - set(keys)}, keys)
-
     def _leases(self, keys: Mapping[Segment, Sequence[str]]) -> Iterator[tuple[SubGroup, Lease]]:
-        """Each sub-group while it is in memory, with the rows of some keys."""
+        """Bring one sub-group after the other into memory, with the rows of some keys."""
         coming = iter(self._sub_groups)
         opened: deque[tuple[Future[Lease], Callable[[], Tensor]]] = deque()
         closing: deque[Future[None]] = deque()
@@ -251,7 +245,7 @@ class StepBySubGroups:
         before: Mapping[Segment, Before],
         keys: Mapping[Segment, Sequence[str]],
     ) -> None:
-        """Let the parameters be the parts that a sub-group has of them."""
+        """Point the parameters and their state to the parts that are in a sub-group."""
         name = self._rows[sub_group.unit].name
         for part in sub_group.parts:
             param = part.segment.param
@@ -263,29 +257,26 @@ class StepBySubGroups:
 
     def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:
         for part in sub_group.parts:
-            self._collect(sub_group, part, lease)
+            # Bring what the optimizer has made anew, or seen widened, into the lease.
+            param, rows = part.segment.param, self._rows[sub_group.unit]
+            param.grad = None
+            param.data = brought(param.data, part.of(lease.rows[WEIGHTS]))
+            state = self._optimizer.state[param]
+            for key in elementwise_keys(part.segment, state):
+                row = rows.place(part.segment, key, state[key].dtype)
+                name = rows.name(part.segment, key)
+                if name not in lease.rows:
+                    size = sub_group.stop - sub_group.start
+                    lease.rows[name] = state[key].new_zeros(size, dtype=row.dtype)
+                state[key] = brought(state[key], part.of(lease.rows[name]))
         direction, total = lease.rows[_GRADIENT], sub_group.of(sub_group.total)
         if not directs:
             sub_group.unit.accept(sub_group.start, lease.rows[WEIGHTS])
         elif direction.device != total.device:
             total.copy_(direction, non_blocking=True)
 
-    def _collect(self, sub_group: SubGroup, part: Part, lease: Lease) -> None:
-        """Bring what the optimizer has made anew, or seen widened, into the lease."""
-        param, rows = part.segment.param, self._rows[sub_group.unit]
-        param.grad = None
-        param.data = brought(param.data, part.of(lease.rows[WEIGHTS]))
-        state = self._optimizer.state[param]
-        for key in elementwise_keys(part.segment, state):
-            row = rows.place(part.segment, key, state[key].dtype)
-            name = rows.name(part.segment, key)
-            if name not in lease.rows:
-                size = sub_group.stop - sub_group.start
-                lease.rows[name] = state[key].new_zeros(size, dtype=row.dtype)
-            state[key] = brought(state[key], part.of(lease.rows[name]))
-
     def _show_whole(self, before: Mapping[Segment, Before]) -> None:
-        """Let parameters and state be the parts of the rows again."""
+        """Point parameters and state to their parts of the rows again."""
         for segment in self._segments:
             state = self._optimizer.state.get(segment.param, {})
             keys = {*elementwise_keys(segment, state), *before[segment].keys}
@@ -296,7 +287,7 @@ class StepBySubGroups:
 
 
 def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:
-    """What elements [start, stop) of a shard have of each segment."""
+    """The part of each segment in elements [start, stop) of a shard."""
     low, parts = unit.interval[0], []
     for segment in segments:
         if segment.unit is unit:
@@ -307,7 +298,7 @@ def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -
 
 
 def _to_host(source: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    """Begin to copy a gradient to where the optimizer runs; the result waits for it."""
+    """Begin to copy a gradient to the device of the optimizer; call the result to wait for it."""
     if source.device.type == device.type:
         return lambda: source
     copied = torch.empty_like(source, device=device, pin_memory=source.is_cuda)

@@ -1,12 +1,10 @@
 """What an optimizer remembers of one parameter: a nest, its tree spec, and its leaves.
 
 A *nest* is made of dicts, lists, tensors, numbers and plain values. Its *tree spec* is JSON that
-says what it is like, with dtype and shape in the place of each tensor and each number, so that
-steps do not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by
-the same name in a nest and in its tree spec, the way to it: "row_var", "factors.0"; a nest made
-from its tree spec has the same leaves. Tuples come back as lists.
-
-Called by `owner_steps` and `owner_state`.
+describes it, with dtype and shape in the place of each tensor and each number, so that steps do
+not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by the same
+name in a nest and in its tree spec, the way to it: "row_var", "factors.0"; a nest made from its
+tree spec has the same leaves. Tuples come back as lists.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from zero_checkpoint.format.dtypes import DTYPES, name_of
 Path = tuple[str, ...]
 Number = bool | int | float
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""What a number is stored as."""
+"""The dtype in which a number is stored."""
 
 
 def tree_spec(nest: Any, name: str, path: Path = ()) -> Any:
-    """What a nest is like, as JSON.
+    """The types and shapes in a nest, as JSON.
 
     Args:
-        nest: All of it, or what lies at `path`.
-        name: Whose it is.
-        path: The way there.
+        nest: The whole nest, or the part at `path`.
+        name: The parameter that it belongs to, for messages.
+        path: Keys and indices from the top of the nest.
 
     Raises:
-        CheckpointError: Something else is in it.
+        CheckpointError: The nest holds something else.
     """
     match nest:
         case Tensor():
@@ -75,14 +73,15 @@ def leaves(nest: Any) -> Iterator[tuple[str, Tensor | Number]]:
 
 
 def mark_of(nest: Any) -> int:
-    """In this process, of two nests it is the same if they have the same tree spec."""
-    return hash(tuple((name, *_form(end)) for name, end in ends(nest)))
-
-
-def _form(end: Any) -> tuple[Any, ...]:
-    if isinstance(end, Tensor):
-        return end.shape, end.dtype
-    return type(end), end if isinstance(end, str) else None
+    """A hash, valid in this process, that two nests share if they have the same tree spec."""
+    return hash(
+        tuple(
+            (name, end.shape, end.dtype)
+            if isinstance(end, Tensor)
+            else (name, type(end), end if isinstance(end, str) else None)
+            for name, end in ends(nest)
+        )
+    )
 
 
 def tensors_in(nest: Any) -> Iterator[Tensor]:
@@ -91,7 +90,7 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
 
 
 def stored(leaf: Tensor | Number) -> Tensor:
-    """A leaf as a checkpoint has it: a number in a tensor of its own."""
+    """A leaf as a checkpoint has it: a number becomes a tensor."""
     return leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=_NUMBERS[_kind(leaf)])
 
 
@@ -113,7 +112,7 @@ def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]
 
 
 def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
-    """A nest of which this is the tree spec, with zeros in all leaves, which are all tensors yet.
+    """A nest with this tree spec and zeros in all leaves, of which the numbers are tensors, too.
 
     Args:
         known: The tree spec.
@@ -135,7 +134,7 @@ def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
 
 
 def filled(nest: Any, known: Any) -> Any:
-    """A nest that was blank, now with numbers where its tree spec has them."""
+    """A nest that was blank, with its tensors turned into numbers where the tree spec has numbers."""
     match known:
         case {"number": _}:
             return nest.item()

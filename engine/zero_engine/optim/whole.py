@@ -1,17 +1,15 @@
-"""Optimizers that look at whole parameters, in three passes of which only one does.
+"""Optimizers that step in three passes, of which only the second looks at whole parameters.
 
 `direct` takes the gradients into the state and puts *directions* in their place. `look` changes
-the directions by what only whole parameters tell: a norm, an orthogonal factor. `apply` moves the
+the directions by what depends on whole parameters: a norm, an orthogonal factor. `apply` moves the
 weights along them. Must always hold:
 
 - `direct` and `apply` are elementwise: `Whole.parts` shows them the parameters part by part, each
   once and in order, and how they are divided changes no bit.
 - `look` sees directions, which are in memory where the gradients were, and what `direct` has kept
   of the rest.
-- An optimizer asks `whole` for all that lies beyond its tensors. In a script of its own these are
-  whole parameters (`Itself`); on shards `zero_optimizer` puts `sharded_whole` in that place.
-
-`lamb` and `muon` are such optimizers.
+- An optimizer asks `whole` for all that lies beyond its tensors. Without an engine these are whole
+  parameters (`Itself`); on shards the engine replaces it (`ShardedWhole`).
 """
 
 from __future__ import annotations
@@ -24,37 +22,37 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Elements of which one norm is taken; parameters begin at multiples of it in their units."""
+"""Elements per norm; parameters begin at multiples of it in their units."""
 
 Norms = list[tuple[slice, float]]
 """The pieces of one tensor, and the norm of the whole parameter that each is a part of."""
 
 Change = Callable[[Tensor], Tensor]
-"""From what is of a whole parameter, in its shape, to what is to be in its place."""
+"""A function from a whole parameter's direction, in its shape, to its new direction."""
 
 
 Directed = tuple[Tensor, Tensor, dict[str, Any]]
-"""A parameter that is not to be read, its direction, and its group."""
+"""A parameter, whose weights may be away and must not be read; its direction; its group."""
 
 
 class Whole(Protocol):
-    """Who knows the parameters that the optimizer's tensors are pieces of."""
+    """Access to the whole parameters that the optimizer's tensors are pieces of."""
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """Each part of all parameters, while the optimizer's groups hold it and nothing else.
+        """Let the optimizer's groups hold one part of all parameters after the other.
 
         Args:
             weights_only: The pass needs weights and directions; the state may be away.
         """
 
     def direction(self, param: Tensor) -> Tensor | None:
-        """Where `direct` has left the direction of one of the optimizer's parameters, if it has."""
+        """The direction that `direct` has left for one of the optimizer's parameters, or None."""
 
     def norms(self, chunks: Sequence[Tensor]) -> list[Norms]:
-        """For each tensor, in the order of the optimizer's parameters, its pieces. Collective.
+        """The pieces of each tensor, in the order of the optimizer's parameters. Collective.
 
         Args:
-            chunks: Of each tensor, the `chunk_norms` [its length / CHUNK].
+            chunks: For each tensor its `chunk_norms` [its length / CHUNK].
         """
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
@@ -70,20 +68,20 @@ class Itself:
     """Every tensor is a whole parameter."""
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """All at once."""
+        """All parameters at once."""
         del weights_only
         yield
 
     def direction(self, param: Tensor) -> Tensor | None:
-        """In the place of the gradient."""
+        """The gradient, which `direct` has replaced."""
         return param.grad
 
     def norms(self, chunks: Sequence[Tensor]) -> list[Norms]:
-        """One piece each."""
+        """One piece for each tensor."""
         return [[(slice(None), total(each.double().cpu()))] for each in chunks]
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
-        """One after the other."""
+        """Change one tensor after the other."""
         for tensor, change in zip(tensors, changes, strict=True):
             if change is not None:
                 tensor.copy_(change(tensor))
@@ -98,12 +96,12 @@ def chunk_norms(tensor: Tensor) -> Tensor:
 
 
 def total(chunks: Tensor) -> float:
-    """The norm of a whole parameter from those of its chunks, in fp64 on the CPU."""
+    """The norm of a whole parameter from the norms of its chunks, in fp64 on the CPU."""
     return math.sqrt(float(chunks.square().sum()))
 
 
 class LooksAtWhole(torch.optim.Optimizer):
-    """Steps in three passes; the gradients are used up."""
+    """An optimizer that steps in three passes and overwrites the gradients."""
 
     whole: Whole = Itself()
 
@@ -134,7 +132,7 @@ class LooksAtWhole(torch.optim.Optimizer):
         raise NotImplementedError
 
     def look(self, directions: Sequence[Directed]) -> None:
-        """Change the directions by what the whole parameters tell. Collective."""
+        """Change the directions by norms or factors of whole parameters. Collective."""
         raise NotImplementedError
 
     def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:

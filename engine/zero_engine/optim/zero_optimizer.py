@@ -7,11 +7,11 @@ Must always hold:
   *segments*: for each unit and group, the part of the run that this rank steps. Or, for one that
   must see whole parameters, by those that this rank owns (`owner_steps`).
 - One all-gather a step carries block norms and each rank's notes, so that every rank decides
-  from the same numbers: the global norm, whether it is finite, who asks to leave.
+  from the same numbers: the global norm, whether it is finite, which ranks ask to leave.
 - The norm is summed over blocks in an order that does not depend on the world size.
 - A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
 
-Called by `engine`; `optimizer_state` and `owner_state` read and write what it remembers.
+`optimizer_state` and `owner_state` save and load its state.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from zero_comm.collectives import Collectives, wait
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
 from zero_engine.optim.loss_scaler import LossScaling
+from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.sharded_whole import ShardedWhole
 from zero_engine.optim.steps import StepAtOnce, Steps
 from zero_engine.optim.sub_groups import Pace, StepBySubGroups
-from zero_engine.optim.torch_muon import stepped
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.segments import Segment
@@ -49,11 +49,11 @@ class StepOutcome:
     norm: float
     """Global gradient norm before clipping, of the loss without its scale."""
     notes: Tensor
-    """[world, notes], on the CPU: what each rank handed in."""
+    """[world, notes], on the CPU: the notes that each rank handed in."""
     scaling: str = ""
-    """What the step did to the loss scale, as a sentence; empty if nothing."""
+    """A sentence about the change of the loss scale; empty if there is none."""
     culprit: str = ""
-    """The first parameter whose gradient is not finite, if one was skipped for it."""
+    """The first parameter whose gradient is not finite; empty if the step was applied."""
 
 
 class ZeroOptimizer:
@@ -76,14 +76,14 @@ class ZeroOptimizer:
 
         Args:
             optimizer: Made on the parameters of the units.
-            units: All that are trained.
-            stage: What is divided.
+            units: All trained units.
+            stage: The ZeRO stage.
             collectives: The ranks that share the units.
-            clip: The largest norm of all gradients; 0: any.
-            scaling: Of the loss.
-            pace: Of a step on what rests elsewhere, or in 16 bits.
-            moments: What the optimizer's state rests in.
-            whole: The optimizer is to see whole parameters.
+            clip: The largest global gradient norm; 0: no clipping.
+            scaling: The rules of the loss scale.
+            pace: The sub-groups of state that is offloaded, or rests in 16 bits.
+            moments: The dtype in which the optimizer's state rests.
+            whole: Give the optimizer whole parameters, each on the rank that owns it.
         """
         self.optimizer = optimizer
         self.units = tuple(units)
@@ -91,9 +91,9 @@ class ZeroOptimizer:
         self._collectives = collectives
         self._clip = clip
         self.accumulating = False
-        """There are gradients that no step has applied yet."""
+        """Whether there are gradients that no step has applied yet."""
         self.changing = False
-        """Weights and state are no longer those of before a step, and the step has not ended."""
+        """Whether weights and state are in between two steps: a step has begun to change them."""
         self._scaling = scaling or LossScaling()
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
@@ -109,8 +109,8 @@ class ZeroOptimizer:
         if whole:
             self.steps = StepByOwners(optimizer, units, self._gradients, collectives)
         else:
-            self.steps = self._step_segments(pace, moments)
-        self._tell_scale(overflow=False)
+            self.steps = self._make_steps(pace, moments)
+        self._show_scale(overflow=False)
 
     @property
     def scale(self) -> float:
@@ -122,19 +122,19 @@ class ZeroOptimizer:
         return self._scaling.to_json(self.scale_state)
 
     def restore_scale(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint; a fixed one is the config's."""
+        """Continue with the loss scale of a checkpoint; a fixed one stays that of the config."""
         self.scale_state = self._scaling.resume(saved)
-        self._tell_scale(overflow=False)
+        self._show_scale(overflow=False)
 
-    def _tell_scale(self, *, overflow: bool) -> None:
+    def _show_scale(self, *, overflow: bool) -> None:
         # DeepSpeed's optimizer has these, and scripts log them.
-        told = {"cur_scale": self.scale, "loss_scale": self.scale, "overflow": overflow}
-        for name, value in told.items():
+        shown = {"cur_scale": self.scale, "loss_scale": self.scale, "overflow": overflow}
+        for name, value in shown.items():
             setattr(self.optimizer, name, value)
 
     @property
     def wholes(self) -> tuple[Tensor, ...]:
-        """What each total is an interval of, where every rank steps everything; else empty."""
+        """The tensor that each total is an interval of, if every rank steps all; else empty."""
         return () if self._stage.shards_optimizer else self._gradients
 
     def gradient_sums(self) -> Iterator[Tensor]:
@@ -158,39 +158,34 @@ class ZeroOptimizer:
         found = []
         for unit, gradients in zip(self.units, self._gradients, strict=True):
             if group in unit.layout.runs():
-                found.append(self._cut(unit, gradients, group))
+                low = unit.interval[0] if self._stage.shards_optimizer else 0
+                run = unit.layout.runs()[group]
+                start, stop = overlap(*run, low, low + unit.master.numel())
+                part = slice(start - low, stop - low) if stop > start else slice(0, 0)
+                weights = unit.master[part]
+                # An empty one is stepped as it is: in the dtype of its gradient.
+                param = nn.Parameter(weights if weights.numel() else weights.float())
+                found.append(Segment(unit, group, start, stop, param, gradients[part]))
         filled = [segment for segment in found if segment.stop > segment.start]
         # A group keeps at least one segment on every rank, if need be an empty one: its scalar
         # state (the step count) is then known everywhere.
         return filled or found[:1]
 
-    def _cut(self, unit: FlatUnit, gradients: Tensor, group: int) -> Segment:
-        low = unit.interval[0] if self._stage.shards_optimizer else 0
-        run = unit.layout.runs()[group]
-        start, stop = overlap(*run, low, low + unit.master.numel())
-        part = slice(start - low, stop - low) if stop > start else slice(0, 0)
-        weights = unit.master[part]
-        # An empty one is stepped as it is: in the dtype of its gradient.
-        param = nn.Parameter(weights if weights.numel() else weights.float())
-        return Segment(unit, group, start, stop, param, gradients[part])
-
-    def _step_segments(self, pace: Pace | None, moments: torch.dtype) -> Steps:
-        on_shards = stepped(self.optimizer)
-        steps = self._make_steps(on_shards, pace, moments)
-        if isinstance(on_shards, LooksAtWhole):
-            on_shards.whole = ShardedWhole(self.units, self.segments, self._collectives, steps)
-        return steps
-
-    def _make_steps(
-        self, optimizer: torch.optim.Optimizer, pace: Pace | None, moments: torch.dtype
-    ) -> Steps:
+    def _make_steps(self, pace: Pace | None, moments: torch.dtype) -> Steps:
+        """The way to step the segments: at once, or by sub-groups if state rests elsewhere."""
+        optimizer = stepped(self.optimizer)
         low_precision = self.units[0].shard.dtype != torch.float32
         tiers = {u: u.tiers.state for u in self.units if low_precision or u.tiers.offloaded}
-        if not tiers:
-            return StepAtOnce(optimizer, self.segments)
-        assert pace is not None
-        totals = dict(zip(self.units, self.totals, strict=True))
-        return StepBySubGroups(optimizer, self.segments, totals, tiers, pace, moments)
+        steps: Steps
+        if tiers:
+            assert pace is not None
+            totals = dict(zip(self.units, self.totals, strict=True))
+            steps = StepBySubGroups(optimizer, self.segments, totals, tiers, pace, moments)
+        else:
+            steps = StepAtOnce(optimizer, self.segments)
+        if isinstance(optimizer, LooksAtWhole):
+            optimizer.whole = ShardedWhole(self.units, self.segments, self._collectives, steps)
+        return steps
 
     def segments_by_group(self) -> Iterator[tuple[dict[str, Any], list[Segment]]]:
         """Each param group with its segments on this rank."""
@@ -218,12 +213,12 @@ class ZeroOptimizer:
     def step(
         self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
     ) -> StepOutcome:
-        """Apply the gradient totals. Collective. The caller ends it, by `changing`.
+        """Apply the gradient totals. Collective. The caller sets `changing` to False afterwards.
 
         Args:
-            notes: [n] fp32, the same n on all ranks; every rank gets everybody's.
-            correction: From everybody's notes [world, n], on the CPU, what the totals are to be
-                multiplied with.
+            notes: [n] fp32, the same n on all ranks; every rank gets the notes of all.
+            correction: From the notes of all ranks [world, n], on the CPU, to the factor of the
+                totals.
         """
         blocks = self._norm.of_own(self.totals)
         everybodys = self._exchange(torch.cat([blocks, notes]))
@@ -238,7 +233,7 @@ class ZeroOptimizer:
             self._apply(norm, factor)
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
-        self._tell_scale(overflow=not applied)
+        self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
 
     def _exchange(self, own: Tensor) -> Tensor:
@@ -261,7 +256,7 @@ class ZeroOptimizer:
         return next(slot.fqn for slot in self.units[number].layout.slots if where < slot.stop)
 
     def _apply(self, norm: float, factor: float) -> None:
-        """Step on the totals times `factor`, of which `norm` is the norm, clipped."""
+        """Step on the totals times `factor`, whose norm is `norm`, after clipping."""
         clip = self._clip / (norm + _NORM_EPSILON)
         if self._clip > 0 and clip < 1:
             factor *= clip
@@ -269,16 +264,14 @@ class ZeroOptimizer:
             for total in self.totals:
                 total.mul_(factor)
         if not self._stage.shards_optimizer:
-            self._gather_gradients()
+            gathers = [
+                self._collectives.all_gather(full, f"gradient sums of {unit.name}")
+                for unit, full in zip(self.units, self._gradients, strict=True)
+            ]
+            for pending in gathers:
+                wait(pending)
         self.steps.step()
         for pending in [unit.refresh() for unit in self.units]:
-            wait(pending)
-
-    def _gather_gradients(self) -> None:
-        started = []
-        for unit, full in zip(self.units, self._gradients, strict=True):
-            started.append(self._collectives.all_gather(full, f"gradient sums of {unit.name}"))
-        for pending in started:
             wait(pending)
 
 
@@ -286,18 +279,15 @@ def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:
     """State that the optimizer made at construction (Adagrad), moved to a segment."""
     slots = zip(segment.unit.layout.slots, segment.unit.params, strict=True)
     members = [(slot, param) for slot, param in slots if slot.group == segment.group]
-    first = old_state.get(members[0][1], {})
-    return {key: _adopt(segment, members, old_state, key) for key in first}
-
-
-def _adopt(segment: Segment, members: list[Any], old_state: dict[Any, Any], key: str) -> Any:
-    param = members[0][1]
-    example = old_state[param][key]
-    if not isinstance(example, Tensor):
-        return example
-    if key == "step" or example.shape != param.shape:
-        return example.clone()
-    whole = example.new_zeros(segment.unit.padded, device=segment.param.device)
-    for slot, param in members:
-        whole[slot.start : slot.stop] = old_state[param][key].flatten()
-    return whole[segment.start : segment.stop].clone()
+    first, adopted = members[0][1], dict[str, Any]()
+    for key, example in old_state.get(first, {}).items():
+        if not isinstance(example, Tensor):
+            adopted[key] = example
+        elif key == "step" or example.shape != first.shape:
+            adopted[key] = example.clone()
+        else:
+            whole = example.new_zeros(segment.unit.padded, device=segment.param.device)
+            for slot, param in members:
+                whole[slot.start : slot.stop] = old_state[param][key].flatten()
+            adopted[key] = whole[segment.start : segment.stop].clone()
+    return adopted

@@ -1,12 +1,12 @@
 """One parameter of an engine: its weights, gradient and optimizer state, whole or as a share.
 
-Owns the way from a parameter to the shards that hold it. Must always hold: what is read is what
-the optimizer steps, in the highest precision; what is written is what the next forward computes
-with and the next step starts from, at every stage and for every param group. A *share* is this
-rank's interval of the flattened parameter, a 1-D tensor, empty on many ranks.
+Owns the way from a parameter to the shards that hold it. Must always hold: a read returns what the
+optimizer steps, in the highest precision; the next forward and the next step use what is written,
+at every stage and for every param group. A *share* is this rank's interval of the flattened
+parameter, a 1-D tensor, empty on many ranks.
 
-All of it is collective unless it says otherwise: every rank calls it, for the same parameters in
-the same order, between steps. Called through `zero_deepspeed`, which has the names.
+Everything here is collective unless its docstring says otherwise: every rank calls it, for the same
+parameters in the same order, between steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_engine.state.owner_state import fetch
 
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:
-    """Where a parameter lies; None if no engine has it."""
+    """The owner of a parameter; None if it belongs to no engine."""
     found = place_of(param)
     if found is None:
         return None
@@ -41,10 +41,10 @@ def owner_of(param: nn.Parameter) -> OwnedParam | None:
 
 
 def owned(param: nn.Parameter) -> OwnedParam:
-    """Where a parameter lies.
+    """The owner of a parameter.
 
     Raises:
-        ZeroError: No engine has it.
+        ZeroError: The parameter belongs to no engine, or its weights are moved.
     """
     owner = owner_of(param)
     if owner is None:
@@ -72,16 +72,16 @@ class OwnedParam:
             return self._cut(self.unit.gather_highest())
 
     def set_weights(self, value: Tensor) -> None:
-        """Give the parameter other weights, the same on every rank."""
+        """Replace the whole parameter, with the same values on every rank."""
         start, stop = self._share()
         self.set_weights_share(self._flat(value)[start - self.slot.start : stop - self.slot.start])
 
     def weights_share(self) -> Tensor:
-        """This rank's share; a copy. Not collective."""
+        """This rank's share of the weights; a copy. Not collective."""
         return self._local(self.unit.shard).clone()
 
     def set_weights_share(self, value: Tensor) -> None:
-        """Write this rank's share."""
+        """Replace this rank's share of the weights."""
         _write(self._local(self.unit.shard), value, self.slot.fqn)
         with self.core.guard():
             self.unit.restore()
@@ -99,12 +99,12 @@ class OwnedParam:
         self.set_gradient_share(self._flat(value)[start - self.slot.start : stop - self.slot.start])
 
     def gradient_share(self) -> Tensor | None:
-        """This rank's share between backward and step, else None. Not collective."""
+        """This rank's share of the gradient, or None outside a step. Not collective."""
         total = self._total()
         return None if total is None else self._local(total)
 
     def set_gradient_share(self, value: Tensor) -> None:
-        """Write this rank's share. Not collective."""
+        """Replace this rank's share of the gradient. Not collective."""
         zero = self.core.zero
         if zero is None or self._total() is None:
             raise ZeroError(
@@ -132,7 +132,7 @@ class OwnedParam:
         return self._gathered(data, start, key)
 
     def set_state(self, key: str, value: Tensor) -> None:
-        """Replace it, with the same value on every rank. Not collective."""
+        """Replace the optimizer's `key`, with the same value on every rank. Not collective."""
         self._need_state(key)
         flat = self._flat(value)
         for segment in self._segments(self.unit):
@@ -141,7 +141,7 @@ class OwnedParam:
             part.copy_(flat[start - self.slot.start : stop - self.slot.start])
 
     def state_share(self, key: str) -> Any:
-        """This rank's share; None if there is none (yet). Not collective."""
+        """This rank's share of the optimizer's `key`; None if it has none (yet). Not collective."""
         _, value = self._find_state(key)
         if value is None:
             return None
@@ -149,7 +149,7 @@ class OwnedParam:
         return parts[0].clone() if parts else value[:0]
 
     def set_state_share(self, key: str, value: Tensor) -> None:
-        """Write this rank's share; where every rank steps everything, the others' too."""
+        """Replace this rank's share; collective where every rank steps everything."""
         self._need_state(key)
         parts = [self._state_share(segment, key) for segment in self._segments(self.unit)]
         for part in parts:
@@ -202,13 +202,13 @@ class OwnedParam:
         return overlap(self.slot.start, self.slot.stop, *self.unit.interval)
 
     def _local(self, shard: Tensor) -> Tensor:
-        """This rank's share of a tensor that is laid out like the shard: a view."""
+        """This rank's share of a tensor with the layout of the shard: a view."""
         start, stop = self._share()
         low = self.unit.interval[0]
         return shard[start - low : stop - low] if stop > start else shard[:0]
 
     def _gathered(self, own: Tensor, start: int, what: str) -> Tensor:
-        """The parameter's part of a tensor of which this rank has elements from `start` on."""
+        """The parameter's part of an all-gathered tensor; this rank has `own`, from `start` on."""
         whole = own.new_zeros(self.unit.padded, device=self.unit.full.device)
         whole[start : start + own.numel()] = own
         with self.core.guard():
@@ -228,9 +228,9 @@ class OwnedParam:
 
 
 class SteppedWhole(OwnedParam):
-    """One that is stepped whole: its optimizer state is with the rank that owns it.
+    """A parameter that is stepped whole: its optimizer state is on the rank that owns it.
 
-    Of the state that rank's share is everything, flat, and the others' nothing.
+    The share of that rank is the whole state, flat; the shares of the others are empty.
     """
 
     __slots__ = ()
@@ -242,7 +242,7 @@ class SteppedWhole(OwnedParam):
             return fetch(own, key, self.slot.fqn, core.collectives, core.device)
 
     def set_state(self, key: str, value: Tensor) -> None:
-        """Replace it, with the same value on every rank. Collective."""
+        """Replace the optimizer's `key`, with the same value on every rank. Collective."""
         current = self.state(key)
         if not isinstance(current, Tensor):
             raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
@@ -256,7 +256,7 @@ class SteppedWhole(OwnedParam):
             own[key].copy_(value)
 
     def state_share(self, key: str) -> Any:
-        """All of it on the rank that owns the parameter, else an empty tensor."""
+        """The whole state on the rank that owns the parameter, else an empty tensor."""
         own = self._owned_state()
         if own is None:
             return torch.empty(0)
@@ -264,7 +264,7 @@ class SteppedWhole(OwnedParam):
         return value.flatten().clone() if isinstance(value, Tensor) else value
 
     def set_state_share(self, key: str, value: Tensor) -> None:
-        """Write all of it on the rank that owns the parameter. Not collective."""
+        """Replace the whole state on the rank that owns the parameter. Not collective."""
         own = self._owned_state()
         place = torch.empty(0) if own is None else own.get(key)
         if not isinstance(place, Tensor):
@@ -272,7 +272,7 @@ class SteppedWhole(OwnedParam):
         _write(place.view(-1), value, f"{key} of {self.slot.fqn}")
 
     def _owned_state(self) -> dict[str, Any] | None:
-        """None on ranks that do not own the parameter."""
+        """The state on the rank that owns the parameter, else None."""
         assert self.core.zero is not None
         steps = self.core.zero.steps
         assert isinstance(steps, StepByOwners)
@@ -291,7 +291,7 @@ def _write(place: Tensor, value: Tensor, what: str) -> None:
 
 
 def units_of(params: Iterable[nn.Parameter]) -> dict[FlatUnit, Core]:
-    """The units that hold some parameters, in order; parameters of no engine are left out."""
+    """The units of some parameters, in order; parameters that belong to no engine are left out."""
     owners = [owner for param in params if (owner := owner_of(param)) is not None]
     for core in {id(owner.core): owner.core for owner in owners}.values():
         core.moved.need("gathering parameters", WEIGHTS)

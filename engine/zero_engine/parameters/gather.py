@@ -1,7 +1,7 @@
-"""Sharded parameters made whole for a while. Collective.
+"""Gathers sharded parameters for the time of a context. Collective.
 
-Also takes models that no engine has yet, or that are at a stage without sharded parameters, so that
-one script serves all stages.
+It also takes parameters that belong to no engine yet, or are not sharded, so that one script serves
+all stages.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from torch import nn
 
 from zero_engine.parameters.access import units_of
-from zero_engine.parameters.places import tell_status
+from zero_engine.parameters.places import set_status
 from zero_engine.sharding.flat_unit import FlatUnit
 
 
 class GatheredParameters:
-    """Some parameters are whole inside the context, and stay so while modules run in it.
+    """A context in which some parameters are whole, also while modules run in it.
 
     Args:
-        params: A parameter, several, or a module. A None among them, the bias of a layer that has
-            none, is passed over.
-        modifier_rank: The rank whose changes in the context become everybody's: weights, master
-            weights and shards. None: the parameters are only read.
-        fwd_module: Accepted for DeepSpeed; nothing depends on it.
+        params: A parameter, several, or a module. A None, such as the missing bias of a layer, is
+            ignored.
+        modifier_rank: The rank whose changes in the context are broadcast to all ranks: weights,
+            master weights and shards. None: the parameters are only read.
+        fwd_module: Accepted for DeepSpeed's signature, and ignored.
         enabled: False makes the context do nothing.
     """
 
@@ -35,7 +35,12 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         del fwd_module
-        self._units = units_of(_listed(params)) if enabled else {}
+        if isinstance(params, nn.Module):
+            several: Iterable[nn.Parameter | None] = params.parameters()
+        else:
+            several = [params] if isinstance(params, nn.Parameter) else params
+        chosen = [param for param in several if param is not None] if enabled else []
+        self._units = units_of(chosen)
         self._modifier = modifier_rank
         self._gathered_here: list[FlatUnit] = []
 
@@ -44,7 +49,7 @@ class GatheredParameters:
         for unit in self._gathered_here:
             with self._units[unit].guard():
                 unit.gather()
-            tell_status(self._units[unit], unit)
+            set_status(self._units[unit], unit)
         for unit in self._units:
             unit.holders += 1
 
@@ -55,16 +60,7 @@ class GatheredParameters:
                 with core.guard():
                     unit.adopt_full(self._modifier)
                     if unit not in self._gathered_here:
-                        unit.gather()  # somebody around us needs it
+                        unit.gather()  # an outer context needs it
             elif unit in self._gathered_here:
                 unit.let_go()
-            tell_status(core, unit)
-
-
-def _listed(
-    params: nn.Parameter | nn.Module | Iterable[nn.Parameter | None],
-) -> list[nn.Parameter]:
-    if isinstance(params, nn.Module):
-        return list(params.parameters())
-    several = [params] if isinstance(params, nn.Parameter) else params
-    return [param for param in several if param is not None]
+            set_status(core, unit)

@@ -1,9 +1,7 @@
-"""Which engine a parameter belongs to, and where in it.
+"""The engine that a parameter belongs to, and its place there.
 
-Must always hold: knowing it keeps no engine alive, and a parameter can be pickled; at stage 3 it
-has the attributes by which scripts tell that it must be gathered first.
-
-Called by `initialize`, `rewrap`, `gather` and `access`.
+Must always hold: the record keeps no engine alive, and a parameter can be pickled; at stage 3 a
+parameter has the attributes by which scripts see that it must be gathered first.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from zero_engine.parts import Core
 from zero_engine.sharding.flat_unit import FlatUnit, Slot
 
 _PLACES = WeakTensorKeyDictionary()
-"""Parameter -> (weak reference to the core, unit, slot). No attribute of the parameter: scripts
-pickle parameters with all that hangs on them."""
-_TOLD = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
-"""What DeepSpeed's parameters have, and so ours at stage 3."""
+"""Parameter -> (weak reference to the core, unit, slot). It is no attribute of the parameter,
+because scripts pickle parameters with all of their attributes."""
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
+"""The attributes of a parameter at stage 3, as in DeepSpeed."""
 
 
 class ZeroParamStatus(Enum):
@@ -34,7 +32,7 @@ class ZeroParamStatus(Enum):
 
 
 def adopt_parameters(core: Core) -> None:
-    """Note where the parameters of an engine lie."""
+    """Record the places of an engine's parameters."""
     world = core.collectives.world
     for number, unit in enumerate(core.units):
         for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
@@ -46,20 +44,20 @@ def adopt_parameters(core: Core) -> None:
                     ds_numel=slot.numel,
                     partition_numel=partial(int, -(-slot.numel // world)),  # can be pickled
                 )
-        tell_status(core, unit)
+        set_status(core, unit)
 
 
 def disown_parameters(core: Core) -> None:
-    """The inverse: they are nobody's."""
+    """Remove the records of an engine's parameters."""
     for unit in core.units:
         for param in unit.params:
             _PLACES.pop(param, None)
-            for name in _TOLD:
+            for name in _ATTRIBUTES:
                 vars(param).pop(name, None)
 
 
-def tell_status(core: Core, unit: FlatUnit) -> None:
-    """Set the parameters' `ds_status`; inside forward and backward it is not kept up."""
+def set_status(core: Core, unit: FlatUnit) -> None:
+    """Set the parameters' `ds_status`, which forward and backward do not update."""
     if core.stage.shards_parameters:
         status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
         for param in unit.params:
@@ -67,7 +65,7 @@ def tell_status(core: Core, unit: FlatUnit) -> None:
 
 
 def place_of(param: nn.Parameter) -> tuple[Core, FlatUnit, Slot] | None:
-    """Where it is; None if no engine has it."""
+    """The core, unit and slot of a parameter; None if it belongs to no engine."""
     reference, number, place = _PLACES.get(param, (lambda: None, 0, 0))
     core: Core | None = reference()
     if core is None:

@@ -3,17 +3,16 @@
 Owns the layout and the buffers. Must always hold:
 
 - Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
-  and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are too.
+  and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are independent of
+  it as well.
 - Parameters are views of the buffer while it holds them, and show NaN while it does not, so that a
   script can read them at any time; so do views that it has kept (`parameter_views`). Refilling the
   buffer does not touch the versions that autograd checks. A buffer is freed by resizing its
   storage, never by dropping it, so that views saved by autograd come alive again with it.
-- Where a copy can be an alias it is: at stages 0-2 master weights of the dtype that the model
+- A tensor that can be an alias is no copy: at stages 0-2 master weights of the dtype that the model
   computes in are the buffer itself.
 - The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
   rank's interval in the compute dtype, which `accept` keeps up to date.
-
-Built by `assembly`; used by reducer, coordinator and optimizer.
 
 Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned tails.
 """
@@ -35,7 +34,7 @@ from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 
 ALIGN = 64
-"""Elements; one parameter's start. 256 bytes in fp32, 128 in bf16: whole cache lines."""
+"""Elements; parameters begin at multiples of it: 256 bytes in fp32, 128 in bf16, cache lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Layout:
 
 
 def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> Layout:
-    """Lay (fqn, shape, group) out in the order given."""
+    """The layout of (fqn, shape, group), in the given order."""
     slots, end = [], 0
     for fqn, shape, group in members:
         slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
@@ -91,21 +90,21 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
-    """[start, stop) cut to [low, high); empty as (x, x)."""
+    """The intersection of [start, stop) and [low, high); (x, x) if it is empty."""
     start, stop = max(start, low), min(stop, high)
     return start, max(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTiers:
-    """Where the shard of a unit rests."""
+    """The tiers in which the shard of a unit rests."""
 
     state: Tier
     """The master weights; of a unit that is not trained, its weights."""
     weights: Tier
     """At stage 3, a copy in the compute dtype, if the master weights are far."""
     offloaded: bool = False
-    """The optimizer steps this unit where its state rests, by sub-groups."""
+    """Whether the optimizer state is offloaded, and so stepped by sub-groups."""
 
 
 class FlatUnit:
@@ -115,14 +114,13 @@ class FlatUnit:
         label: The name, with the first and the last parameter.
         full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
             between uses at stage 3, and the parameters then show NaN.
-        shard: [padded / world], this rank's interval in the highest precision there is: for
-            trained units that of master weights, the compute dtype for others. A view wherever it
-            can be one.
-        master: What the optimizer steps: `shard`, or [padded] where every rank steps all.
-        local: [padded / world], what the full parameters are gathered from: `shard` where it is
+        shard: [padded / world], this rank's interval in the highest precision: that of master
+            weights for trained units, the compute dtype for others. A view if it can be one.
+        master: The weights that the optimizer steps: `shard`, or [padded] if every rank steps all.
+        local: [padded / world], the source of the gather of the full parameters: `shard` if it is
             near, else its copy in the compute dtype.
         rests: The tier of `local`.
-        holders: How many contexts of a script want it gathered: what runs in them leaves it so.
+        holders: The number of open contexts of a script that keep the unit gathered.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
     """
@@ -184,32 +182,30 @@ class FlatUnit:
         own = self._collectives.own(source)
         self.shard = own if self._replica is not None else self.tiers.state.hold(own)
         self.master = self.shard if self._stage.shards_optimizer else source
-        self.local, self.rests = self._make_local(own)
-
-    def _make_local(self, own: Tensor) -> tuple[Tensor, Tier]:
-        """What to gather from, and where that rests."""
+        # What to gather from, and the tier in which that rests.
         state, weights = self.tiers.state, self.tiers.weights
-        near = Memory(self.full.device, used_on=self.full.device)
-        if self._replica is not None:
-            return self.shard, near
-        if not state.far or (state is weights and self.full.dtype == self.shard.dtype):
-            return self.shard, state
-        if not self._stage.shards_parameters:
-            return self._collectives.own(self.full), near
-        return weights.hold(own.to(self.full.dtype)), weights
+        self.local: Tensor = self.shard
+        self.rests: Tier = Memory(self.full.device, used_on=self.full.device)
+        if self._replica is None:
+            if not state.far or (state is weights and self.full.dtype == self.shard.dtype):
+                self.rests = state
+            elif self._stage.shards_parameters:
+                self.local, self.rests = weights.hold(own.to(self.full.dtype)), weights
+            else:
+                self.local = self._collectives.own(self.full)
 
     def begin_gather(self) -> None:
-        """Let the full parameters come (stage 3); `gather` waits for them."""
+        """Begin the all-gather of the full parameters (stage 3); `gather` waits for it."""
         if not self.gathered and self._arriving is None:
             self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
             self._arriving = self._publish()
 
     def gather(self) -> None:
-        """Make the full parameters be there (stage 3)."""
+        """All-gather the full parameters, unless they are gathered already (stage 3)."""
         self.begin_gather()
         if self._arriving is not None:
             wait(self._arriving)
-            if self._packed is not None:  # this rank's own weights are rounded as well
+            if self._packed is not None:  # round this rank's own weights as well
                 world = self._collectives.world
                 unpack(self._packed.view(world, -1), self.full.view(world, -1))
                 self._packed = None
@@ -231,23 +227,23 @@ class FlatUnit:
         self.gathered = False
 
     def let_go(self) -> None:
-        """Release what a script has seen: tensors that it has kept stay what they are.
+        """Release parameters that a script has seen; tensors that it has kept stay valid.
 
-        Memory that is freed under them would end the process when they are read.
+        Freed memory under them would end the process when they are read.
         """
         if self.gathered:
             self._leave_memory()
         self.release()
 
     def show_what_is_there(self) -> None:
-        """Follow `full`, which has been moved away or is back: NaN while it has no memory."""
+        """Point the parameters to `full`, or show NaN while `full` is moved and has no memory."""
         if self.gathered and self.full.untyped_storage().nbytes():
             self._views.show()
         else:
             self._views.hide()
 
     def _leave_memory(self) -> None:
-        """Leave the buffer's memory to those who look at it, and go on with another."""
+        """Leave the buffer's memory to tensors that refer to it, and allocate another buffer."""
         with torch.inference_mode(False):  # else nothing outside that mode could write to it
             self.full = torch.empty_like(self.full)
             self._views.cut(self.full)
@@ -264,11 +260,11 @@ class FlatUnit:
         return Pending(self.name)
 
     def restore(self) -> None:
-        """Bring everything up to date after `shard` has been written to."""
+        """Update all copies after `shard` has been written to."""
         self.end_restore(self.begin_restore())
 
     def begin_restore(self) -> Pending:
-        """Begin it; until `end_restore`, `shard` must stay as it is."""
+        """Begin `restore`; until `end_restore`, `shard` must not be written to."""
         if self._replica is not None:
             return self._collectives.all_gather(self._replica, f"loaded weights of {self.name}")
         self.rests.changed()
@@ -277,21 +273,21 @@ class FlatUnit:
         return self.refresh()
 
     def end_restore(self, pending: Pending) -> None:
-        """Wait until the others' weights are there as well."""
+        """Wait until the weights of the other ranks have arrived."""
         wait(pending)
         if self._replica is not None and self.full is not self._replica:
             self.full.copy_(self._replica)
 
     def accept(self, start: int, values: Tensor) -> None:
-        """Begin to take in new values of `shard`, from element `start` on; `rests` settles it."""
+        """Begin to copy new values of `shard`, from element `start` on; `rests.settle` ends it."""
         if self.local is not self.shard:
             self.rests.put(self.local[start : start + values.numel()], values)
 
     def adopt_full(self, source: int) -> None:
-        """Take in what rank `source` has written into its full parameters. Collective.
+        """Broadcast what rank `source` has written into its full parameters. Collective.
 
-        Only elements that differ from the shard's in the compute dtype: the others keep the
-        precision that they have in the shard.
+        Only elements that differ from the shard in the compute dtype are changed: the others keep
+        the precision that they have in the shard.
         """
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)

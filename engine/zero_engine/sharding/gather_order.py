@@ -1,11 +1,9 @@
-"""In which order units are gathered, and where a pass through the model is in it.
+"""The order in which units are all-gathered, and the position of a pass in that order.
 
-Owns the order as data; nothing here travels. Must always hold: every rank gathers every unit of
-the order, in that order, in every pass. A rank whose branch leaves a module out takes part in
-its gather all the same, and so ranks may take different branches. At first the order is that of
-the modules; after the first step it is the one in which they really ran, if all ranks agree.
-
-Called by `param_coordinator`.
+Owns the order as data, without any communication. Must always hold: every rank gathers every unit
+of the order, in that order, in every pass. A rank whose branch leaves a module out takes part in
+its gather all the same, and so ranks may take different branches. At first the order is that of the
+modules; after the first step it is the one in which they really ran, if all ranks agree.
 
 Source of the idea: DeepSpeed's trace of the first step, which a different branch invalidates.
 """
@@ -23,10 +21,10 @@ class Pass:
         self._next = 0
 
     def seek(self, unit: int) -> tuple[int, ...]:
-        """Go on to a unit that is needed now; the units to gather before it, unused.
+        """Advance to a unit that is needed now; returns the units to gather before it, unused.
 
-        One that does not come any more is needed out of order: nothing is before it, and the
-        ranks can but hope that all of them need it.
+        A unit that the order does not have any more is needed out of order: nothing comes before
+        it, and the gather ends only if all ranks need it.
         """
         if unit not in self._order[self._next :]:
             return ()
@@ -46,10 +44,10 @@ class Pass:
 
 
 def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
-    """A trace and the units that it lacks, each behind the one that precedes it by default.
+    """A trace with the units that it lacks, each after its predecessor in the default order.
 
     Args:
-        trace: The units in the order in which they were needed; some perhaps several times.
+        trace: The units in the order in which they were needed; a unit may occur several times.
         default: All units, once each.
     """
     order = list(trace)
@@ -60,13 +58,13 @@ def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
 
 
 def ahead(coming: Iterator[int], sizes: Sequence[int], budget: int | None, room: int) -> list[int]:
-    """Which of the coming units to begin to gather before they are needed.
+    """Prefetch: the coming units to begin to gather before they are needed.
 
     Args:
         coming: The units that come next.
-        sizes: Of every unit, in elements.
-        budget: In elements, for all of them together; None: one unit, whatever its size.
-        room: How many elements may become live.
+        sizes: The size of every unit, in elements.
+        budget: The largest sum of their sizes, in elements; None: one unit of any size.
+        room: The number of elements that may become live.
     """
     found: list[int] = []
     left = room if budget is None else min(budget, room)

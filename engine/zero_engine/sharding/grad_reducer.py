@@ -7,8 +7,8 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
   completed with zeros. So a rank that skipped a branch stays in step with the others.
 - Each unit has one reduction in each micro-step, whose sum is `zero_comm.reduction`'s.
 
-`micro_steps` calls `begin`, lets autograd run, and calls `finish`. Gradients that nobody has
-announced are told to `plain_backward`, which does the same.
+A backward pass is announced by `begin` and ended by `finish`. A gradient of an unannounced one
+calls `on_plain_backward`, which announces it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.stages import Stage
 
 _MAX_IN_FLIGHT = 1
-"""More would take memory and no time off: the network is never idle while a unit is under way."""
+"""More would take memory and save no time: the network is busy while one unit is under way."""
 
 
 class UnitGradient:
@@ -39,8 +39,8 @@ class UnitGradient:
     Attributes:
         buffer: [padded] in the compute dtype, or None while there is none.
         total: [padded / world] in fp32, this rank's interval of the sum over micro-batches.
-        whole: [padded] in fp32, of which `total` is an interval and which nobody reads before the
-            step; None where gradients are divided.
+        whole: [padded] in fp32, of which `total` is an interval and which is not read before the
+            step; None if gradients are sharded.
     """
 
     def __init__(self, unit: FlatUnit, total: Tensor, whole: Tensor | None) -> None:
@@ -62,7 +62,7 @@ class UnitGradient:
             buffer[start:stop].zero_()
 
     def write(self, position: int, gradient: Tensor) -> None:
-        """Put in, or add, the gradient of one parameter; an embedding's may be sparse."""
+        """Write, or add, the gradient of one parameter, dense or sparse (as of an embedding)."""
         dense, view = gradient.to_dense() if gradient.is_sparse else gradient, self.view(position)
         if position in self.missing:
             view.copy_(dense)
@@ -71,7 +71,7 @@ class UnitGradient:
         self.missing.discard(position)
 
     def fill_missing(self) -> None:
-        """Put in zeros for every parameter without a gradient."""
+        """Write zeros for every parameter without a gradient."""
         for position in self.missing:
             self.view(position).zero_()
         self.missing.clear()
@@ -95,7 +95,7 @@ _REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()
 
 
 def is_weighted(graph_task: int) -> bool:
-    """Whether a backward, by autograd's number, is that of a loss that an engine has weighted."""
+    """Whether a backward pass, by autograd's number, is that of a loss that an engine weighted."""
     return any(reducer._graph_task == graph_task for reducer in _REDUCERS)
 
 
@@ -121,11 +121,11 @@ class GradReducer:
             totals: For each unit its accumulator [padded / world], fp32.
             collectives: The group to reduce over.
             stage: Whether parameters are gathered in backward.
-            wholes: For each unit what its accumulator is an interval of, [padded], if every rank
-                has that.
-            on_ready: Called when a unit's weights are not needed any more by this backward.
-            guard: Around exchanges, which may find a peer gone.
-            quantized: Micro-batches travel as int8.
+            wholes: For each unit the tensor [padded] that its accumulator is an interval of, if
+                every rank has it.
+            on_ready: Called when this backward pass does not need a unit's weights any more.
+            guard: A context around exchanges, which may find that a peer is lost.
+            quantized: Send the gradients of micro-batches as int8.
         """
         self._quantized = quantized
         self._collectives = collectives
@@ -144,37 +144,37 @@ class GradReducer:
         self._first = True
         self._weight = 1.0
         self.running = False
-        """A backward pass has begun and has not ended."""
+        """Whether a backward pass has begun and has not ended."""
         self._inconsistent = False
-        """The last one has failed, and the totals hold a part of its gradients."""
+        """Whether the last backward pass has failed: the totals hold a part of its gradients."""
         self._graph_task = -1
-        """Autograd's number of the backward pass of this engine's newest loss; unique."""
+        """Autograd's number, unique in the process, of the backward pass of the newest loss."""
         self.on_plain_backward: Callable[[], None] = _refuse
-        """Called at a gradient of a backward that nobody has announced; it calls `begin`."""
+        """Called at a gradient of an unannounced backward pass; it must call `begin`."""
         self._in_flight: deque[tuple[UnitGradient, Reduction]] = deque()
         self._pool = BufferPool(totals[0].device)
         self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
-                partial(_tell, weakref.ref(self), number, position)
+                partial(_on_gradient, weakref.ref(self), number, position)
             )
             for number, gradient in enumerate(self._order)
             for position, param in enumerate(gradient.unit.params)
         ]
 
     def unhook(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def begin(self, live: int, *, first: bool, weight: float = 1.0) -> None:
-        """Expect one backward pass.
+        """Announce one backward pass.
 
         Args:
             live: The leaves of ranks [0, live) count; at least one.
-            first: It is the first of its step: what the totals hold is of the step before.
-            weight: What gradients are multiplied with, if the loss was not.
+            first: Whether it is the first of its step: the totals then hold the step before.
+            weight: The factor of the gradients, if the loss was not multiplied with it.
 
         Raises:
             ZeroError: An earlier backward pass of the step has failed half way.
@@ -184,7 +184,7 @@ class GradReducer:
         if self._inconsistent and not first:
             raise ZeroError(
                 "a backward() of this step has failed half way, and what it has added to the "
-                "gradients of the micro-batches before it cannot be taken back; go on from a "
+                "gradients of the micro-batches before it cannot be taken back; continue from a "
                 "checkpoint: engine.load_checkpoint()"
             )
         self._inconsistent = False
@@ -195,7 +195,7 @@ class GradReducer:
         self.running = True
 
     def abandon(self) -> None:
-        """Forget a backward pass that has failed half way."""
+        """Discard a backward pass that has failed half way."""
         while self._in_flight:
             self._complete(*self._in_flight.popleft())
         for gradient in self._order:
@@ -204,7 +204,7 @@ class GradReducer:
         self.running, self._inconsistent = False, True
 
     def note_graph_task(self, _gradient: Tensor) -> None:
-        """A hook of the loss: the pass that is under way now is of this engine's loss."""
+        """The hook of a loss: note that the current backward pass is of this engine's loss."""
         self._graph_task = torch._C._current_graph_task_id()
 
     def finish(self) -> None:
@@ -221,11 +221,11 @@ class GradReducer:
         self.running = False
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
-        """Take the gradient of a parameter, of the unit that is reduced as the `number`-th."""
+        """Take the gradient of a parameter of the unit that is the `number`-th to be reduced."""
         if not self.running:
             if is_weighted(torch._C._current_graph_task_id()):
-                # The loss of another engine goes through this one's module: a generator's through
-                # the discriminator. These are not gradients of this engine's own loss.
+                # The loss of another engine passes this one's module: a generator's loss passes the
+                # discriminator. These are not gradients of this engine's loss.
                 param.grad = None
                 return
             self.on_plain_backward()
@@ -258,33 +258,27 @@ class GradReducer:
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
-            self._issue(self._order[self._next])
+            gradient = self._order[self._next]
+            # Wait for the oldest exchange, but where parameters are gathered in backward only once
+            # it has ended: a rank that waits here for another could keep it waiting there (a
+            # deadlock), since one whose branch left this unit out sends its zeros at the end.
+            while len(self._in_flight) >= _MAX_IN_FLIGHT and (
+                not self._stage.shards_parameters or has_ended(self._in_flight[0][1].pending)
+            ):
+                self._complete(*self._in_flight.popleft())
+            microbatches = gradient.buffer
+            assert microbatches is not None
+            if self._weight != 1:
+                microbatches.mul_(self._weight)
+            reduction = self._reduction.start(microbatches, f"gradients of {gradient.unit.label}")
+            if self._collectives.world == 1:
+                self._complete(gradient, reduction)
+            else:
+                self._in_flight.append((gradient, reduction))
             self._next += 1
 
-    def _issue(self, gradient: UnitGradient) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_wait():
-            self._complete(*self._in_flight.popleft())
-        microbatches = gradient.buffer
-        assert microbatches is not None
-        if self._weight != 1:
-            microbatches.mul_(self._weight)
-        reduction = self._reduction.start(microbatches, f"gradients of {gradient.unit.label}")
-        if self._collectives.world == 1:
-            self._complete(gradient, reduction)
-        else:
-            self._in_flight.append((gradient, reduction))
-
-    def _may_wait(self) -> bool:
-        """Whether to wait for the oldest exchange.
-
-        Where parameters are gathered in backward, a rank that waits here for another could keep
-        it waiting there: one whose branch left this unit out sends its zeros at the end.
-        """
-        _, oldest = self._in_flight[0]
-        return not self._stage.shards_parameters or has_ended(oldest.pending)
-
     def _complete(self, gradient: UnitGradient, reduction: Reduction) -> None:
-        """Wait for everybody's gradients of a unit, add them to its total."""
+        """Wait for the gradients of all ranks for a unit, and add them to its total."""
         self._reduction.finish(reduction, gradient.total, live=self._live, first=self._first)
         assert gradient.buffer is not None
         if gradient.buffer is not gradient.whole:
@@ -300,11 +294,13 @@ def _refuse() -> None:
     )
 
 
-def _tell(reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor) -> None:
-    """The hook of a parameter: it must not keep the reducer and all of its buffers alive.
+def _on_gradient(
+    reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor
+) -> None:
+    """The hook of a parameter, which must not keep the reducer and all of its buffers alive.
 
-    Python's collector does not see what a hook of autograd refers to, so an engine that its script
-    has let go of would otherwise stay, with its memory and the threads of its group.
+    Python's garbage collector does not see the references of an autograd hook, so an engine that
+    its script has dropped would otherwise stay, with its memory and the threads of its group.
     """
     alive = reducer()
     if alive is not None:

@@ -1,12 +1,12 @@
-"""Modules whose parameters are one unit, gathered together whatever is called inside them.
+"""Leaf modules: their parameters are one unit, gathered whatever is called inside the module.
 
-Owns the mark on a module. It makes stage 3 exact for modules in which ranks take different ways,
-such as a mixture of experts: every rank gathers the whole module when it enters it. Must always
-hold: the mark is read at every stage, so that the stages keep giving one result.
+Owns the mark on a module. It makes stage 3 exact for modules in which ranks take different
+branches, such as a mixture of experts: every rank gathers the whole module when it enters it. Must
+always hold: the mark is read at every stage, so that the stages keep giving one result.
 
-`partition` reads the mark; scripts set it, through `utils`, before `initialize`.
+Scripts set the mark before `initialize`.
 
-Source: deepspeed.utils.set_z3_leaf_modules, with its names and answers.
+Source: deepspeed.utils.set_z3_leaf_modules, with its names and return values.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark away.
+    """Mark one module, or remove its mark.
 
     Raises:
-        ConfigError: An engine has its parameters already.
+        ConfigError: The module belongs to an engine already.
     """
     if getattr(model, _DIVIDED, False):
         raise ConfigError(
@@ -59,7 +59,7 @@ def set_z3_leaf_modules(
     """Mark the modules of some classes, given as classes or by name; returns them.
 
     Raises:
-        ConfigError: There is no such module, or an engine has it already.
+        ConfigError: There is no such module, or it belongs to an engine already.
     """
     return _set(model, leaf_module_classes, flag=True)
 
@@ -67,7 +67,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str]
 ) -> list[nn.Module]:
-    """Take the marks of some classes away; returns the modules. Raises as `set_z3_leaf_modules`."""
+    """Remove the marks of some classes; returns the modules. Raises as `set_z3_leaf_modules`."""
     return _set(model, leaf_module_classes, flag=False)
 
 

@@ -1,12 +1,10 @@
-"""The hooks that a divided module has, and those of its inputs.
+"""The hooks of a sharded module, and those of its inputs.
 
 Must always hold: torch.compile runs a module's hooks as they are, between the parts that it
-compiles: they give the parameters memory and take it away, which is nothing for a graph. And they
-stay with their module: a copy would come with hooks that gather the parameters of the original.
-A hook on a tensor does not refer to the graph, which refers to it: the graph of a forward without
-a backward goes with its last tensor.
-
-Used by `param_coordinator` and `module_state`.
+compiles: they allocate and free the memory of parameters, which no graph can hold. They stay with
+their module: a copy would have hooks that gather the parameters of the original. A hook on a tensor
+does not refer to the graph, which refers to it: the graph of a forward without a backward is freed
+with its last tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Hook:
         self._call = torch.compiler.disable(partial(function, *args))
 
     def __call__(self, *args: Any) -> Any:
-        """Call it with torch's arguments behind its own."""
+        """Call the function with its first arguments, then those of torch."""
         return self._call(*args)
 
     def __reduce__(self) -> NoReturn:
@@ -44,10 +42,10 @@ class Hook:
 
 
 def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None:
-    """Call `then` in each backward that has made the gradients of all of some tensors, no leaves.
+    """Call `then` in each backward pass that has made the gradients of all these tensors.
 
-    torch's `register_multi_grad_hook` knows, too, which of them a backward leaves out; for that it
-    refers to the graph.
+    None of them may be a leaf of the graph. torch's `register_multi_grad_hook` also knows which of
+    them a backward pass leaves out; for that it refers to the graph.
     """
     count = _Count(len(tensors), then)
     for position, tensor in enumerate(tensors):
@@ -55,7 +53,7 @@ def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None
 
 
 class _Count:
-    """Which of some gradients there have been in the backward under way."""
+    """Counts the gradients that the current backward pass has made."""
 
     def __init__(self, size: int, then: Callable[[], None]) -> None:
         self._size = size
@@ -64,7 +62,7 @@ class _Count:
         self._missing: set[int] = set()
 
     def note(self, position: int, _gradient: Tensor) -> None:
-        """One is there."""
+        """Note one gradient."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._missing = backward, set(range(self._size))

@@ -1,9 +1,7 @@
-"""Stage 3: what a script gets that saves or loads a module without asking the engine.
+"""Stage 3: `state_dict()` and `load_state_dict()` of a module, called without the engine.
 
-Owns torch's hooks for that. Must always hold: what a script gets is not taken for weights where
-there are none, and what it writes is not lost without a word.
-
-Made by `param_coordinator`.
+Owns torch's hooks for that. Must always hold: an empty tensor stands in the place of weights that
+are sharded, with a warning, and weights that would be lost are an error.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from zero_engine.sharding.module_hooks import Hook
 _log = logging.getLogger(__name__)
 
 _DIVIDED = WeakTensorKeyDictionary()
-"""The parameters that some engine has divided, also if that engine is gone."""
+"""The parameters that any engine has sharded, even an engine that has been deleted."""
 
 
 def check_undivided(model: nn.Module) -> None:
-    """Refuse a model without weights.
+    """Refuse a model whose weights are sharded.
 
     Raises:
-        ConfigError: An engine has divided a parameter of it.
+        ConfigError: An engine has sharded a parameter of the model.
     """
     for name, param in model.named_parameters():
         if param in _DIVIDED:
@@ -41,12 +39,12 @@ def check_undivided(model: nn.Module) -> None:
 
 
 class ModuleState:
-    """The hooks of one model, which ask the units whether a parameter is there."""
+    """The hooks of one model."""
 
     def __init__(self, root: nn.Module, units: Sequence[FlatUnit]) -> None:
         """Hook every module of `root`."""
         self._units = {id(param): unit for unit in units for param in unit.params}
-        self._told = False
+        self._warned = False
         _DIVIDED.update((param, True) for unit in units for param in unit.params)
         self._hooks: list[RemovableHandle] = []
         for module in root.modules():
@@ -56,7 +54,7 @@ class ModuleState:
             ]
 
     def remove(self) -> None:
-        """Take the hooks off the module, which is going to be whole."""
+        """Remove the hooks from the module, whose parameters are going to be whole."""
         while self._hooks:
             self._hooks.pop().remove()
         for unit in self._units.values():
@@ -72,7 +70,7 @@ class ModuleState:
     ) -> None:
         """A module's state_dict: copies of gathered parameters; empty tensors for the others.
 
-        A parameter itself would be freed, or show NaN, as soon as it is divided again.
+        A parameter itself would be freed, or show NaN, as soon as it is released again.
         """
         for name, param in module._parameters.items():
             shown = state.get(prefix + name)
@@ -80,8 +78,8 @@ class ModuleState:
                 continue
             there = self._is_there(param)
             state[prefix + name] = param.detach().clone() if there else param.new_empty(0)
-            if not there and not self._told:
-                self._told = True
+            if not there and not self._warned:
+                self._warned = True
                 _log.warning(
                     "state_dict() at stage 3: the parameters are divided, and where they are not "
                     "gathered there is an empty tensor, as in DeepSpeed; call "
@@ -91,7 +89,7 @@ class ModuleState:
     def _refuse_to_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, *_details: object
     ) -> None:
-        """Weights are only written where there is memory for them."""
+        """Refuse to load a parameter that is not gathered: there is no memory to write to."""
         for name, param in module._parameters.items():
             if param is not None and prefix + name in state and not self._is_there(param):
                 raise ZeroError(

@@ -1,4 +1,4 @@
-"""Stage 3: when the full parameters of a unit are there.
+"""Stage 3: when the full parameters of a unit are gathered and released.
 
 Owns the gather and release hooks. Must always hold:
 
@@ -7,16 +7,16 @@ Owns the gather and release hooks. Must always hold:
   beginning of forward to the end of backward, because tied and stray parameters live there. Where
   a script runs modules without the model's own forward (a method beside it), it is gathered by the
   first that owns one of those.
-- Every rank gathers every unit in the order of `gather_order`, the ones that its branch leaves out
-  as well: it takes part and lets go. What is asked for out of that order is gathered on the spot;
-  if the ranks do not agree in that, they wait for each other, and `collectives` says so.
-- While a unit computes, the next ones are on their way.
+- Every rank gathers every unit in the order of `gather_order`, also those that its branch leaves
+  out: it takes part and releases them. A unit that is needed out of that order is gathered on the
+  spot; if the ranks do not agree in that, they wait for each other, which `collectives` reports.
+- While a unit computes, the next ones are prefetched.
 
 Gathering before backward hangs on the module's output tensors, not on a module backward hook:
 that works for any output structure, and with non-reentrant activation checkpointing, whose
 recomputation runs forward inside backward and must not release.
 
-Called by `engine`. Source of the idea: FSDP2's pre- and post-backward hooks.
+Source of the idea: FSDP2's pre- and post-backward hooks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from zero_engine.sharding.module_state import ModuleState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How far ahead units are gathered, in elements."""
+    """The bounds of the prefetch, in elements."""
 
     budget: int | None = None
-    """For the units on their way; None: one unit."""
+    """The largest sum of the units under way; None: one unit."""
     max_live: int = 10**9
-    """For all that is gathered at a time."""
+    """The largest sum of all gathered units."""
 
 
 class ParamCoordinator:
@@ -68,7 +68,7 @@ class ParamCoordinator:
         self._prefetch = prefetch or Prefetch()
         self._in_backward = False
         self.on_plain_backward: Callable[[], None] | None = None
-        """Called by a backward that nobody has announced, before it gathers."""
+        """Called by an unannounced backward pass, before it gathers."""
         self._root_units = tuple(unit for unit in units if unit.is_root)
         self._blocks = tuple(unit for unit in units if not unit.is_root)
         self._numbers = {id(unit): number for number, unit in enumerate(self._blocks)}
@@ -77,7 +77,7 @@ class ParamCoordinator:
         self._backward: Sequence[int] = self._forward[::-1]
         self._pass = Pass()
         self._traces: tuple[list[int], list[int]] | None = ([], [])
-        """What was needed in forward and backward; None when the order is settled."""
+        """The units needed in forward and in backward; None when the order is settled."""
         self._hooks: list[RemovableHandle | ModuleState] = []
         if units:
             self._hooks += [
@@ -108,27 +108,36 @@ class ParamCoordinator:
                 ]
 
     def unhook(self) -> None:
-        """Let go of the modules, which are going to be whole."""
+        """Remove the hooks from the modules, whose parameters are going to be whole."""
         while self._hooks:
             self._hooks.pop().remove()
 
     # ---- passes ----
 
     def begin_backward(self) -> None:
-        """Forwards from here on are recomputations: they gather, but do not release."""
+        """Begin a backward pass: forwards in it are recomputations, and do not release units."""
         self._in_backward = True
         self._begin(self._backward)
 
     def end_gathers(self) -> None:
-        """Backward has run: take part in what this rank has left out. Before the reducer ends."""
+        """Take part in the gathers that this rank has left out; before the reducer finishes."""
         self._end()
 
     def end_backward(self) -> None:
-        """Release everything, the root included."""
+        """Release all units, the root included; after the first step, settle the order."""
         self._in_backward = False
         self._release(self._units)
-        if self._units:
-            self._settle_order()
+        if not self._units or self._traces is None:
+            return
+        # After the first step: the order in which the modules ran, if it was the same on all ranks.
+        (forward, backward), self._traces = self._traces, None
+        seen = torch.zeros(self._collectives.world, dtype=torch.int64)
+        self._collectives.own(seen).fill_(zlib.crc32(repr((forward, backward)).encode()))
+        with self._guard():
+            wait(self._collectives.all_gather(seen, "the order of the modules"))
+        if bool((seen == seen[0]).all()):
+            self._forward = complete(forward, self._forward)
+            self._backward = complete(backward, self._backward)
 
     def release_trained(self, unit: FlatUnit) -> None:
         """Release a trained unit: a weight's gradient is the last thing that reads the weight."""
@@ -145,19 +154,6 @@ class ParamCoordinator:
     def _end(self) -> None:
         with self._guard():
             self._take_part(self._pass.end())
-
-    def _settle_order(self) -> None:
-        """After the first step: the order in which the modules ran, if it was one on all ranks."""
-        if self._traces is None:
-            return
-        (forward, backward), self._traces = self._traces, None
-        seen = torch.zeros(self._collectives.world, dtype=torch.int64)
-        self._collectives.own(seen).fill_(zlib.crc32(repr((forward, backward)).encode()))
-        with self._guard():
-            wait(self._collectives.all_gather(seen, "the order of the modules"))
-        if bool((seen == seen[0]).all()):
-            self._forward = complete(forward, self._forward)
-            self._backward = complete(backward, self._backward)
 
     # ---- hooks ----
 
@@ -193,10 +189,10 @@ class ParamCoordinator:
             return
         for tensor in _differentiable(output):
             tensor.register_hook(partial(self._before_backward, units))
-        # Frozen weights have no gradient of their own to tell that backward has passed them; the
-        # gradients of the module's inputs do. Without such inputs they stay until the end; likewise
-        # with a leaf among these, such as a parameter: its gradient is made as soon as its last use
-        # is through, in the middle of one pass through the module as the end of another.
+        # Frozen weights have no gradient that shows that backward has passed them; the gradients of
+        # the module's inputs show it. Without such inputs they stay until the end; likewise with a
+        # leaf of the graph among these, such as a parameter: its gradient is made right after its
+        # last use, be that in the middle of a pass through the module or at the end of another.
         untrained = [unit for unit in units if not unit.trained]
         inputs = list(_differentiable((args, kwargs)))
         if untrained and inputs and not any(tensor.is_leaf for tensor in inputs):

@@ -1,4 +1,4 @@
-"""What a script sees of parameters whose memory has been given back: that they are not there.
+"""What a script sees of parameters whose memory is freed: NaN.
 
 Owns the `data` of the parameters, and the memory behind a unit's buffer. Must always hold: both can
 be read at any time.
@@ -14,8 +14,6 @@ be read at any time.
   range is never given back; a storage that is filled again has its own memory, and says of itself
   what it says without all this (`nbytes` is 0 meanwhile). On other devices, or where the kernel has
   no such range to give or torch no such calls, it is as if this were not here.
-
-Called by `flat_unit`.
 """
 
 from __future__ import annotations
@@ -32,21 +30,21 @@ from torch import Tensor, nn
 
 _TILE_BYTES = 2 << 20
 _MOST_BYTES = 32 << 30
-"""Of one storage: each tile is a mapping, of which a process has 65530."""
+"""The largest storage: each tile is a mapping, of which a process may have 65530."""
 _MAP_FIXED = 0x10
 _range: list[tuple[int, int]] = []
-"""Address and size of the longest."""
+"""The ranges made so far, as (address, size in bytes); the longest is last."""
 
 
 class ParameterViews:
-    """The two things that each parameter of one unit can show."""
+    """Switches the parameters of one unit between their values and NaN."""
 
     def __init__(self, params: Sequence[nn.Parameter], starts: Sequence[int], full: Tensor) -> None:
-        """Show nothing yet.
+        """Prepare both; nothing is shown yet.
 
         Args:
             params: The parameters, in their final shapes.
-            starts: Where each begins in the buffer, in elements.
+            starts: The offset of each parameter in the buffer, in elements.
             full: The buffer, 1-D.
         """
         self._params = tuple(params)
@@ -61,7 +59,7 @@ class ParameterViews:
         self.cut(full)
 
     def cut(self, full: Tensor) -> None:
-        """Let the values be in this buffer from the next `show` on."""
+        """Take the values from this buffer, from the next `show` on."""
         self._values = [
             full[start : start + shape.numel()].view(shape) for start, shape in self._places
         ]
@@ -71,7 +69,7 @@ class ParameterViews:
         self._set(self._values)
 
     def hide(self) -> None:
-        """Show that they are not there, also where a script has written since the last time."""
+        """Show NaN, also in elements that a script has overwritten since."""
         self._blank.fill_(float("nan") if self._has_nan else 0)
         self._set(self._blanks)
 
@@ -81,14 +79,14 @@ class ParameterViews:
 
 
 class FreedStorage:
-    """What one storage points to while it has no memory."""
+    """One storage, which points to NaN while it has no memory."""
 
     def __init__(self) -> None:
         self._swapped = False
         self._nothing: torch.UntypedStorage | None = None
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        """Give the memory of a storage back, if it has any."""
+        """Free the memory of a storage, if it has any."""
         if not storage.nbytes():
             return
         if self._nothing is None and storage.device.type == "cpu":
@@ -97,7 +95,7 @@ class FreedStorage:
         self._swap(storage)
 
     def fill(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Give it memory again, with anything in it."""
+        """Allocate memory again, with undefined contents."""
         if self._swapped:
             self._swap(storage)
         storage.resize_(size_bytes)
@@ -109,8 +107,8 @@ class FreedStorage:
 
 
 def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
-    """A storage of no bytes that points to at least so many; None if there can be none."""
-    # Neither is torch's promise: where it has one of them no more, nothing is shown.
+    """A storage of size 0 that points to `size_bytes` of NaN; None if there can be none."""
+    # Neither is public API of torch: without one of them nothing is shown.
     construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if construct is None or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return None
@@ -125,7 +123,7 @@ def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
 
 
 def _map(size_bytes: int) -> tuple[int, int]:
-    """A range of ones, and its size; raises OSError."""
+    """The address of a range of bytes 0xFF, and its size. Raises OSError."""
     file = os.memfd_create("nan")
     try:
         os.write(file, b"\xff" * _TILE_BYTES)

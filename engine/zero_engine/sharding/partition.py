@@ -1,17 +1,14 @@
-"""Which parameters form which unit.
+"""The partition of a model's parameters into units.
 
 Owns the choice, as data: names, groups and owners, before any buffer exists. Must always hold:
 every parameter is in exactly one unit; the units and the order inside them depend on the model
 and the optimizer's groups alone, never on rank, world or stage.
 
-Every element of an outermost ModuleList is a unit of its own, as is a module that is marked as a
-leaf; everything else is the root unit.
-A parameter that two units use (tied weights) belongs to the root, which is there from the
+Every element of an outermost ModuleList is a unit, as is a leaf module; everything else is the root
+unit. A parameter that two units use (tied weights) belongs to the root, which is gathered from the
 beginning of forward to the end of backward. Trained and untrained parameters, and those of
 different dtypes, are kept apart, so that a unit has one dtype and either travels as a gradient
 in whole or not at all.
-
-Called by `assembly`.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _EXTERNAL = "zero_external"
 
 
 def make_external(param: nn.Parameter) -> None:
-    """Note that modules other than its own use a parameter: it will belong to the root."""
+    """Note that other modules use a parameter, too: it will belong to the root."""
     setattr(param, _EXTERNAL, True)
 
 
@@ -98,7 +95,7 @@ def partition(
 
     Args:
         root: The model.
-        groups: id(parameter) -> param group, for the parameters that are trained.
+        groups: id(parameter) -> param group, for the trained parameters.
         compute_dtype: The dtype of the trained parameters; in bf16 and fp16 training also
             that of the other floating-point ones.
     """

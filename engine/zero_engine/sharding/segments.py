@@ -1,7 +1,4 @@
-"""A segment: the part of one unit and one param group that this rank's optimizer steps.
-
-Made by `zero_optimizer`; read by `engine_state`, `parameter_norms`, `param_access` and `steps`.
-"""
+"""A segment: the part of one unit and one param group that this rank's optimizer steps."""
 
 from __future__ import annotations
 

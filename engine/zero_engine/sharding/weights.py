@@ -1,9 +1,7 @@
-"""The weights of a whole model, put together from the shards.
+"""The weights of a whole model, gathered from the shards.
 
-Owns what the weight hash is taken of, and the plain state_dict. Must always hold: both are the
+Owns the input of the weight hash, and the plain state_dict. Must always hold: both are the
 same at every world size and stage. Everything here is collective, and one unit is whole at a time.
-
-Called by `engine_state` and `engine`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from zero_engine.sharding.flat_unit import FlatUnit
 
 
 def whole_weights(units: Iterable[FlatUnit]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each parameter, whole, in the highest precision there is. Collective."""
+    """Name and value of each parameter, whole, in the highest precision. Collective."""
     for unit in units:
         weights = unit.gather_highest()
         for slot in unit.layout.slots:
@@ -32,8 +30,8 @@ def module_state_dict(
 ) -> dict[str, Tensor]:
     """The state_dict of the module on the CPU.
 
-    In the dtypes that it computes in, or with `highest` floating-point tensors in fp32 and the
-    trained ones in their full precision.
+    Tensors have the dtypes that the module computes in; with `highest` all floating-point tensors
+    are fp32, from master weights if they are trained. Collective.
     """
     whole = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(module)}
     for unit in units:
@@ -48,7 +46,7 @@ def module_state_dict(
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that belong into a state_dict, by name; shared ones once."""
+    """The buffers that belong into a state_dict, with their names; shared ones once."""
     kept = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules()

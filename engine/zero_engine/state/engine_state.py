@@ -1,12 +1,10 @@
 """The engine's state as checkpoint pieces, and back.
 
 Owns the translation between live buffers and `checkpoint.pieces`. Must always hold: every rank
-contributes exactly its interval of every unit, at every stage (stage 0 pretends to own no
+contributes exactly its interval of every unit, at every stage (stage 0 saves no
 more), so that stages 0-3 write the same atoms; what is loaded is bit-equal to what was saved,
 for parameters trained or not, tied or not, optimizer state, hyperparameters of every group,
 buffers, scheduler and loss scale.
-
-Called by `engine`, which adds the counters and the client's state.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class EngineState:
     scheduler: Any
     aliases: Mapping[str, str]
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """Tensors and pieces of the last capture: the same again while the memory is the same."""
+    """Tensors and pieces of the last capture, used again while the memory is the same."""
 
     @property
     def _optimizer(self) -> OptimizerState | None:
@@ -62,34 +60,33 @@ class EngineState:
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
     ) -> State:
-        """The state to save; the pieces are views, its `meta` is as of now.
+        """The state to save; the pieces are views, `meta` is a copy as of now.
 
         Args:
             run: Counters, batch and environment, from the engine.
             client: The script's own state, as JSON.
             exclude_frozen: Leave out the parameters that are not trained.
         """
+        scheduler = None
+        if self.scheduler is not None:  # a copy: the scheduler goes on changing what it returns
+            scheduler = copy.deepcopy(self.scheduler.state_dict())
         engine = {
             **run,
             "groups": self._groups(),
-            "scheduler": self._scheduler_state(),
+            "scheduler": scheduler,
             "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
             "excludes_frozen": exclude_frozen,
         }
         state = self._state({"engine": engine, "client": dict(client)})
         return without_frozen(state, self._frozen()) if exclude_frozen else state
 
-    def _scheduler_state(self) -> Any:
-        """A copy: what a scheduler gives is what it goes on changing."""
-        return copy.deepcopy(self.scheduler.state_dict()) if self.scheduler is not None else None
-
     @uncollected()
     def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
-        """The pieces to fill from a checkpoint, in a fresh optimizer state made to its measure.
+        """The pieces to fill from a checkpoint, in fresh optimizer state with its keys.
 
         Raises:
-            ModelMismatch: It is another model's, or the parameters are grouped in another way.
-                Nothing has been changed.
+            ModelMismatch: The checkpoint is of another model or optimizer, or its parameters are
+                grouped in another way. Nothing has been changed.
         """
         weights_only = self.zero is None or not options.wants_optimizer
         chosen = partial(
@@ -102,24 +99,35 @@ class EngineState:
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
             if table_of(manifest.tensors).kind_names - {PARAM, BUFFER}:
-                self._check_form(manifest)
-                self._check_kind(manifest)
-            if not self._has(manifest.tensors):
+                self._check_optimizer(manifest)
+            # If this very table is that of the last capture, and of the state as it is, it fits.
+            same_table = self._kept.get("tensors") is manifest.tensors
+            if not same_table or self._kept["memory"] != self._memory():
                 coming = self._tensors(self._optimizer.tensors_after(manifest))
                 resolve(chosen(State(coming, ())).state, manifest)
             self._optimizer.make(manifest)
         return chosen(self._state({}, manifest.tensors))
 
     def _frozen(self) -> frozenset[str]:
-        """The parameters that nothing trains."""
+        """The names of the parameters that are not trained."""
         return frozenset(s.fqn for u in self.units if not u.trained for s in u.layout.slots)
 
     def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
-        """Finish a load whose pieces are filled: all that is no weight. Collective."""
+        """Finish a load whose pieces are filled: everything except weights. Collective."""
         for name, buffer in persistent_buffers(self.module):
             self.collectives.broadcast(buffer, f"buffer {name}")
         if self.zero is not None and options.wants_optimizer:
-            self._adopt_groups(engine["groups"])
+            assert self._optimizer is not None
+            by_names = {frozenset(record["params"]): record for record in engine["groups"]}
+            records = [by_names.get(frozenset(names)) for names in self.zero.names_by_group()]
+            self._optimizer.finish(records)
+            for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
+                for key, value in record["hyperparameters"].items() if record is not None else ():
+                    current = group.get(key)
+                    if isinstance(current, Tensor):
+                        group[key] = current.fill_(value)
+                    else:  # JSON has no tuples
+                        group[key] = tuple(value) if isinstance(value, list) else value
             if engine.get("loss_scaler"):
                 self.zero.restore_scale(engine["loss_scaler"])
         saved_scheduler = engine["scheduler"] if options.wants_scheduler else None
@@ -131,7 +139,7 @@ class EngineState:
     def _state(
         self, meta: Mapping[str, Any], same: Mapping[TensorId, TensorInfo] | None = None
     ) -> State:
-        """All tensors and this rank's pieces; `same` is taken for a table that is equal to it."""
+        """All tensors and this rank's pieces; `same` replaces a table that is equal to it."""
         memory = self._memory()
         if self._kept.get("memory") != memory:
             of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
@@ -141,21 +149,14 @@ class EngineState:
             self._kept["tensors"] = table_of(same)
         return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
 
-    def _has(self, tensors: Mapping[TensorId, TensorInfo]) -> bool:
-        """Whether this very table is that of the last capture, and of the state as it is."""
-        return self._kept.get("tensors") is tensors and self._kept["memory"] == self._memory()
-
     def _memory(self) -> tuple[Any, ...]:
-        mark = self._optimizer.mark() if self._optimizer is not None else None
-        return (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in self._live()))
-
-    def _live(self) -> Iterator[Tensor]:
-        """All that the pieces are views of, in one order."""
-        for unit in self.units:
-            yield unit.shard
+        """Identifies the tensors that the pieces are views of."""
+        mark, live = None, [unit.shard for unit in self.units]
         if self._optimizer is not None:
-            yield from self._optimizer.live()
-        yield from (buffer for _, buffer in persistent_buffers(self.module))
+            mark = self._optimizer.mark()
+            live.extend(self._optimizer.live())
+        live.extend(buffer for _, buffer in persistent_buffers(self.module))
+        return (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in live))
 
     def _tensors(self, of_optimizer: Mapping[TensorId, TensorInfo]) -> TensorTable:
         tensors = TensorTable(
@@ -219,64 +220,47 @@ class EngineState:
                 "groups that it had, or load with load_optimizer_states=False"
             )
 
-    def _check_form(self, manifest: Manifest) -> None:
-        """The state of whole parameters and that of segments are not to be mixed."""
-        assert self.zero is not None
-        there_whole = any(group.get(WHOLE) for group in manifest.meta["engine"]["groups"])
-        whole = isinstance(self.zero.steps, StepByOwners)
-        if there_whole != whole:
-            there = manifest.meta["engine"].get("optimizer") or "another"
-            raise ModelMismatch(
-                f"checkpoint {manifest.tag}: optimizer {there} was stepped on "
-                f"{'shards' if whole else 'whole parameters'}, "
-                f"{type(self.zero.optimizer).__name__} is stepped on "
-                f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
-                "saved with, the same in needs_whole_parameters, or load with "
-                "load_optimizer_states=False"
-            )
+    def _check_optimizer(self, manifest: Manifest) -> None:
+        """Refuse the state of an optimizer that the present one cannot continue.
 
-    def _check_kind(self, manifest: Manifest) -> None:
-        """Of another name, an optimizer goes on only if it has the options of the one saved.
+        The state of whole parameters and that of segments exclude each other. An optimizer of
+        another name continues only if it has the options of the saved one. Options that it lacks
+        would be ignored, and their state kept for nothing; further options would have no state. And
+        the values of the others, the learning rate first of all, were chosen for the saved
+        optimizer: from AdamW to Lion that is a factor of ten. `Adam` and `AdamW` are the same
+        optimizer with another value of one option, and so is a class derived from them that adds
+        none.
 
-        Those it lacks would be ignored, and their state kept for nobody; those it has beyond them
-        would have no state. And the others, its learning rate first of all, were chosen for the
-        one saved: from AdamW to Lion that is a factor of ten. `Adam` and `AdamW` are the same
-        optimizer with another value of one, and so is a class derived from them that adds none.
+        Raises:
+            ModelMismatch: The optimizer cannot continue.
         """
         assert self.zero is not None
         there = manifest.meta["engine"].get("optimizer")
         here = type(self.zero.optimizer).__name__
-        saved = [group["hyperparameters"] for group in manifest.meta["engine"]["groups"]]
+        groups = manifest.meta["engine"]["groups"]
+        whole = isinstance(self.zero.steps, StepByOwners)
+        if any(group.get(WHOLE) for group in groups) != whole:
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: optimizer {there or 'another'} was stepped on "
+                f"{'shards' if whole else 'whole parameters'}, {here} is stepped on "
+                f"{'whole parameters' if whole else 'shards'} here; give the optimizer that it was "
+                "saved with, the same in needs_whole_parameters, or load with "
+                "load_optimizer_states=False"
+            )
+        saved = [group["hyperparameters"] for group in groups]
         differing = _options(self.zero.optimizer.param_groups) ^ _options(saved)
         if there not in (None, here) and differing:
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: its optimizer state is that of {there}, and only one "
-                f"of it and {here} has {', '.join(sorted(differing))}: {here} cannot go on with "
+                f"of it and {here} has {', '.join(sorted(differing))}: {here} cannot continue "
                 "it; give the optimizer that it was saved with, or load with "
                 "load_optimizer_states=False"
             )
 
-    def _adopt_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        assert self.zero is not None
-        assert self._optimizer is not None
-        by_names = {frozenset(record["params"]): record for record in saved}
-        records = [by_names.get(frozenset(names)) for names in self.zero.names_by_group()]
-        self._optimizer.finish(records)
-        for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
-            for key, value in record["hyperparameters"].items() if record is not None else ():
-                group[key] = _like(group.get(key), value)
-
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Options of torch's optimizers that say how to compute, and not what."""
+"""Options of torch's optimizers that choose a kernel and change no result."""
 
 
 def _options(groups: Sequence[Mapping[str, Any]]) -> set[str]:
     return {key for group in groups for key in group} - _HOW
-
-
-def _like(current: Any, value: Any) -> Any:
-    """A hyperparameter from JSON, in the form that the optimizer has it in now."""
-    if isinstance(current, Tensor):
-        return current.fill_(value)
-    return tuple(value) if isinstance(value, list) else value

@@ -1,16 +1,15 @@
 """One load of a checkpoint into an engine's state.
 
-Owns the exchange of the weights that the ranks have read, which goes on while they read the rest.
+Owns the exchange of the weights that the ranks have read, which runs while they read the rest.
 Must always hold:
 
 - Every rank takes part in the exchange for every checkpoint that is tried, whatever it could read.
-  Whether all have read well they find out later; if not, what they got is as worthless as what
-  was read, and both are filled again from the checkpoint before, or the load is an error.
-- Once anything may have been read, nothing is made of the state until a load has come to its end;
-  on all ranks or on none, unless one was interrupted.
+  Only later do the ranks know whether all have read well; if not, what they received is as
+  worthless as what they read, and both are filled again from the checkpoint before, or the load is
+  an error.
+- Once anything may have been read, the state counts as inconsistent until a load has ended; on all
+  ranks or on none, unless one was interrupted.
 - Nothing is read into weights that are being exchanged, and no load leaves an exchange behind.
-
-Used by `persistence`.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """What a load makes of the state, step by step: `zero_checkpoint.persistence.Loading`.
+    """The steps of a load: `zero_checkpoint.persistence.Loading`, implemented for an engine.
 
     Attributes:
-        resumes: Whether all of the state is asked for.
-        takes_position: Whether steps and samples are asked for.
+        resumes: Whether all of the state is to be loaded.
+        takes_position: Whether steps and samples are to be loaded.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class Loading:
         options: LoadOptions,
         adopt_position: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Nothing is read yet.
+        """Prepare a load; nothing is read yet.
 
         Args:
-            state: Is filled.
-            moved: Is told while what it knows of is neither the old state nor the new.
-            options: What is asked for.
-            adopt_position: Takes steps, samples and batch from what a checkpoint says of the run.
+            state: The state to fill.
+            moved: Marked inconsistent while the state is neither the old one nor the new one.
+            options: What to load.
+            adopt_position: Takes steps, samples and batch from the manifest's record of the run.
         """
         self.resumes = options.whole
         self.takes_position = not options.module_only
@@ -74,7 +73,7 @@ class Loading:
 
     @property
     def filled(self) -> State:
-        """What was filled from the checkpoint that was tried last."""
+        """The part of the state that the checkpoint tried last has filled."""
         return self._selection.state
 
     def read(
@@ -100,16 +99,16 @@ class Loading:
                 self._moved.inconsistent = self._before
             raise
         if loaded is None and self._state.collectives.rank == 0:
-            with suppress(OSError):  # training begins anew beside checkpoints that others have made
+            with suppress(OSError):  # the run starts from nothing; checkpoints may lie below
                 if root.is_dir() and (found := hint(root)):
                     _log.warning("%s: there are no checkpoints here%s", root, found)
         return loaded
 
     def adopt(self, run: Mapping[str, Any]) -> None:
-        """Finish what has been read: all that is derived from it. Collective.
+        """Finish the load of what has been read: all that is derived from it. Collective.
 
         Args:
-            run: What the manifest says of the engine.
+            run: The manifest's record of the engine.
         """
         self._end_exchange()
         self._selection.settle(weights=False)
@@ -121,13 +120,13 @@ class Loading:
             self._adopt_position(run)
 
     def end(self) -> None:
-        """The state is that of the checkpoint, as far as it was asked for."""
+        """Note that the state is consistent: it is that of the checkpoint, as far as requested."""
         before = self._before
         mended = before is None or self._options.wants_optimizer or not before.optimizer
         self._moved.inconsistent = None if mended else before
 
     def report(self, loaded: Loaded) -> None:
-        """Say what was loaded, and what was not."""
+        """Log what was loaded, and what was not."""
         for remark in self._selection.remarks:
             _log.info("%s", remark)
         engine = loaded.manifest.meta["engine"]
@@ -146,9 +145,9 @@ class Loading:
         return self._selection.state
 
     def _exchange(self, filled: bool) -> None:
-        """Begin to give others the weights that rest near, and to get theirs.
+        """Begin to exchange the weights that rest on the device with the other ranks.
 
-        What rests far is looked at again when all has been written that rests there.
+        Weights in a far tier are restored in `adopt`, when all of them have been written.
         """
         self._end_exchange()
         self._tried += 1

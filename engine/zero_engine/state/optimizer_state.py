@@ -3,8 +3,6 @@
 Owns the protocol, of which `owner_state` is the other form. Must always hold: every rank
 contributes exactly its interval, also where it steps all of a unit; what is loaded is what was
 saved, bit by bit.
-
-Called by `engine_state`.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ _SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, 
 
 
 class OptimizerState(Protocol):
-    """What an optimizer remembers of its parameters."""
+    """The state of an optimizer for its parameters, as tensors and as records."""
 
     def mark(self) -> Any:
-        """What is another one when `tensors` is, though `live` may be the same here."""
+        """A value that changes whenever `tensors` does, though `live` may be the same here."""
 
     def live(self) -> Iterator[Tensor]:
-        """All that the pieces are views of, in one order."""
+        """The tensors that the pieces are views of, in a fixed order."""
 
     def tensors(self) -> Mapping[TensorId, TensorInfo]:
         """All tensors of all ranks."""
@@ -45,23 +43,23 @@ class OptimizerState(Protocol):
         """What `tensors` will be after `make`, but for dtypes; nothing is changed."""
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's share of them."""
+        """This rank's pieces of the tensors."""
 
     def records(self) -> list[dict[str, Any]]:
-        """What the manifest says beside the tensors, for each param group."""
+        """For each param group its record in the manifest, beside the tensors."""
 
     def make(self, manifest: Manifest) -> None:
-        """Make room for all that a checkpoint has, and forget all else.
+        """Allocate the state that a checkpoint has, and drop all other.
 
         Raises:
-            ModelMismatch: It is another optimizer's.
+            ModelMismatch: The state is of another optimizer.
         """
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
-        """When the pieces are filled: do the rest. Collective.
+        """Finish a load when the pieces are filled. Collective.
 
         Args:
-            records: For each param group what `records` was when it was saved; None: nothing.
+            records: For each param group the saved `records`; None: nothing was saved.
         """
 
 
@@ -74,7 +72,7 @@ class StateOfSegments:
         self._collectives = collectives
 
     def mark(self) -> Any:
-        """Other ranks have the same keys."""
+        """None: all ranks have the same keys, so `live` changes when they do."""
 
     def live(self) -> Iterator[Tensor]:
         """The keys of each segment."""
@@ -106,21 +104,21 @@ class StateOfSegments:
         }
 
     def pieces(self) -> Iterator[Piece]:
-        """What of the segments lies in this rank's interval."""
+        """The parts of the segments in this rank's interval."""
         for segment in self._zero.segments:
             state = self._of(segment)
             for key in elementwise_keys(segment, state):
                 yield from cut(segment.unit, key, state[key], segment.start, segment.group)
 
     def records(self) -> list[dict[str, Any]]:
-        """The numbers; they are equal in all segments of a group."""
+        """The numbers, such as step counts; they are equal in all segments of a group."""
         return [
             {"state": _scalars(segments[0], self._of(segments[0])) if segments else {}}
             for _, segments in self._zero.segments_by_group()
         ]
 
     def make(self, manifest: Manifest) -> None:
-        """Room for every key that a group has in the checkpoint."""
+        """Allocate every key that a group has in the checkpoint."""
         optimizer = self._zero.optimizer
         before = dict(optimizer.state)
         optimizer.state.clear()
@@ -134,14 +132,21 @@ class StateOfSegments:
     def _stored(self, manifest: Manifest) -> list[dict[str, torch.dtype]]:
         """For each param group the keys that it has in a checkpoint, as the optimizer sees them."""
         kinds = sorted(table_of(manifest.tensors).kind_names - {PARAM, BUFFER})
-        found = (
-            {kind: _dtype_of(kind, names, manifest) for kind in kinds}
-            for names in self._zero.names_by_group()
-        )
-        return [{k: dtype for k, dtype in each.items() if dtype is not None} for each in found]
+        # What rested in 16 bits is fp32 to the optimizer; `make_state` chooses what it rests in.
+        low_precision = manifest.meta["engine"].get("moments", "fp32") != "fp32"
+        groups = []
+        for names in self._zero.names_by_group():
+            dtypes = {}
+            for kind in kinds:
+                stored = (manifest.tensors.get(TensorId(kind, name)) for name in names)
+                if info := next((info for info in stored if info is not None), None):
+                    rounded = low_precision and info.dtype == torch.bfloat16
+                    dtypes[kind] = torch.float32 if rounded else info.dtype
+            groups.append(dtypes)
+        return groups
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
-        """Bring in what other ranks have loaded, where all step everything; then the numbers."""
+        """Replicate the state if every rank steps everything; then set the numbers."""
         for segment in self._zero.segments:
             if segment.unit.master.numel() == segment.unit.padded and self._collectives.world > 1:
                 self._replicate(segment)
@@ -150,7 +155,13 @@ class StateOfSegments:
             for segment in segments if saved else ():
                 state = self._zero.optimizer.state[segment.param]
                 for key, value in saved.items():
-                    state[key] = _unpack(value, group, segment)
+                    if isinstance(value, Mapping):  # a tensor, as `_scalars` has written it
+                        device = device_of_number(group, segment.param.device)
+                        dtype = _SCALAR_DTYPES[value["dtype"]]
+                        number = torch.tensor(value["tensor"], dtype=dtype, device=device)
+                        state[key] = number.reshape(value["shape"])
+                    else:
+                        state[key] = value
 
     def _replicate(self, segment: Segment) -> None:
         state = self._of(segment)
@@ -166,21 +177,10 @@ class StateOfSegments:
         return state
 
 
-def _dtype_of(kind: str, names: Sequence[str], manifest: Manifest) -> torch.dtype | None:
-    """Of this kind of state, as the optimizer sees it: of the first parameter that has it."""
-    stored = (manifest.tensors.get(TensorId(kind, name)) for name in names)
-    info = next((info for info in stored if info is not None), None)
-    # What rested in 16 bits is fp32 to the optimizer; `make_state` knows what it rests in here.
-    low_precision = manifest.meta["engine"].get("moments", "fp32") != "fp32"
-    if info is None:
-        return None
-    return torch.float32 if low_precision and info.dtype == torch.bfloat16 else info.dtype
-
-
 def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None) -> Iterator[Piece]:
-    """The pieces of `data`, which begins at element `origin` of the unit.
+    """The pieces of `data`, which begins at element `origin` of the unit, in this rank's interval.
 
-    Only what lies in this rank's interval; with a group, only the group's parameters.
+    With a group, only those of the group's parameters.
     """
     end = origin + data.numel()
     low, high = max(origin, unit.interval[0]), min(end, unit.interval[1])
@@ -200,27 +200,21 @@ def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None)
 
 
 def _scalars(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    keys = state.keys() - set(elementwise_keys(segment, state))
-    return {key: _pack(state[key], f"optimizer state {key}") for key in sorted(keys)}
-
-
-def _pack(value: Any, what: str) -> Any:
-    if not isinstance(value, Tensor):
-        return plain(value, what)
-    if value.numel() != 1 or str(value.dtype) not in _SCALAR_DTYPES:
-        raise CheckpointError(
-            f"{what} has shape {tuple(value.shape)} and dtype {value.dtype}: neither one value "
-            "per element nor one number, so it cannot be divided among ranks"
-        )
-    return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
-
-
-def _unpack(value: Any, group: Mapping[str, Any], segment: Segment) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    device = device_of_number(group, segment.param.device)
-    tensor = torch.tensor(value["tensor"], dtype=_SCALAR_DTYPES[value["dtype"]], device=device)
-    return tensor.reshape(value["shape"])
+    """The numbers of a segment's state as JSON, tensors with their dtype and shape."""
+    scalars: dict[str, Any] = {}
+    for key in sorted(state.keys() - set(elementwise_keys(segment, state))):
+        value, what = state[key], f"optimizer state {key}"
+        if not isinstance(value, Tensor):
+            scalars[key] = plain(value, what)
+            continue
+        shape, dtype = list(value.shape), str(value.dtype)
+        if value.numel() != 1 or dtype not in _SCALAR_DTYPES:
+            raise CheckpointError(
+                f"{what} has shape {tuple(shape)} and dtype {dtype}: neither one value per element "
+                "nor one number, so it cannot be divided among ranks"
+            )
+        scalars[key] = {"tensor": value.item(), "dtype": dtype, "shape": shape}
+    return scalars
 
 
 def device_of_number(group: Mapping[str, Any], weights: torch.device) -> torch.device:

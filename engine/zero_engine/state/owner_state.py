@@ -1,10 +1,8 @@
 """The state of an optimizer that steps whole parameters, as pieces of a checkpoint, and back.
 
 Must always hold: a tensor or a number is stored in its own shape, by the rank that owns the
-parameter; all ranks say the same of all of them, as the tree specs do; a world of another size
-finds everything again, because tree specs and leaves go by the parameter's name.
-
-Called by `engine_state` and `param_access`.
+parameter; all ranks write the same tables, because they have the same tree specs; a world of
+another size finds everything again, because tree specs and leaves go by the parameter's name.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.state.optimizer_state import device_of_number
 
 WHOLE = "whole"
-"""Of a param group in the manifest: name of a parameter -> its tree spec."""
+"""The key of a param group in the manifest: name of a parameter -> its tree spec."""
 
 
 class StateOfOwners:
-    """State in shapes of its own, each parameter's on one rank."""
+    """State in any shapes; that of each parameter is on the rank that owns it."""
 
     def __init__(self, zero: ZeroOptimizer, steps: StepByOwners) -> None:
         self._zero = zero
         self._steps = steps
 
     def mark(self) -> Any:
-        """That of the tree specs, and the numbers: what is stored of them is made for each save."""
+        """The marks of the tree specs, and the numbers, whose tensors are made for each save."""
         numbers = [leaf for _, leaf in self._own() if not isinstance(leaf, Tensor)]
         return self._steps.marks, numbers
 
     def live(self) -> Iterator[Tensor]:
-        """The tensors of what this rank owns."""
+        """The tensors in the state that this rank owns."""
         yield from (leaf for _, leaf in self._own() if isinstance(leaf, Tensor))
 
     def _own(self) -> Iterator[tuple[TensorId, Tensor | Number]]:
@@ -53,15 +51,15 @@ class StateOfOwners:
                 yield TensorId(kind, each.slot.fqn), leaf
 
     def tensors(self) -> dict[TensorId, TensorInfo]:
-        """As the tree specs describe them."""
+        """The tensors that the tree specs describe."""
         return _described(self._steps.tree_specs)
 
     def tensors_after(self, manifest: Manifest) -> dict[TensorId, TensorInfo]:
-        """As the tree specs of the checkpoint do."""
+        """The tensors that the tree specs of the checkpoint describe."""
         return _described(self._steps.chosen(_saved_tree_specs(manifest)))
 
     def pieces(self) -> Iterator[Piece]:
-        """Whole leaves."""
+        """One piece for each tensor or number of this rank, whole."""
         for name, leaf in self._own():
             data = stored(leaf).view(-1)
             if data.numel():
@@ -71,7 +69,7 @@ class StateOfOwners:
         """The tree specs.
 
         Raises:
-            CheckpointError: There is none of what somebody owns; on every rank.
+            CheckpointError: The state of a parameter has no tree spec; on every rank.
         """
         tree_specs = self._steps.tree_specs
         for known in tree_specs.values():
@@ -86,7 +84,7 @@ class StateOfOwners:
         ]
 
     def make(self, manifest: Manifest) -> None:
-        """Blank nests for what this rank owns."""
+        """Allocate state after the tree specs, for the parameters that this rank owns."""
         self._steps.know(_saved_tree_specs(manifest))
         optimizer = self._zero.optimizer
         optimizer.state.clear()
@@ -98,7 +96,7 @@ class StateOfOwners:
                 optimizer.state[owned.param] = blank(known, device, device_of_number(group, device))
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
-        """Numbers become Python's again."""
+        """Turn tensors into Python numbers where the tree spec has numbers."""
         del records
         for owned in self._steps.owned:
             if state := self._steps.state_of(owned):
@@ -125,22 +123,27 @@ def fetch(
     collectives: Collectives,
     device: torch.device,
 ) -> Any:
-    """What the owner of a parameter has under a key of its state, in a copy. Collective.
+    """A copy of the state that the owner of a parameter has under a key. Collective.
 
     Args:
         owned: The parameter's state; None on ranks that do not own it.
-        key: Of the state.
-        name: The parameter's.
+        key: The key of the state.
+        name: The name of the parameter.
         collectives: All ranks.
-        device: Where to have it.
+        device: The device of the copy.
 
     Returns:
-        The same on every rank; None if there is nothing (yet), or nothing that can be sketched.
+        The same on every rank; None if there is no such state (yet), or it has no tree spec.
     """
-    own = None if owned is None else [_tree_spec(owned.get(key), name)]
-    told = tell(own, f"tree spec of {key}", collectives, device)
-    source = next(rank for rank, said in enumerate(told) if said is not None)
-    known = told[source][0]
+    own: list[Any] | None = None
+    if owned is not None:
+        try:
+            own = [tree_spec(owned.get(key), name)]
+        except CheckpointError:
+            own = [None]
+    gathered = tell(own, f"tree spec of {key}", collectives, device)
+    source = next(rank for rank, known in enumerate(gathered) if known is not None)
+    known = gathered[source][0]
     nest = blank(known, device, device)
     mine = {} if owned is None else dict(leaves(owned.get(key)))
     for kind, place in leaves(nest):
@@ -149,10 +152,3 @@ def fetch(
         collectives.broadcast(sent, f"{key} of {name}", source)
         place.copy_(sent)
     return filled(nest, known)
-
-
-def _tree_spec(nest: Any, name: str) -> Any:
-    try:
-        return tree_spec(nest, name)
-    except CheckpointError:
-        return None

@@ -1,9 +1,7 @@
-"""What a checkpoint says about the run: where it is, and what its result depends on.
+"""A checkpoint's record of the run: its position, and what its result depends on.
 
-Must always hold: a run that goes on from a checkpoint goes on at its position, with its batch if
-the config leaves that open; what would change the result is said.
-
-Called by `training`.
+Must always hold: a run that resumes from a checkpoint resumes at its position, with its batch if
+the config leaves that open; whatever would change the result is logged.
 """
 
 from __future__ import annotations
@@ -42,18 +40,18 @@ _SAME_RESULT = {
         "the dtype of the optimizer's state",
         f"{_CHANGES}; set bf16_optimizer_states as it was",
     ),
-    "optimizer": ("the optimizer", f"{_CHANGES}; give the one that it was"),
+    "optimizer": ("the optimizer", f"{_CHANGES}; give the optimizer that it was"),
     "torch": (
         "the version of torch",
-        f"{_BY_ROUNDING}; install the one that it was, if bits count",
+        f"{_BY_ROUNDING}; install the version that it was, if bits count",
     ),
     "threads": (
         "torch's number of threads",
         f"{_BY_ROUNDING}; set OMP_NUM_THREADS as it was, if bits count",
     ),
 }
-"""What must not change in a run if its result is not to change, beside the batch; world and stage
-may. What it is to a user; what a change means for the run, and what to set."""
+"""What a result depends on, beside the batch, but not on world size and stage: key of the record ->
+its name for a user; what a change means for the run, and what to set."""
 
 
 def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
 
 
 def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> None:
-    """Go on from what `describe` said when the checkpoint was made."""
+    """Resume at the position in `saved`, the `describe` of the checkpoint; warn of differences."""
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(microbatches=saved["leaves"], micro_batch=saved["micro_batch"]))
@@ -97,12 +95,12 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What in a run changes its result at a load: what it was, what that means, what to set.
+    """What changes the result of a run after a load: one sentence each, with what to set.
 
     Args:
-        ours: What `describe` says now.
-        saved: What it said when the checkpoint was made. None: nobody knows, as after an import;
-            missing: it was not written yet.
+        ours: `describe` of this run.
+        saved: `describe` of the checkpoint. A None is unknown, as after an import; a missing key is
+            of an older version.
     """
     found = [_batch_difference(ours, saved)] if saved.get("leaves") else []
     if saved.get("summed_over") is not None and ours["summed_over"] is None:

@@ -1,11 +1,10 @@
-"""Which tensors of an engine go into a checkpoint, and which come out of one.
+"""Which tensors of an engine are saved to a checkpoint, and which are loaded from one.
 
-Pure functions on the records of `checkpoint.pieces`. Must always hold: what is not asked for
-stays as it is in memory; what is asked for and not there is an error, unless the script has said
-that it may be missing (`strict=False`) or that it was left out (frozen parameters).
+Pure functions on tensor ids and pieces. Must always hold: a tensor that is not selected stays as it
+is in memory; a selected tensor that is missing is an error, unless the script allows that
+(`strict=False`) or it was left out (frozen parameters).
 
-Called by `engine_state`. The options and their meaning are those of DeepSpeed's
-`save_checkpoint` and `load_checkpoint`.
+The options and their meaning are those of DeepSpeed's `save_checkpoint` and `load_checkpoint`.
 """
 
 from __future__ import annotations
@@ -38,32 +37,32 @@ class LoadOptions:
 
     @property
     def wants_optimizer(self) -> bool:
-        """Whether optimizer state is asked for."""
+        """Whether to load optimizer state."""
         return self.optimizer and not self.module_only
 
     @property
     def wants_scheduler(self) -> bool:
-        """Whether the scheduler's state is asked for."""
+        """Whether to load the scheduler's state."""
         return self.scheduler and not self.module_only
 
     @property
     def whole(self) -> bool:
-        """Whether everything is asked for: the run goes on."""
+        """Whether to load everything: the run resumes."""
         return self.wants_optimizer and self.wants_scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to fill, and what to do then."""
+    """The tensors and pieces to fill, and the conversions afterwards."""
 
     state: State
     staged: tuple[tuple[Piece, Tensor], ...] = ()
-    """(target, filled): copy, because the checkpoint has another dtype."""
+    """(target, filled) of each piece whose dtype differs in the checkpoint, to be copied."""
     remarks: tuple[str, ...] = ()
-    """What is not loaded, in words."""
+    """Sentences about what is not loaded, or rounded."""
 
     def settle(self, *, weights: bool) -> None:
-        """Bring what was staged to its place: of the weights, or of all else."""
+        """Copy what was staged to its target: the weights, or everything else."""
         for target, filled in self.staged:
             if (target.id.kind == PARAM) == weights:
                 target.data.copy_(filled)
@@ -80,15 +79,14 @@ def without_frozen(state: State, frozen: Set[str]) -> State:
 def select(
     state: State, manifest: Manifest, *, strict: bool, weights_only: bool, frozen: Set[str]
 ) -> Selection:
-    """What to fill of a state that would fill everything.
+    """The part of a state to fill from a checkpoint.
 
     Args:
         state: All tensors and pieces of this rank.
-        manifest: What there is.
+        manifest: The checkpoint.
         strict: See `LoadOptions`.
-        weights_only: Neither fill optimizer state nor mind what there is of it; and take all
-            weights of another dtype, converted. Otherwise what the optimizer steps is converted:
-            it may rest in fp32 or in 16 bits.
+        weights_only: Ignore optimizer state, and convert all weights of another dtype. Otherwise
+            only what the optimizer steps is converted: it may rest in fp32 or in 16 bits.
         frozen: The parameters that may have been left out, see `without_frozen`.
     """
     if not weights_only and table_of(manifest.tensors).same_as(state.tensors):
@@ -101,14 +99,20 @@ def select(
     used = {stored_id(t, manifest) for t in state.tensors}
     extra = {t for t in manifest.tensors if t not in used}
     spare = {t for t in extra if not strict or (weights_only and t.kind not in _MODULE)}
-    remarks = (
+    remarks = [
         *_remark("not in the checkpoint, so they stay as they are", excused),
         *_remark("in the checkpoint alone, so they are not loaded", spare if not strict else ()),
-    )
+    ]
     chosen = replace(chosen, spare=frozenset(spare))
     stepped = {t for t in chosen.tensors if t.kind != BUFFER and t.fqn not in frozen}
     selection = _converted(chosen, manifest, set(chosen.tensors) if weights_only else stepped)
-    return replace(selection, remarks=(*remarks, *_rounding(selection)))
+    conversions = {(filled.dtype, target.data.dtype) for target, filled in selection.staged}
+    remarks += [
+        f"weights or optimizer state in {_short(there)} are rounded to {_short(here)}"
+        for there, here in sorted(conversions, key=str)
+        if torch.promote_types(there, here) != here
+    ]
+    return replace(selection, remarks=tuple(remarks))
 
 
 def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[str]) -> bool:
@@ -119,36 +123,23 @@ def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[st
 
 
 def _converted(state: State, manifest: Manifest, which: Set[TensorId]) -> Selection:
-    """The same with a stage for each piece of these that the checkpoint has in another dtype."""
+    """The state with a staged copy of each of these pieces that has another dtype there."""
     stored = {t: manifest.tensors.get(stored_id(t, manifest)) for t in which}
     tensors = {
         t: info._replace(dtype=(stored.get(t) or info).dtype) for t, info in state.tensors.items()
     }
-    pieces = [_staged(piece, tensors[piece.id].dtype) for piece in state.pieces]
-    staged = [
-        (own, new.data) for own, new in zip(state.pieces, pieces, strict=True) if new is not own
-    ]
+    pieces, staged = [], []
+    for piece in state.pieces:
+        dtype, filled = tensors[piece.id].dtype, piece
+        if piece.data.dtype != dtype:
+            filled = Piece(piece.id, piece.start, torch.empty_like(piece.data, dtype=dtype))
+            staged.append((piece, filled.data))
+        pieces.append(filled)
     return Selection(replace(state, tensors=tensors, pieces=tuple(pieces)), tuple(staged))
-
-
-def _rounding(selection: Selection) -> list[str]:
-    """Says so if what is loaded does not fit into the dtype that it is to rest in."""
-    pairs = {(filled.dtype, target.data.dtype) for target, filled in selection.staged}
-    return [
-        f"weights or optimizer state in {_short(there)} are rounded to {_short(here)}"
-        for there, here in sorted(pairs, key=str)
-        if torch.promote_types(there, here) != here
-    ]
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _staged(piece: Piece, dtype: torch.dtype) -> Piece:
-    if piece.data.dtype == dtype:
-        return piece
-    return Piece(piece.id, piece.start, torch.empty_like(piece.data, dtype=dtype))
 
 
 def _only(state: State, tensors: Iterable[TensorId]) -> State:

@@ -1,7 +1,4 @@
-"""An engine as the checkpoints know it: `zero_checkpoint.persistence.Training`, implemented.
-
-Called by `persistence`; `engine` makes it.
-"""
+"""An engine for the checkpoint library: `zero_checkpoint.persistence.Training`, implemented."""
 
 from __future__ import annotations
 
@@ -32,27 +29,27 @@ class EngineTraining:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Steps completed."""
         return self._run.cursor.step
 
     @property
     def samples(self) -> int:
-        """Consumed by them."""
+        """Samples consumed by the completed steps."""
         return self._run.cursor.samples
 
     @property
     def micro_step(self) -> int:
-        """Micro-steps done of the step under way."""
+        """Micro-steps completed in the current step."""
         return self._run.cursor.micro
 
     @property
     def trains(self) -> bool:
-        """Whether it has an optimizer, and no other engine has taken its module."""
+        """Whether the engine has an optimizer, and no other engine has taken its module."""
         return self._core.zero is not None and not self._core.moved.given_away
 
     @property
     def in_library_loop(self) -> bool:
-        """Whether the script says beforehand where a step ends."""
+        """Whether a library declares before each micro-step whether it ends a step."""
         return self._run.declared
 
     def capture(
@@ -63,15 +60,15 @@ class EngineTraining:
         return self._state.capture(whole, client, exclude_frozen=exclude_frozen)
 
     def weight_hash(self) -> str:
-        """Of all parameters. Collective."""
+        """The hash of all parameters. Collective."""
         return weight_hash(whole_weights(self._core.units))
 
     def meet(self, what: str) -> None:
-        """Return when all ranks have come here. Collective."""
+        """A barrier of all ranks."""
         self._core.collectives.barrier(what)
 
     def lend(self, until: Callable[[], object]) -> None:
-        """A thread reads the state where it is; whoever needs it next calls `until` first."""
+        """Let a thread read the state in place; the next user of the state calls `until` first."""
         self._core.moved.lend(until)
 
     def loading(self, options: LoadOptions) -> Loading:

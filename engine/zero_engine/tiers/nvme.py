@@ -1,10 +1,17 @@
 """The tier on a disk: rests in a scratch file, comes into memory in parts, ahead of its use.
 
-Owns the threads and the buffers. Must always hold: what is in memory at any time is the leases
-that are open, what is being read ahead, and what is being written; no buffer is used again
-before the disk has it; what was read ahead is thrown away when what it was read from changes.
+Owns the threads, the buffers and the order of the reads ahead. Must always hold:
 
-Used through `places.Tier`. Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.2.
+- Memory holds the open leases, the reads ahead and the writes under way, and nothing else; no
+  buffer is used again before the disk has its contents.
+- A read ahead is discarded when the tensor that it was read from changes. Which tensor to read next
+  is learnt from the last time: a model's modules run in the same order step after step. A wrong
+  guess costs a read and changes no result.
+- There are never more buffers than were in use at one time, and none is larger than the largest
+  that was asked for; so the memory of the tier is its working set, however many sizes there are.
+
+Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.2. DeepSpeed records a trace of the
+whole pass and drops it when one module runs in another order; here each tensor has its successor.
 """
 
 from __future__ import annotations
@@ -12,21 +19,98 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 import torch
 from torch import Tensor
 
-from zero_engine.tiers.ahead import ReadAhead
-from zero_engine.tiers.buffers import Buffers
 from zero_engine.tiers.places import Lease, wait
-from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile
+from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
 
 _THREADS = 2
 """One reads while the other writes; either keeps a disk busy with requests of megabytes."""
 
 
+class ReadAhead:
+    """The reads ahead, by the tensor that they read: at most `reads`, and at most `room_bytes`."""
+
+    def __init__(self, reads: int, room_bytes: int) -> None:
+        self._reads = reads
+        self._room_bytes = room_bytes
+        self._next: dict[int, Tensor] = {}
+        self._last: Tensor | None = None
+        self._started: dict[int, tuple[Tensor, Future[Tensor]]] = {}
+
+    def take(self, held: Tensor) -> Future[Tensor] | None:
+        """The read of the tensor that is needed now, if it was begun ahead."""
+        if self._last is not None:
+            self._next[self._last.data_ptr()] = held
+        self._last = held
+        _, future = self._started.pop(held.data_ptr(), (held, None))
+        return future
+
+    def wanted(self, held: Tensor) -> list[Tensor]:
+        """The tensors to begin to read: the successors of `held`, in order, within the bounds."""
+        found: list[Tensor] = []
+        room = self._room_bytes - sum(each.nbytes for each, _ in self._started.values())
+        following = self._next.get(held.data_ptr())
+        seen = {held.data_ptr()}
+        while following is not None and following.data_ptr() not in seen:
+            seen.add(following.data_ptr())
+            if following.data_ptr() not in self._started:
+                room -= following.nbytes
+                if room < 0 or len(self._started) + len(found) >= self._reads:
+                    break
+                found.append(following)
+            following = self._next.get(following.data_ptr())
+        return found
+
+    def add(self, held: Tensor, future: Future[Tensor]) -> None:
+        """Note a read that has begun."""
+        self._started[held.data_ptr()] = (held, future)
+
+    def clear(self) -> list[Future[Tensor]]:
+        """Remove all reads under way, and return them; keep the learnt order."""
+        futures = [future for _, future in self._started.values()]
+        self._started.clear()
+        return futures
+
+
+class Buffers:
+    """A pool of aligned buffers, for any thread; `size_bytes` counts idle buffers, too."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._lock = Lock()
+        self._idle: list[Tensor] = []
+        self.size_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, size_bytes: int) -> Tensor:
+        """A buffer of undefined bytes, of this size or larger."""
+        with self._lock:
+            fitting = [b for b in self._idle if b.numel() >= size_bytes]
+            chosen = min(fitting or self._idle, key=Tensor.numel, default=None)
+            if chosen is not None:
+                self._idle = [b for b in self._idle if b is not chosen]
+            if fitting and chosen is not None:
+                return chosen
+            # One that is too small makes room for the new one.
+            self.size_bytes -= chosen.numel() if chosen is not None else 0
+            del chosen
+            buffer = aligned(size_bytes, pin=self._pin)
+            self.size_bytes += buffer.numel()
+            self.peak_bytes = max(self.peak_bytes, self.size_bytes)
+            return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        with self._lock:
+            self._idle.append(buffer)
+
+
 class Nvme:
-    """Rests in a file without a name."""
+    """The tier whose tensors rest in a scratch file."""
 
     far = True
 
@@ -34,9 +118,9 @@ class Nvme:
         """A tier on a scratch file.
 
         Args:
-            file: Where to.
-            ahead: What `fetch` reads before it is asked for.
-            pin: Page-locked buffers, for a GPU's copies.
+            file: The file that holds the tensors.
+            ahead: The bounds of the reads ahead of `fetch`.
+            pin: Page-locked buffers, for copies to and from a GPU.
         """
         self.file = file
         self.buffers = Buffers(pin=pin)
@@ -54,11 +138,11 @@ class Nvme:
         return held
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in the file, of which not a byte is written."""
+        """Zeros in the file: the space is allocated, and nothing is written."""
         return self.file.reserve(numel, dtype)
 
     def fetch(self, held: Tensor, into: Tensor) -> None:
-        """Copy from the file, and begin to read what came after this the last time."""
+        """Copy from the file, and begin to read the successors of this tensor."""
         buffer = wait(self._ahead.take(held) or self._read(held))
         into.copy_(_typed(buffer, held))
         self.buffers.give(buffer)
@@ -66,7 +150,7 @@ class Nvme:
             self._ahead.add(following, self._read(following))
 
     def put(self, held: Tensor, values: Tensor) -> None:
-        """Begin to write to the file; one write before it may be under way."""
+        """Begin to write to the file; one earlier write may be under way."""
         while len(self._puts) > 1:
             self._end_put()
         buffer = self._filled(held, values)
@@ -75,13 +159,13 @@ class Nvme:
         )
 
     def settle(self) -> None:
-        """Wait for what was put, and give back the memory of what was looked at."""
+        """Wait for all writes, and free the pages of the file that are in memory."""
         while self._puts:
             self._end_put()
         self.changed()
 
     def changed(self) -> None:
-        """Throw away what was read ahead, and give back the memory of what was looked at."""
+        """Discard the reads ahead, and free the pages of the file that are in memory."""
         for future in self._ahead.clear():
             self.buffers.give(wait(future))
         self.file.forget_pages()
@@ -106,7 +190,7 @@ class Nvme:
     # ---- sub-groups ----
 
     def open(self, rows: Mapping[str, Tensor]) -> Future[Lease]:
-        """Read each row that lies in the file into a buffer; the others are in memory already."""
+        """Read each row in the file into a buffer; the other rows are in memory already."""
         in_file = [name for name, held in rows.items() if self.file.holds(held)]
         buffers = {name: self.buffers.take(_size(rows[name])) for name in in_file}
         return self._threads.submit(self._open, dict(rows), buffers)
@@ -117,7 +201,7 @@ class Nvme:
         return Lease(rows | {n: _typed(b, rows[n]) for n, b in buffers.items()}, buffers)
 
     def close(self, rows: Mapping[str, Tensor], lease: Lease) -> Future[None]:
-        """Write each row that lies in the file."""
+        """Write each row in the file."""
         made = {
             name: self._filled(held, lease.rows[name])
             for name, held in rows.items()
@@ -132,7 +216,7 @@ class Nvme:
 
 
 def _size(held: Tensor) -> int:
-    """Bytes of the whole pages that a tensor lies in, which it begins."""
+    """The bytes of the whole pages of a tensor, which begins on a page."""
     return -(-held.nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -141,5 +225,5 @@ def _pages(buffer: Tensor, held: Tensor) -> Tensor:
 
 
 def _typed(buffer: Tensor, held: Tensor) -> Tensor:
-    """The part of a buffer that stands for a tensor, in its dtype."""
+    """The part of a buffer that has the bytes of a tensor, in its dtype."""
     return buffer[: held.nbytes].view(held.dtype)

@@ -1,11 +1,9 @@
 """The protocol of a tier, and the tiers that are memory: the device's, the host's.
 
-A tensor that *rests* in a tier keeps its place there for the whole run; a *lease* is what of it
-is in memory for the step of one sub-group. Must always hold: a resting tensor can be read and
-written like any other (checkpoints and scripts do so between steps), and after a `put`, a `close`
-or a `settle` it holds what was put.
-
-Called by `flat_unit`, which lets weights rest, and by `steps`, which steps.
+A tensor that *rests* in a tier keeps its place there for the whole run; a *lease* is the part of
+it that is in memory for the step of one sub-group. Must always hold: a resting tensor can be read
+and written like any other (checkpoints and scripts do so between steps), and it holds the new
+values when a `put` has been settled or a `close` has ended.
 """
 
 from __future__ import annotations
@@ -29,63 +27,63 @@ class TierError(ZeroError):
 
 
 _DEADLINE_S = 600.0
-"""After which a disk that does not answer is taken for broken."""
+"""A disk that has not answered for this long counts as broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What is in memory of the rows of one sub-group, by the name of the row."""
+    """The parts of the rows of one sub-group that are in memory, by the name of the row."""
 
     rows: dict[str, Tensor]
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Of the tier: what the rows are views of, where that is not where they rest."""
+    """The buffers of the tier that rows are views of, if they do not rest in memory."""
 
 
 class Tier(Protocol):
     """A place where tensors rest."""
 
     far: bool
-    """Kernels of the device cannot read what rests here: it has to be fetched first."""
+    """Whether tensors must be fetched before kernels of the device can read them."""
 
     def hold(self, contents: Tensor) -> Tensor:
         """A copy of `contents` that rests here.
 
         Raises:
-            TierError: There is no room.
+            TierError: There is no room left.
         """
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that rest here. Raises as `hold`."""
 
     def fetch(self, held: Tensor, into: Tensor) -> None:
-        """Copy what rests here to where it is used."""
+        """Copy a resting tensor to the place where it is used."""
 
     def put(self, held: Tensor, values: Tensor) -> None:
-        """Begin to replace what rests here; `values` may change when this returns."""
+        """Begin to replace a resting tensor; `values` may change when this returns."""
 
     def settle(self) -> None:
-        """Wait for what was put; raises TierError if it failed."""
+        """Wait for every `put`. Raises TierError if one has failed."""
 
     def changed(self) -> None:
-        """Somebody has written to what rests here, not by `put`."""
+        """Note that resting tensors were written to directly, without `put`."""
 
     def open(self, rows: Mapping[str, Tensor]) -> Future[Lease]:
         """Begin to bring parts of resting tensors into memory."""
 
     def close(self, rows: Mapping[str, Tensor], lease: Lease) -> Future[None]:
-        """Begin to bring a lease back to where it rests; it must not be used any more."""
+        """Begin to write a lease back; the lease must not be used afterwards."""
 
 
 class Memory:
-    """Rests on a device, or in the host's memory, pinned if a GPU is to copy from there."""
+    """The tier on a device or in host memory, pinned if a GPU is to copy from there."""
 
     def __init__(self, device: torch.device, *, used_on: torch.device, pin: bool = False) -> None:
         """A tier for tensors that are used on another device or on this one.
 
         Args:
-            device: Where they rest.
-            used_on: Where the model computes.
-            pin: Page-locked memory, if it rests on the host and is used elsewhere.
+            device: The device on which tensors rest.
+            used_on: The device on which the model computes.
+            pin: Page-locked memory, if they rest on the host and are used elsewhere.
         """
         self.far = device.type != used_on.type
         self._device = device
@@ -111,17 +109,17 @@ class Memory:
         held.copy_(values, non_blocking=held.is_cuda)
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: copies need no wait."""
 
     def changed(self) -> None:
-        """There is no other copy of it."""
+        """Do nothing: nothing is cached."""
 
     def open(self, rows: Mapping[str, Tensor]) -> Future[Lease]:
         """The tensors themselves."""
         return done(Lease(dict(rows)))
 
     def close(self, rows: Mapping[str, Tensor], lease: Lease) -> Future[None]:
-        """They are where they belong, but for rows that the step has made."""
+        """Copy the rows that the step has made anew; the others are in place."""
         for name, held in rows.items():
             if lease.rows[name].data_ptr() != held.data_ptr():
                 held.copy_(lease.rows[name])
@@ -129,7 +127,7 @@ class Memory:
 
 
 def done(result: T) -> Future[T]:
-    """A future of what is there already."""
+    """A future that has its result already."""
     future: Future[T] = Future()
     future.set_result(result)
     return future
@@ -139,12 +137,12 @@ def wait(future: Future[T]) -> T:
     """The result of an operation that has begun.
 
     Raises:
-        TierError: It failed, or there is no result in time.
+        TierError: The operation failed, or has no result within 600 s.
     """
     try:
         return future.result(_DEADLINE_S)
     except Late:
         raise TierError(
             f"no answer within {_DEADLINE_S:g} s from the disk with the offloaded state; name "
-            "another directory as nvme_path and go on from the newest checkpoint"
+            "another directory as nvme_path and resume from the newest checkpoint"
         ) from None

@@ -1,20 +1,20 @@
 """A file without a name that holds tensors: the bytes of the NVMe tier.
 
-Owns the descriptor, the room, and every read and write. Must always hold:
+Owns the descriptor, the reserved space, and every read and write. Must always hold:
 
-- The file has no name from the moment it is there, so the kernel takes its room back with the
-  process, whatever ends it: nothing is ever left to sweep.
-- Room is reserved before it is used: a full disk is an error by name when the engine is made,
-  not a signal in the middle of a step.
+- The file is unlinked from the beginning, so the kernel frees its space with the process, whatever
+  ends it: nothing is ever left to delete.
+- Space is allocated before it is used: a full disk is an error with its cause when the engine is
+  made, not a signal (SIGBUS) in the middle of a step.
 - There are two ways to the same bytes. `read` and `write` go past the page cache, in pages, from
   aligned buffers: that is how a step streams through its state, and it leaves no memory behind.
-  The tensors that `reserve` returns are views of the mapped file, for whoever looks in now and
-  then (a checkpoint, a hash, a script). The kernel keeps both the same: a direct read first
-  writes dirty pages back, a direct write drops the pages that it makes stale. `_probe` tries that
-  on the file system at hand, and where it does not hold, or direct access is refused,
-  everything goes through the page cache.
+  The tensors that `reserve` returns are views of the mapped file, for occasional readers (a
+  checkpoint, a hash, a script). The kernel keeps both the same: a direct read first writes dirty
+  pages back, a direct write drops the pages that it makes stale. `_probe` tries that on the file
+  system at hand; if it does not hold, or direct access is refused, everything goes through the
+  page cache.
 
-Called by `nvme`. Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.
+Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _EXTENT_BYTES = 4 << 30
-"""Mapped at a time, used or not: every mapping takes a descriptor, and those are few."""
+"""The part of the file that is mapped at a time: each mapping takes a file descriptor."""
 _MIB = 1 << 20
 
 
 class ScratchFile:
-    """Reserves, reads and writes; one process, any number of threads."""
+    """An unlinked file of tensors; for one process and any number of its threads."""
 
     def __init__(self, directory: Path) -> None:
         """Make the file.
@@ -55,7 +55,7 @@ class ScratchFile:
         """
         self.directory = directory
         self.size_bytes = 0
-        """Reserved."""
+        """The bytes that are reserved."""
         self._end = self._mapped_end = 0
         self._starts: list[int] = []
         self._maps: list[tuple[int, int, mmap.mmap]] = []
@@ -66,7 +66,7 @@ class ScratchFile:
         except OSError as error:
             raise self._failure("no scratch file", error) from error
 
-    # ---- room ----
+    # ---- space ----
 
     def reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor [numel] of zeros that lies in the file, from the beginning of a page.
@@ -77,7 +77,16 @@ class ScratchFile:
         size = max(-(-numel * dtype.itemsize // PAGE_BYTES), 1) * PAGE_BYTES
         try:
             if self._end + size > self._mapped_end:
-                self._map_extent(max(size, _EXTENT_BYTES))
+                # Map the next part of the file; what is not reserved in it takes no room.
+                extent_bytes = max(size, _EXTENT_BYTES)
+                os.ftruncate(self._cached, self._mapped_end + extent_bytes)
+                mapped = mmap.mmap(self._cached, extent_bytes, offset=self._mapped_end)
+                self._extent = torch.frombuffer(mapped, dtype=torch.uint8)
+                address = self._extent.data_ptr()
+                at = bisect_right(self._starts, address)
+                self._starts.insert(at, address)
+                self._maps.insert(at, (address, self._mapped_end, mapped))
+                self._end, self._mapped_end = self._mapped_end, self._mapped_end + extent_bytes
             os.posix_fallocate(self._cached, self._end, size)
         except OSError as error:
             raise self._failure(f"no room for {size / _MIB:.1f} MiB of state", error) from error
@@ -85,17 +94,6 @@ class ScratchFile:
         self._end += size
         self.size_bytes += size
         return self._extent[begin : begin + size].view(dtype)[:numel]
-
-    def _map_extent(self, size: int) -> None:
-        """Map the next part of the file; what is not reserved in it takes no room."""
-        os.ftruncate(self._cached, self._mapped_end + size)
-        mapped = mmap.mmap(self._cached, size, offset=self._mapped_end)
-        self._extent = torch.frombuffer(mapped, dtype=torch.uint8)
-        address = self._extent.data_ptr()
-        at = bisect_right(self._starts, address)
-        self._starts.insert(at, address)
-        self._maps.insert(at, (address, self._mapped_end, mapped))
-        self._end, self._mapped_end = self._mapped_end, self._mapped_end + size
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in this file."""
@@ -111,7 +109,7 @@ class ScratchFile:
         return offset + address - start if address < start + len(mapped) else None
 
     def forget_pages(self) -> None:
-        """Give back the memory of what has been looked at through the mapping."""
+        """Free the pages of the mapping that are in memory."""
         for _, _, mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
         with suppress(OSError):
@@ -159,7 +157,7 @@ class ScratchFile:
     # ---- direct access ----
 
     def _open_direct(self) -> int:
-        """A second descriptor, past the page cache; the same one where that does not work."""
+        """A descriptor for direct access; the cached one if that does not work."""
         direct = self._cached
         try:
             direct = os.open(
@@ -174,7 +172,7 @@ class ScratchFile:
         return self._cached if why else direct
 
     def _probe(self, direct: int) -> str:
-        """Try both ways on the first page; why they do not go together, if they do not."""
+        """Try both ways on the first page; returns why they cannot be combined, or nothing."""
         self._direct = direct
         mapped = self.reserve(PAGE_BYTES, torch.uint8)
         buffer = aligned(PAGE_BYTES)
@@ -194,7 +192,7 @@ class ScratchFile:
 
 
 _REMEDIES = {
-    errno.EIO: "the disk is failing: name another one as nvme_path and go on from the newest "
+    errno.EIO: "the disk is failing: name another one as nvme_path and resume from the newest "
     "checkpoint",
     errno.ENOSPC: "free room there, or name another directory as nvme_path",
     errno.ENOENT: "create the directory on every node, or name another one as nvme_path",
