@@ -40,11 +40,11 @@ class Shared:
 
 
 ExchangeGroup = Sequence[Shared]
-"""Indexed by the rank that owns each; the last exchange group may have fewer than there are ranks."""
+"""One parameter for each rank, its owner; the last exchange group may be smaller."""
 
 
 def in_exchange_groups(shared: Iterable[Shared], world: int) -> list[ExchangeGroup]:
-    """Sort into exchange groups, largest first, so that the parameters of an exchange group take about as long."""
+    """Sort into exchange groups, largest first, so that the members of a group take as long."""
     found = sorted(shared, key=lambda each: -each.slot.numel)
     return [found[begin : begin + world] for begin in range(0, len(found), world)]
 

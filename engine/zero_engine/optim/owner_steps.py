@@ -191,7 +191,7 @@ class StepByOwners:
         self.marks = None
 
     def chosen(self, tree_specs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """The tree specs of these parameters among the given ones, in the order of the parameters."""
+        """The tree specs of these parameters among the given ones, in their order."""
         known = {fqn: each for some in tree_specs for fqn, each in some.items()}
         return {fqn: known[fqn] for fqn in self._names if fqn in known}
 

@@ -134,7 +134,7 @@ def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
 
 
 def filled(nest: Any, known: Any) -> Any:
-    """A nest that was blank, with its tensors turned into numbers where the tree spec has numbers."""
+    """A nest that was blank, with numbers instead of tensors where the tree spec has numbers."""
     match known:
         case {"number": _}:
             return nest.item()
