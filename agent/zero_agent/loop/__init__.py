@@ -1,1 +1,1 @@
-"""One agent at work: what happens on its loop, and what it decides there."""
+"""The agent's loop: the events it handles, and the decisions it makes."""

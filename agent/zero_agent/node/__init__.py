@@ -1,1 +1,1 @@
-"""This node: its health, network, memory and processes, and what scripts ask of its agent."""
+"""This node: its health, network, memory and processes, and the API of scripts to its agent."""

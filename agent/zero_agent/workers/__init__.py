@@ -1,1 +1,1 @@
-"""The workers of a node: how they start, what they say, how they end."""
+"""The workers of a node: how they start, the messages they send, how they end."""

@@ -1,8 +1,8 @@
 """The agent's end of the contract with its workers: a Unix socket each worker connects to.
 
-A worker under our engine connects by itself; any other script never does, and is managed by
-signals alone. Lines are messages of `zero_contract.worker`; a line that is none of them
-closes that worker's connection and nothing else.
+A worker under zero_engine connects to it; any other script never does, and is managed by signals
+alone. Each line is a message of `zero_contract.worker`; a malformed line closes that worker's
+connection and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_LIMIT_BYTES = 1 << 20
 
 
 class Channel:
-    """Listens for workers; hands their messages on together with the sender's rank."""
+    """Listens for workers; `on_message` receives each message with the sender's rank."""
 
     def __init__(self, hub: Hub, path: Path, on_message: Callable[[int, Message], None]) -> None:
         self._hub = hub
@@ -35,12 +35,12 @@ class Channel:
         hub.add(self._listener.fileno(), self._accept)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send to the worker with this rank; a worker that is gone misses it."""
+        """Send a message to the worker with this rank, if it is connected."""
         if peer := self._peers.get(rank):
             peer.send(message)
 
     def hang_up(self) -> None:
-        """End all conversations: the workers of the last round are gone."""
+        """Close all connections: the workers of the last round are gone."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -53,9 +53,9 @@ class Channel:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        _Peer(self._hub, connection, self._heard)
+        _Peer(self._hub, connection, self._on_peer_message)
 
-    def _heard(self, peer: _Peer, message: Message) -> None:
+    def _on_peer_message(self, peer: _Peer, message: Message) -> None:
         if isinstance(message, Hello):
             peer.rank, peer.round = message.rank, message.round
             held = self._peers.get(message.rank)
@@ -70,15 +70,15 @@ class _Peer:
     """One worker's connection."""
 
     def __init__(
-        self, hub: Hub, connection: socket.socket, heard: Callable[[_Peer, Message], None]
+        self, hub: Hub, connection: socket.socket, on_message: Callable[[_Peer, Message], None]
     ) -> None:
         self.rank: int | None = None
         self.round = 0
         self._hub = hub
         self._connection = connection
-        self._heard = heard
+        self._on_message = on_message
         self._rest = b""
-        connection.settimeout(1.0)  # for sending: a worker that does not read must not hold us
+        connection.settimeout(1.0)  # of a send: a worker that does not read must not block us
         hub.add(connection.fileno(), self._on_readable)
 
     def send(self, message: Message) -> None:
@@ -102,7 +102,7 @@ class _Peer:
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             for line in lines:
-                self._heard(self, decode(line))
+                self._on_message(self, decode(line))
             if len(self._rest) > LINE_LIMIT_BYTES:
                 raise ContractError(f"a line of more than {LINE_LIMIT_BYTES} bytes")
         except ContractError as error:

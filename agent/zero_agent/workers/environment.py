@@ -1,7 +1,7 @@
-"""What a worker is started with: torchrun's variables and ours beside them, its files, its CPUs.
+"""The environment of a worker: torchrun's variables and ours, its files, its CPUs.
 
 Source of the names: torch.distributed.elastic.agent.server.local_elastic_agent; scripts written
-for torchrun find everything they know.
+for torchrun run unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one worker stands in a round."""
+    """The rank of one worker in a round."""
 
     rank: int
     local_rank: int
@@ -64,31 +64,33 @@ def worker_env(
     leave_file: str,
     secret: str,
 ) -> dict[str, str]:
-    """What to add to the agent's own environment for one worker of the job's round.
+    """The variables that a worker of the job's round gets beside those of its agent.
 
     Args:
-        job: The round must be ACTIVE and its master known.
-        node: The agent's node, a member.
-        place: Which of its workers.
+        job: The job; its round must be ACTIVE and the address of the round's TCPStore known.
+        node: The agent's node, a member of the round.
+        place: The worker's rank and local rank.
         name: The job's name.
-        socket_path: Where the worker reaches its agent.
-        error_file: Where it leaves its traceback.
-        heartbeat_file: Which it touches to say that it gets on.
-        leave_file: Where it looks whether it is to leave.
-        secret: The job's, of which the worker gets a key for its round.
+        socket_path: The socket on which the worker reaches its agent.
+        error_file: The file for the worker's traceback.
+        heartbeat_file: The file that the worker touches as its heartbeat.
+        leave_file: The file in which the agent asks the worker to leave.
+        secret: The job's secret, from which the worker's key of the round is derived.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
     host, port = split_host_port(job.master)
     world_size = str(job.members.world_size)
+    index = job.members.index(node)
+    slots_before = _slots_of_role(job.members.nodes[: index or 0], node.role)
     values: dict[str, object] = {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": node.slots,
-        "GROUP_RANK": job.members.index(node),
+        "GROUP_RANK": index,
         "GROUP_WORLD_SIZE": len(job.members.nodes),
         "ROLE_NAME": node.role,
-        "ROLE_RANK": _role_rank(job, node, place),
+        "ROLE_RANK": slots_before + place.local_rank,
         "ROLE_WORLD_SIZE": _slots_of_role(job.members.nodes, node.role),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
@@ -111,22 +113,19 @@ def worker_env(
     return {key: str(value) for key, value in values.items()}
 
 
-def _role_rank(job: Snapshot, node: Node, place: Place) -> int:
-    """The worker's place among those of its role, in the order of ranks."""
-    index = job.members.index(node) or 0
-    return _slots_of_role(job.members.nodes[:index], node.role) + place.local_rank
-
-
 def _slots_of_role(nodes: Sequence[Node], role: str) -> int:
     return sum(node.slots for node in nodes if node.role == role)
 
 
 def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """`--virtual-local-rank`: one GPU to see, which is number 0.
+    """The variables of `--virtual-local-rank`: the worker sees only its own GPU, as device 0.
 
     Args:
-        environ: The agent's own; it may show only some GPUs.
-        local_rank: Which of those is this worker's.
+        environ: The agent's environment; its CUDA_VISIBLE_DEVICES may show only some GPUs.
+        local_rank: The index of the worker's GPU among those.
+
+    Raises:
+        SpecError: CUDA_VISIBLE_DEVICES shows fewer GPUs.
     """
     shown = environ.get("CUDA_VISIBLE_DEVICES")
     devices = shown.split(",") if shown else [str(n) for n in range(local_rank + 1)]
@@ -139,25 +138,25 @@ def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
 
 
 def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
-    """Where workers reach torch's file timers; None if nobody asks for them, as with torchrun."""
+    """The path of torch's file timers; None unless they are enabled, as with torchrun."""
     if environ.get(ENV_TIMERS) != "1":
         return None
     return Path(environ.get(ENV_TIMER_FILE) or default)
 
 
 def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
-    """The environment that must be right before torch is imported, the same for all rounds.
+    """The forkserver's environment, which must be set before torch is imported.
 
     Args:
-        environ: The agent's own.
+        environ: The agent's environment.
         slots: Workers on this node.
-        interface: The network interface that has the node's address, if it is known; gloo
-            would otherwise take the one that the host's name resolves to.
+        interface: The network interface that has the node's address, if it is known; otherwise
+            gloo takes the one that the host's name resolves to.
     """
     env = dict(environ)
-    if slots > 1:  # as torchrun: several workers must not each take every core
+    if slots > 1:  # as torchrun: each of several workers would otherwise take every core
         env.setdefault("OMP_NUM_THREADS", "1")
-    # At its warnings torch prints thirty lines of C++ stack for each store or peer that is gone.
+    # At level WARNING torch prints thirty lines of C++ stack for each store or peer that is gone.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -169,7 +168,7 @@ def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One worker to start."""
+    """The order to start one worker."""
 
     rank: int
     local_rank: int
@@ -177,11 +176,11 @@ class Order:
     out: Route = field(default_factory=Route)
     err: Route = field(default_factory=Route)
     cpus: Collection[int] = ()
-    """Those it is bound to; none: all."""
+    """The CPUs that the worker is bound to; empty: it is not bound."""
 
 
 class Orders:
-    """Writes the orders of one agent."""
+    """Makes one agent's orders to start workers."""
 
     def __init__(
         self,
@@ -195,17 +194,18 @@ class Orders:
         virtual_local_rank: bool = False,
         store_host: str = "",
     ) -> None:
-        """Nothing is made before a round begins.
+        """No file is made before a round begins.
 
         Args:
             job: The job's name.
-            log_dir: Below it the workers leave their error files, and their output if it is kept.
-            environ: What the workers inherit.
-            socket_path: Where they reach the agent.
-            streams: Where their output goes.
-            cpus: Which each of them is bound to, by local rank; empty: all of them to all.
-            virtual_local_rank: Each sees its own GPU alone, as number 0.
-            store_host: How this node reaches a round's store that it hosts, if not as others do.
+            log_dir: The directory above the workers' error files, and their output if it is kept.
+            environ: The environment that workers inherit.
+            socket_path: The socket on which workers reach the agent.
+            streams: The routes of the workers' output.
+            cpus: The CPUs of each worker, by local rank; empty: no worker is bound.
+            virtual_local_rank: Whether each worker sees only its own GPU, as device 0.
+            store_host: The host by which this node reaches a TCPStore that it hosts itself; empty:
+                as the other nodes do.
         """
         self._streams = streams
         self._cpus = cpus
@@ -217,44 +217,55 @@ class Orders:
         self._socket_path = socket_path
 
     def of(self, job: Snapshot, node: Node, secret: str) -> list[Order]:
-        """The orders of a round's workers on this node, in local order, given the job's secret.
+        """The orders of a round's workers on this node, by local rank, given the job's secret.
 
         Raises:
-            AgentFailed: There is no directory to be had for their files.
+            AgentFailed: The directory for their files cannot be made.
         """
         return [self._order(job, node, place, secret) for place in places(job, node)]
 
     def directory(self, job: Snapshot) -> Path:
-        """Of this round's files, where torchrun has them; rounds without a new restart share it.
+        """The directory of this round's files, laid out as torchrun's.
 
-        Each agent process has a directory of its own, so that none writes over what another left.
+        Rounds without a restart between them share it. Each agent process has another directory,
+        so that no agent overwrites the files of another one.
         """
         return self._run_dir / f"attempt_{job.members.restarts}"
 
     def heartbeats(self, job: Snapshot, node: Node) -> dict[int, Path]:
-        """Where each of these workers may show its pulse, by rank."""
+        """The heartbeat file of each of these workers, by rank."""
         return self._files("heartbeat", job, node)
 
     def askings(self, job: Snapshot, node: Node) -> dict[int, Path]:
-        """Where each of these workers may look whether it is to leave, by rank."""
+        """The leave file of each of these workers, by rank."""
         return self._files("leave", job, node)
 
     def _files(self, kind: str, job: Snapshot, node: Node) -> dict[int, Path]:
         return {place.rank: self._file(kind, job.n, place.rank) for place in places(job, node)}
 
     def _file(self, kind: str, n: int, rank: int) -> Path:
-        """Beside the socket: that is a local disk, wherever the logs go."""
+        """A file beside the socket: that is a local disk, wherever the logs are."""
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: Place, secret: str) -> Order:
         directory = self.directory(job)
+        own = directory / str(place.local_rank)
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            error_file = fresh_error_file(own)
+        except OSError as error:
+            raise AgentFailed(
+                AgentExit.UNHEALTHY,
+                f"{own}: {error.strerror}; the workers cannot write their errors there. Free space "
+                "there, or name another --log-dir",
+            ) from error
         env = worker_env(
             job,
             node,
             place,
             name=self._job,
             socket_path=self._socket_path,
-            error_file=str(_error_file(directory / str(place.local_rank))),
+            error_file=str(error_file),
             heartbeat_file=str(self._file("heartbeat", job.n, place.rank)),
             leave_file=str(self._file("leave", job.n, place.rank)),
             secret=secret,
@@ -275,15 +286,3 @@ class Orders:
             err=err,
             cpus=self._cpus[place.local_rank] if self._cpus else (),
         )
-
-
-def _error_file(own: Path) -> Path:
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-        return fresh_error_file(own)
-    except OSError as error:
-        raise AgentFailed(
-            AgentExit.UNHEALTHY,
-            f"{own}: {error.strerror}; the workers have nowhere to leave their errors. Make room "
-            "there, or name another --log-dir",
-        ) from error

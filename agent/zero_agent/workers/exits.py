@@ -1,4 +1,4 @@
-"""How a worker ended, in words, and what it left behind to say why."""
+"""How a worker ended, in words, and the error file and stacks that it left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_contract.worker import ExitCode
 
 TRACEBACK_LIMIT = 16_000
-"""Characters of a traceback that travel through the store; the end of it says most."""
+"""How many characters of a traceback, its last ones, are kept: they travel through the store."""
 
 
 _IN_WORDS: dict[int, str] = {
@@ -43,27 +43,27 @@ class Exit:
     status: int
     """Exit code, or the negative number of the signal that ended it."""
     wanted: bool
-    """Its agent was stopping it."""
+    """Whether its agent was stopping it."""
     message: str
-    """The exception in one line, if it left one."""
+    """The exception in one line, if the worker left one."""
     traceback: str
     local_rank: int | None = None
     pid: int | None = None
     error_file: str = ""
-    """Empty: it left none."""
+    """Path of its error file; empty if the worker left none."""
 
     @classmethod
     def of(
         cls, rank: int, status: int, error_file: Path, *, wanted: bool, killer: str = ""
     ) -> Exit:
-        """The end of a worker, with what it wrote into its error file.
+        """The end of a worker, with the contents of its error file.
 
         Args:
-            rank: Of the worker.
-            status: As below.
-            error_file: Its own.
-            wanted: As below.
-            killer: What is known of why it was killed, if it was and left no message.
+            rank: The worker's rank.
+            status: As the field.
+            error_file: The worker's error file; it need not exist.
+            wanted: As the field.
+            killer: Why the worker was killed, if that is known: the message if it left none.
         """
         message, traceback = ("", "") if status == ExitCode.OK else read_error_file(error_file)
         message = message or killer
@@ -78,7 +78,7 @@ class Exit:
 
 
 def fresh_error_file(directory: Path) -> Path:
-    """Where a new worker may leave its error; one of an earlier run there is kept, set aside.
+    """The path of a new worker's error file; an error file of an earlier run is renamed.
 
     A run of the same name has the same directories: its error must not be taken for a new one.
     """
@@ -90,7 +90,7 @@ def fresh_error_file(directory: Path) -> Path:
 
 
 def read_stacks(paths: Mapping[int, Path]) -> str:
-    """What hung workers, by rank, wrote of their stacks; nothing from a stopped one."""
+    """The stacks that hung workers wrote, by rank; a stopped worker wrote none."""
     found = []
     for rank, path in paths.items():
         text = path.read_text(errors="replace") if path.exists() else ""
@@ -99,7 +99,7 @@ def read_stacks(paths: Mapping[int, Path]) -> str:
 
 
 def read_error_file(path: Path) -> tuple[str, str]:
-    """The message and traceback in a torchelastic error file; empty where there is none."""
+    """The message and traceback in a torchelastic error file; both empty if there is no file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
         if isinstance(record, str):
@@ -111,12 +111,12 @@ def read_error_file(path: Path) -> tuple[str, str]:
 
 
 def leave_error_file(path: str | None, message: str, traceback: str, code: int) -> None:
-    """Tell whoever started this agent why it fails, in torchelastic's format.
+    """Write the agent's own error file in torchelastic's format, for the process that started it.
 
     Args:
-        path: The agent's own TORCHELASTIC_ERROR_FILE, if it was given one.
+        path: The agent's own TORCHELASTIC_ERROR_FILE; None or empty if it has none.
         message: The root cause in one line.
-        traceback: Of the worker that failed first; empty where there is none.
+        traceback: The traceback of the worker that failed first; empty if there is none.
         code: The agent's exit code.
     """
     if not path:

@@ -1,13 +1,13 @@
 """The forkserver: the one child of an agent, and the parent of all its workers.
 
-It imports torch (and what else is to be preloaded) once and forks each worker from that: a
-restart costs tens of milliseconds instead of seconds of imports. It is forked from before any
-thread or CUDA context exists in it, and it holds no connection but the socket to its agent.
+It imports torch (and the modules of --preload) once and forks each worker from that: a restart
+costs tens of milliseconds instead of seconds of imports. It has no thread and no CUDA context when
+it forks, and no connection but the socket to its agent.
 
-It also is what keeps a dead agent from leaving anything behind. It adopts the orphans of its
-workers; when its agent is gone (the socket ends, however the agent died) it kills every
-descendant and exits; and when it is killed itself, the kernel kills the workers with it. While it
-imports it hears nothing, so then it dies with its agent.
+It also keeps a dead agent from leaving processes behind. It adopts the orphans of its workers. When
+its agent is gone (the socket ends, however the agent died) it kills every descendant and exits.
+When it is killed itself, the kernel kills the workers with it. While it imports it reads no
+messages, so the kernel kills it then if its agent dies.
 
 The socket carries one JSON object a packet. From the agent:
 
@@ -53,13 +53,13 @@ PACKET_BYTES = 1 << 17
 STOP_FORKSERVER = b'{"op": "stop"}'
 KILL_TIMEOUT_S = 5.0
 WAITING = 4096
-"""So many workers may connect to a round's store before it serves."""
+"""Backlog of a round's TCPStore: how many workers may connect before it serves."""
 TIMERS_S = 0.1
-"""Between two looks at the timers."""
+"""Interval at which torch's timer server looks at the timers."""
 
 
 class Forkserver:
-    """Forks, signals and reaps; single-threaded, so that forking is safe."""
+    """Forks, signals and reaps workers; single-threaded, so that forking is safe."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
@@ -81,19 +81,23 @@ class Forkserver:
         os.set_blocking(wake_read, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._tell({"ready": True})
+        self._send({"ready": True})
         while True:
             readable, _, _ = select.select([self._agent.fileno(), wake_read], [], [])
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
             if self._agent.fileno() in readable:
-                data, fds = self._receive()
-                if not data:
+                try:
+                    data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
+                except OSError:
+                    data, fds = b"", []
+                if not data:  # the agent is gone, however it ended
                     self._kill_children()
                     if self._listener is not None:
                         last_word(self._listener, self._parent, **self._word)
-                    # Generation after generation: the orphans of one are adopted, and die next.
+                    # One generation after the other: the orphans of a killed generation are
+                    # adopted, and killed next.
                     deadline = time.monotonic() + KILL_TIMEOUT_S
                     while self._kill_children() and time.monotonic() < deadline:
                         with contextlib.suppress(ChildProcessError):
@@ -101,20 +105,18 @@ class Forkserver:
                     return None
                 if program := self._obey(json.loads(data), fds):
                     return program
-                self._tell({"obeyed": True})
+                self._send({"obeyed": True})
             self._reap()
 
-    def _receive(self) -> tuple[bytes, list[int]]:
-        """An order and its descriptors; nothing when the agent is gone, however it went."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
-        except OSError:
-            return b"", []
-        return data, fds
-
     def _obey(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program | None:
+        """Carry out one order; the program to run if this is the forked worker."""
         if order["op"] == "signal":
-            self._signal(order["id"], order["signal"])
+            # The pid cannot have been reused: only this process reaps it, and forgets it then.
+            if (pid := self._pids.get(order["id"])) is not None:
+                try:
+                    os.killpg(pid, order["signal"])
+                except ProcessLookupError:
+                    os.kill(pid, order["signal"])  # just forked: it has no process group yet
             return None
         if order["op"] in {"word", "stop"}:
             if self._listener is not None:
@@ -131,11 +133,11 @@ class Forkserver:
         self._pids[order["id"]], self._ids[pid] = pid, order["id"]
         for fd in fds:
             os.close(fd)
-        self._tell({"id": order["id"], "pid": pid})
+        self._send({"id": order["id"], "pid": pid})
         return None
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
-        """In the child: shed everything that belongs to the forkserver."""
+        """In the forked worker: give up everything that belongs to the forkserver."""
         self._word.clear()
         if self._listener is not None:
             self._listener.close()
@@ -157,16 +159,6 @@ class Forkserver:
         os.environ.update(order["env"])
         return worker_main.Program(**order["program"])
 
-    def _signal(self, worker: int, number: int) -> None:
-        # The pid cannot have been reused: this process alone reaps it, and forgets it then.
-        pid = self._pids.get(worker)
-        if pid is None:
-            return
-        try:
-            os.killpg(pid, number)
-        except ProcessLookupError:
-            os.kill(pid, number)  # just forked: it has not made its group yet
-
     def _reap(self) -> None:
         while True:
             try:
@@ -180,8 +172,8 @@ class Forkserver:
                 continue  # an adopted orphan
             del self._pids[worker]
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what the worker has left in its group
-            self._tell({"id": worker, "status": os.waitstatus_to_exitcode(status)})
+                os.killpg(pid, signal.SIGKILL)  # processes that the worker left in its group
+            self._send({"id": worker, "status": os.waitstatus_to_exitcode(status)})
             if not self._pids:
                 self._kill_children()  # orphans that had left their group
 
@@ -192,17 +184,20 @@ class Forkserver:
                 os.kill(pid, signal.SIGKILL)
         return pids
 
-    def _tell(self, news: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a dead agent is noticed when reading
-            self._agent.send(json.dumps(news).encode())
+            self._agent.send(json.dumps(message).encode())
 
 
 def host_store(agent: socket.socket, worker: int, address: str, ports: range) -> None:
     """Serve a round's TCPStore until killed; it outlives every worker of its round.
 
-    It listens on the node's own address alone: torch's store asks nobody who they are. It does so
-    at once, and imports torch, unless the forkserver has, when the first worker connects:
-    programs without torch never do.
+    It listens only on the node's own address: torch's store has no authentication. It listens at
+    once, and imports torch (unless the forkserver has) when the first worker connects: programs
+    without torch never connect.
+
+    Raises:
+        SystemExit: It cannot listen there.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -216,7 +211,7 @@ def host_store(agent: socket.socket, worker: int, address: str, ports: range) ->
     agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()
     select.select([listener], [], [])
-    # By name: the agent's own code does not depend on torch, its children run on it.
+    # Imported by name: the agent itself does not depend on torch, only its children use it.
     torch, distributed = map(importlib.import_module, ("torch", "torch.distributed"))
     store = distributed.TCPStore(
         address,
@@ -224,14 +219,14 @@ def host_store(agent: socket.socket, worker: int, address: str, ports: range) ->
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=torch.__version__ >= (2, 8),  # it could not take a socket over before
+        use_libuv=torch.__version__ >= (2, 8),  # libuv could not take a socket over before
     )
-    while store is not None:  # it serves as long as somebody holds it
+    while store is not None:  # it serves as long as this reference exists
         signal.pause()
 
 
 def host_timers(agent: socket.socket, path: str) -> None:
-    """Serve torch's `FileTimerClient`s until killed: SIGKILL for a worker whose time is up."""
+    """Serve torch's `FileTimerClient`s until killed: a worker whose timer expires gets SIGKILL."""
     timer = importlib.import_module("torch.distributed.elastic.timer")
     agent.close()
     timer.FileTimerServer(path, run_id="", max_interval=TIMERS_S).start()
@@ -240,12 +235,16 @@ def host_timers(agent: socket.socket, path: str) -> None:
 
 
 def preload(modules: list[str]) -> None:
-    """Import what the workers will need; what is not installed is left to them."""
+    """Import the modules that workers need; a package that is not installed is left to them.
+
+    Raises:
+        SystemExit: An import fails, or starts a thread.
+    """
     for module in modules:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name == module and "." in module:  # of a package that is there
+            if error.name == module and "." in module:  # its package is installed
                 print(f"zero-agent: there is no module {module} to preload", file=sys.stderr)
         except Exception as error:
             raise SystemExit(
@@ -254,20 +253,20 @@ def preload(modules: list[str]) -> None:
             ) from None
         if threading.active_count() > 1:
             raise SystemExit(
-                f"zero-agent: importing {module} starts a thread, which workers that "
-                "are forked would lack; leave it out of --preload"
+                f"zero-agent: importing {module} starts a thread, which forked workers would "
+                "lack; leave it out of --preload"
             )
-    gc.freeze()  # shared with every worker for good: no collection there looks at it, or copies it
+    gc.freeze()  # no collection in a worker touches these pages: they stay shared (copy-on-write)
 
 
 def main() -> None:
-    """Serve; in a forked worker, go on as its program."""
+    """Serve the agent; in a forked worker, run its program."""
     os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
     adopt_orphans()
     fd, *modules = sys.argv[1:]
     die_with_parent(os.getppid())
     preload(modules)
-    outlive_parent()  # to kill what the workers leave
+    outlive_parent()  # to kill the processes that workers leave behind
     program = Forkserver(socket.socket(fileno=int(fd))).serve()
     if program is not None:
         worker_main.run(program)

@@ -1,10 +1,10 @@
-"""The agent's end of the forkserver: its start, the orders it is given, the news it sends, its end.
+"""The agent's end of the forkserver: starts and ends it, sends it orders, receives its messages.
 
-The forkserver does not listen while it imports, and the agent never waits for the imports: orders
-are held until then.
+The forkserver reads no messages while it imports, and the agent never waits for the imports: orders
+are held until the forkserver is ready.
 
-Must always hold: orders arrive in the order in which they were given, from whichever thread;
-descriptors that go along are open until then, and closed after.
+Must always hold: orders arrive in the order in which they were given, from any thread; descriptors
+that an order carries stay open until it is sent, and are closed afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("zero")
 CLOSE_TIMEOUT_S = 8.0
 KILL_TIMEOUT_S = 5.0
 ANSWER_S = 10.0
-"""A forkserver that has not obeyed an order for so long is stuck: it takes milliseconds."""
+"""A forkserver that has not carried an order out for this long is stuck: it takes milliseconds."""
 
 
 class ForkserverClient:
@@ -49,11 +49,19 @@ class ForkserverClient:
         on_news: Callable[[ForkserverClient, dict[str, Any]], None],
         clock: Clock | None = None,
     ) -> None:
-        """Start it; `on_news` is called on any thread, with `{"gone": True}` at its end."""
+        """Start the forkserver.
+
+        Args:
+            hub: Waits for its messages.
+            env: Its environment, which workers inherit.
+            preload: Modules that it imports.
+            on_news: Receives each of its messages on any thread, and `{"gone": True}` at its end.
+            clock: Measures how long it owes an answer.
+        """
         self._hub = hub
         self._on_news = on_news
         self.ready = False
-        """It has imported what was to be preloaded."""
+        """Whether it has imported the modules of `preload`."""
         self._obeyed = self._answered = 0
         self._unresponsive = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
@@ -77,7 +85,7 @@ class ForkserverClient:
         err: Tap,
         cpus: Collection[int] = (),
     ) -> int:
-        """Fork a worker, bound to some CPUs if any; its id, known from now on in `on_news`."""
+        """Fork a worker, bound to `cpus` if there are any; returns its id in `on_news`."""
         order = {"op": "start", "program": vars(program), "env": dict(env), "cpus": sorted(cpus)}
         worker = self._order(order, [out.write_fd, err.write_fd])
         out.started()
@@ -85,25 +93,27 @@ class ForkserverClient:
         return worker
 
     def host_store(self, address: str, ports: range = ANY_PORT) -> int:
-        """Fork a process that hosts a TCPStore on an address, at one of these ports; its id.
+        """Fork a process that hosts a TCPStore on an address, at one of these ports.
 
-        News will have the port, or, if none was free, its end.
+        Returns:
+            The id of the process: `on_news` receives its port, or, if no port was free, its end.
         """
         ends = [ports.start, ports.stop]
         return self._order({"op": "store", "address": address, "ports": ends}, [])
 
     def host_timers(self, path: str) -> int:
-        """Fork a process that hosts torch's file timers at a path; its id."""
+        """Fork a process that hosts torch's file timers at a path; returns its id."""
         return self._order({"op": "timers", "path": path}, [])
 
     def keep_word(self, node: str, listener: int, secret: str) -> None:
-        """Give it what it needs to answer in the agent's place, once that is dead."""
+        """Give the forkserver what it needs to answer in the place of a dead agent."""
         self._order({"op": "word", "node": node, "secret": secret}, [listener])
 
     def signal(self, worker: int, number: int) -> None:
         """Signal a worker's whole process group; nothing happens if it is gone.
 
-        One that waits for the imports is not started any more: that is its end, at once.
+        A worker that still waits for the imports is not started any more: `on_news` receives its
+        end at once.
         """
         if self._outbox.withdraw(worker):
             self._on_news(self, {"id": worker, "status": -int(number)})
@@ -111,10 +121,10 @@ class ForkserverClient:
             self._outbox.give(worker, {"op": "signal", "signal": int(number)}, [])
 
     def stuck_s(self, imports_s: float) -> float | None:
-        """For how long it has owed an answer, if that is too long; to be asked again and again.
+        """Seconds that the forkserver has owed an answer, if that is too long; to be polled.
 
         Args:
-            imports_s: How long an order may wait for its imports.
+            imports_s: How long an order may wait for the imports.
         """
         limit_s = ANSWER_S if self.ready else imports_s
         answered = self._obeyed + self.ready
@@ -126,12 +136,16 @@ class ForkserverClient:
         return self._unresponsive.elapsed_s if self._unresponsive.past(limit_s) else None
 
     def close(self) -> int:
-        """End it and everything below it; its exit code, or the negative number of a signal."""
-        with contextlib.suppress(OSError):  # it is gone, or stands still
+        """End the forkserver and all its descendants.
+
+        Returns:
+            Its exit code, or the negative number of the signal that ended it.
+        """
+        with contextlib.suppress(OSError):  # it is gone, or hangs
             self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)
         self._hub.remove(self._socket.fileno(), self._socket.close)
         self._outbox.close()
-        if not self.ready:  # it imports, and does not listen
+        if not self.ready:  # it imports, and reads no messages
             self.kill()
         try:
             return self._process.wait(CLOSE_TIMEOUT_S)
@@ -144,13 +158,13 @@ class ForkserverClient:
 
     @property
     def pid(self) -> int:
-        """Of its process, the parent of the workers."""
+        """The pid of the forkserver, the parent of the workers."""
         return self._process.pid
 
     def kill(self) -> None:
-        """With what its imports have started; the kernel kills the workers with it.
+        """Kill the forkserver and its process group; the kernel kills the workers with it.
 
-        From now on it has as long again before it counts as stuck.
+        The time after which it counts as stuck begins anew.
         """
         self._unresponsive.stop()
         with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
@@ -174,7 +188,7 @@ class ForkserverClient:
         news = json.loads(data)
         if "ready" in news:
             self.ready = True
-            self._outbox.listens()
+            self._outbox.open()
         self._obeyed += "obeyed" in news
         self._on_news(self, news)
 
@@ -197,12 +211,15 @@ class _Outbox:
         self._held: list[_Packet] = []
         self._open = self._closed = False
         self.given = 0
-        """How many orders were given, without those that were withdrawn."""
+        """How many orders were given and not withdrawn."""
 
     def give(self, id: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
         """Send an order about a process, or hold it; the caller may close the descriptors.
 
-        After `close` it is dropped: the process went with the forkserver.
+        After `close` the order is dropped: the process ended with the forkserver.
+
+        Raises:
+            ValueError: The order is longer than a packet.
         """
         data = json.dumps({**order, "id": id}).encode()
         if len(data) > PACKET_BYTES:
@@ -216,14 +233,14 @@ class _Outbox:
             if self._open:
                 self._send_held()
 
-    def listens(self) -> None:
-        """The forkserver listens from now on."""
+    def open(self) -> None:
+        """Send the held orders: the forkserver reads messages from now on."""
         with self._lock:
             self._open = True
             self._send_held()
 
     def withdraw(self, id: int) -> bool:
-        """Take back the order to start a process; False if it is not held any more."""
+        """Drop the held order to start a process; False if it is not held any more."""
         with self._lock:
             found = [packet for packet in self._held if packet.id == id]
             self._held = [packet for packet in self._held if packet.id != id]
@@ -232,7 +249,7 @@ class _Outbox:
         return bool(found)
 
     def close(self) -> None:
-        """Nothing will be sent any more, also not what is held."""
+        """Send nothing any more, not even the held orders."""
         with self._lock:
             self._closed = True
             found, self._held = self._held, []
@@ -243,7 +260,7 @@ class _Outbox:
             try:
                 socket.send_fds(self._socket, [packet.data], packet.fds)
             except OSError as error:
-                log.warning("the forkserver does not listen: %s", error)  # its end comes as news
+                log.warning("the forkserver cannot be reached: %s", error)  # its end is reported
         _close(self._held)
         self._held = []
 

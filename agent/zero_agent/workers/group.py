@@ -1,11 +1,11 @@
 """The workers of this node: started, watched and stopped through the forkserver.
 
-`WorkerGroup` holds one round's workers and says how they stand as a whole. Output goes through
-`output.Tap`s, exits and process ids arrive as events on the hub's thread.
+`WorkerGroup` holds one round's workers and their state as a whole. Output goes through
+`output.Tap`s; exits and process ids arrive as events on the hub's thread.
 
 Must always hold: no worker is started while another of an older round may be running; a group
 whose first worker has failed is killed as a whole, since a collective with a dead member never
-ends; `STOPPED`, `FAILED`, ... are said only when every process of the group is gone.
+ends; the state is `STOPPED`, `FAILED`, ... only when every process of the group is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerGroup:
         self.round = n
         self.fence = fence
         self.exits: list[Exit] = []
-        """In the order in which the workers ended."""
+        """The exits, in the order in which the workers ended."""
         self._forkserver = forkserver
         self._hub = hub
         self._running: dict[int, Order] = {}
@@ -52,7 +52,7 @@ class WorkerGroup:
         self._killed = Stopwatch(clock or SystemClock())
         self._hung: Exit | None = None
         self.hung = False
-        """Its workers took no step for too long."""
+        """Whether a worker took no step for too long."""
         self._stacks: dict[int, Path] = {}
         self._oom = OomKills()
 
@@ -61,12 +61,17 @@ class WorkerGroup:
         for order in orders:
             out = Tap.along(self._hub, STDOUT, order.out)
             err = Tap.along(self._hub, STDERR, order.err)
-            own = _with_local_rank(program, order.local_rank)
+            local_rank = str(order.local_rank)  # for torchrun's only macro
+            own = replace(
+                program,
+                arguments=[a.replace("${local_rank}", local_rank) for a in program.arguments],
+                command=[word.replace("${local_rank}", local_rank) for word in program.command],
+            )
             worker = self._forkserver.start(own, order.env, out, err, order.cpus)
             self._running[worker] = order
 
     def stop(self, number: int) -> None:
-        """Ask (SIGTERM) or make (SIGKILL) all workers end."""
+        """Send a signal to all workers, which are to end: SIGTERM asks them, SIGKILL ends them."""
         self._stopping = True
         if number == signal.SIGKILL:
             self._killed.start()
@@ -74,44 +79,44 @@ class WorkerGroup:
             self._forkserver.signal(worker, number)
 
     def show_stacks(self) -> None:
-        """Have every worker write down where it is; it is to be killed soon after."""
+        """Have every worker write the stacks of its threads; the caller kills it soon after."""
         self._stacks = {
             order.rank: stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()
         }
         self.stop(STACKS_SIGNAL)
 
     def mark_hung(self, rank: int, reason: str) -> None:
-        """Take the group for hung: it has failed, by this rank, whatever its processes do."""
+        """Mark the group as hung: it has failed, at this rank, whatever its processes do."""
         self.hung = True
         self._hung = self._verdict(rank, -signal.SIGKILL, reason)
         self.show_stacks()
 
     def _verdict(self, rank: int, status: int, reason: str) -> Exit:
-        """The end of a worker that this agent takes for failed."""
+        """The exit of a running worker that counts as failed."""
         end = Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
         of_rank = (worker for worker, order in self._running.items() if order.rank == rank)
         worker = next(of_rank)
         return self._placed(end, worker, self._running[worker])
 
     def _placed(self, end: Exit, worker: int, order: Order) -> Exit:
-        """With where it was: people look for its process and its files."""
+        """Add the worker's local rank, pid and error file to its exit."""
         file, pid = Path(order.env[ENV_ERROR_FILE]), self._pids.get(worker)
         left = str(file) if file.exists() else ""
         return replace(end, local_rank=order.local_rank, pid=pid, error_file=left)
 
     def store_ended(self, status: int) -> None:
-        """It has failed: without the round's TCPStore no worker can find its peers, or save."""
+        """Fail the group: without the round's TCPStore no worker can find its peers, or save."""
         rank = min(order.rank for order in self._running.values())
         self._hung = self._verdict(rank, status, "the process with the round's TCPStore ended")
         self.stop(signal.SIGKILL)
 
     @property
     def ranks(self) -> list[int]:
-        """Of the workers that run, or wait to be started."""
+        """The ranks of the workers that run, or wait to be started."""
         return [order.rank for order in self._running.values()]
 
     def runs_as(self, worker: int, pid: int) -> int | None:
-        """Take note of a worker's process; its rank, or None if it is not one of this group."""
+        """Record a worker's pid; returns its rank, or None if it is not one of this group."""
         order = self._running.get(worker)
         if order is not None:
             self._pids[worker] = pid
@@ -119,7 +124,7 @@ class WorkerGroup:
 
     @property
     def unkillable(self) -> str:
-        """Which workers are left long after SIGKILL, and where they are; empty if none is."""
+        """Which workers still exist long after SIGKILL, and where they wait; empty if none does."""
         if not (self._running and self._killed.past(GIVE_UP_S)):
             return ""
         left = [
@@ -129,7 +134,7 @@ class WorkerGroup:
         return f"not ended {GIVE_UP_S:g} s after SIGKILL: {'; '.join(left)}"
 
     def ended(self, worker: int, status: int) -> Exit | None:
-        """Take note of a worker's end; None if it is not one of this group."""
+        """Record a worker's end; None if it is not one of this group."""
         order = self._running.pop(worker, None)
         if order is None:
             return None
@@ -144,13 +149,13 @@ class WorkerGroup:
         return end
 
     def orphaned(self) -> None:
-        """The forkserver is gone, and the workers with it."""
+        """Record the end of all workers, which the kernel kills with the forkserver."""
         for worker in list(self._running):
             self.ended(worker, -signal.SIGKILL)
 
     @property
     def state(self) -> Workers:
-        """How the group stands as a whole."""
+        """The state of the group as a whole."""
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
         statuses = {end.status for end in self.exits if not end.wanted}
@@ -164,18 +169,9 @@ class WorkerGroup:
 
     @property
     def first_failure(self) -> Exit:
-        """The exit that made the group fail: by order of exit, not by anybody's clock."""
+        """The exit that made the group fail: the first in order of exit, whatever clocks show."""
         if self._hung is not None:
             return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if end.status not in set(ExitCode)]
         return (failures or unwanted or self.exits)[0]
-
-
-def _with_local_rank(program: Program, local_rank: int) -> Program:
-    """Fill in torchrun's one macro, `${local_rank}` in an argument."""
-
-    def fill(texts: list[str]) -> list[str]:
-        return [text.replace("${local_rank}", str(local_rank)) for text in texts]
-
-    return replace(program, arguments=fill(program.arguments), command=fill(program.command))

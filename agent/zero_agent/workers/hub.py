@@ -1,11 +1,11 @@
 """One thread that waits for all of an agent's file descriptors.
 
 The pipes of the workers' output, the forkserver's socket and the workers' message sockets are
-registered with a callback that reads them. Callbacks run on the hub's thread and must not
-block; what the agent has to decide about goes to its inbox as an event.
+registered with a callback that reads them. Callbacks run on the hub's thread and must not block;
+everything that needs a decision goes to the agent's inbox as an event.
 
-Must always hold: a descriptor is watched until it is removed. A callback that raises, for want of
-descriptors say, is called again after a pause, and so is whatever is asked of the hub.
+Must always hold: a descriptor is watched until it is removed. A callback that raises, because the
+process is out of descriptors for example, is called again after a pause.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from zero_agent.node.network import EXHAUSTED
 log = logging.getLogger("zero")
 
 FIRST_PAUSE_S = 0.1
-"""After a callback has raised; twice as long each time in a row..."""
+"""First pause after a callback has raised; the pause doubles with each failure in a row."""
 LONGEST_PAUSE_S = 2.0
-"""...up to this."""
+"""Upper limit of that exponential backoff."""
 
 
 @dataclass
@@ -35,9 +35,9 @@ class _Listener:
 
     on_readable: Callable[[], None]
     pause_s: float = 0.0
-    """The last one; 0: its callback works."""
+    """The last pause after a failure; 0: the callback works."""
     due_s: float | None = None
-    """When it is watched again; None: it is."""
+    """When the descriptor is watched again; None: it is being watched."""
 
 
 class Hub:
@@ -57,11 +57,11 @@ class Hub:
         self._thread.start()
 
     def add(self, fd: int, on_readable: Callable[[], None]) -> None:
-        """Call `on_readable` whenever `fd` can be read or has reached its end."""
+        """Call `on_readable` whenever `fd` is readable or has reached its end."""
         self._later(lambda: self._watch(fd, _Listener(on_readable)))
 
     def remove(self, fd: int, then: Callable[[], None] = lambda: None) -> None:
-        """Stop watching `fd`; `then`, normally its close, runs when that is certain."""
+        """Stop watching `fd`; `then`, normally its close, runs once `fd` is not watched."""
 
         def forget() -> None:
             self._listeners.pop(fd, None)
@@ -75,20 +75,24 @@ class Hub:
             self._later(forget)
 
     def pause(self, fd: int, seconds: float) -> None:
-        """Do not watch `fd` for a moment; called by its own callback."""
+        """Do not watch `fd` for this time; to be called by the callback of `fd`."""
         listener = self._listeners[fd]
         self._selector.unregister(fd)
         listener.due_s = time.monotonic() + seconds
 
     @property
     def pauses(self) -> bool:
-        """Whether something that could be read was left for later by `pause`."""
+        """Whether readable data waits because of a call of `pause`."""
         found = list(self._listeners.values())
         return any(one.due_s is not None and not one.pause_s for one in found)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread after what has been asked of it so far."""
-        self._later(self._stop)
+        """End the thread after all calls of `add` and `remove` so far."""
+
+        def stop() -> None:
+            self._open = False
+
+        self._later(stop)
         self._thread.join(timeout_s)
 
     def _later(self, job: Callable[[], None]) -> None:
@@ -108,17 +112,13 @@ class Hub:
             except Exception:
                 log.exception("zero-agent: internal error in the thread that reads")
 
-    def _stop(self) -> None:
-        self._open = False
-
     # ---- the thread ----
 
     def _run(self) -> None:
         while self._open:
             due = [one.due_s for one in self._listeners.values() if one.due_s is not None]
-            for key, _ in self._selector.select(
-                max(0.0, min(due) - time.monotonic()) if due else None
-            ):
+            timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
+            for key, _ in self._selector.select(timeout_s):
                 listener = self._listeners.get(key.fd)
                 if listener is key.data and listener.due_s is None:  # not removed, in this batch
                     self._call(key.fd, listener)
@@ -135,17 +135,18 @@ class Hub:
         try:
             listener.on_readable()
         except Exception as error:
-            if self._listeners.get(fd) is listener:
-                self._failed(fd, listener, error)
+            if self._listeners.get(fd) is not listener:
+                return
+            if not listener.pause_s:
+                what = f"internal error: {error!r}"
+                if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                    what = f"{error.strerror}: raise the limit (ulimit -n, LimitNOFILE=)"
+                log.error("zero-agent: fd %d: %s; trying again", fd, what, exc_info=error)
+            # The descriptor stays readable: without a pause the thread would spin on it.
+            listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
+            self.pause(fd, listener.pause_s)
         else:
             listener.pause_s = 0.0
-
-    def _failed(self, fd: int, listener: _Listener, error: Exception) -> None:
-        """What can be read stays so: without a pause the thread would do nothing else."""
-        if not listener.pause_s:
-            log.error("zero-agent: fd %d: %s; trying again", fd, _described(error), exc_info=error)
-        listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
-        self.pause(fd, listener.pause_s)
 
     def _resume(self) -> None:
         now_s = time.monotonic()
@@ -157,9 +158,3 @@ class Hub:
                 except (OSError, ValueError) as error:  # closed without `remove`
                     del self._listeners[fd]
                     log.error("zero-agent: fd %d is read no more: %s", fd, error)
-
-
-def _described(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in EXHAUSTED:
-        return f"{error.strerror}: raise the limit (ulimit -n, LimitNOFILE=)"
-    return f"internal error: {error!r}"

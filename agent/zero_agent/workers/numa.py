@@ -1,9 +1,8 @@
 """`--numa-binding`: which CPUs a worker may run on, so that its memory is near its GPU.
 
-The GPU of a worker is the one its local rank selects; without GPUs the workers are spread evenly
-over the NUMA nodes. Everything is read from /sys and /proc, nothing is bound here: the forkserver
-does that, right after the fork. On a machine with one NUMA node, `node` and `socket` change
-nothing and every mode still works.
+The local rank of a worker selects its GPU; without GPUs the workers are spread evenly over the NUMA
+nodes. This module only reads /sys and /proc: the forkserver binds a worker right after the fork
+(CPU affinity). On a machine with one NUMA node, `node` and `socket` change nothing.
 
 Source of the modes: torch.numa.binding.
 """
@@ -11,7 +10,7 @@ Source of the modes: torch.numa.binding.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ Cpus = frozenset[int]
 
 
 def parse_cpus(text: str) -> Cpus:
-    """`0-2,4` -> {0, 1, 2, 4}: the kernel's lists of CPUs and nodes."""
+    """`0-2,4` -> {0, 1, 2, 4}: the format of the kernel's lists of CPUs and nodes."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -35,7 +34,7 @@ class Machine:
     """The parts of a machine that binding looks at."""
 
     nodes: Mapping[int, Cpus]
-    """NUMA node -> those of its CPUs that we may use; nodes without any are left out."""
+    """NUMA node -> its CPUs that this process may use; nodes without any are left out."""
     sockets: Mapping[int, int]
     """CPU -> socket."""
     cores: Mapping[int, Cpus]
@@ -46,96 +45,61 @@ class Machine:
     """NUMA node of each GPU, in the order of their PCI addresses."""
 
     def node_of(self, local_rank: int, slots: int) -> int:
-        """The NUMA node that a worker belongs to."""
+        """The NUMA node of a worker: that of its GPU, else an even spread over all nodes."""
         nodes = sorted(self.nodes)
         if local_rank < len(self.gpu_nodes) and self.gpu_nodes[local_rank] in self.nodes:
             return self.gpu_nodes[local_rank]
         return nodes[local_rank * len(nodes) // slots] if local_rank < slots else nodes[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seat:
-    """One worker's claim: its node, and its place among the workers of that node."""
-
-    machine: Machine
-    node: int
-    place: int
-    neighbours: int
-
-    @property
-    def cpus(self) -> Cpus:
-        return self.machine.nodes[self.node]
-
-
 def cpus_of(mode: str, machine: Machine, local_rank: int, slots: int) -> Cpus:
-    """The CPUs one worker may use.
+    """The CPUs that one worker may use.
 
     Args:
         mode: node, socket, exclusive or core-complex.
-        machine: This one.
-        local_rank: The worker's.
+        machine: This machine.
+        local_rank: The worker's local rank.
         slots: Workers on this node.
 
     Raises:
-        SpecError: `exclusive`, and there are more workers than cores.
+        SpecError: The mode is `exclusive`, and there are more workers than cores.
     """
     nodes = [machine.node_of(other, slots) for other in range(slots)]
     node = nodes[local_rank]
-    seat = _Seat(
-        machine=machine,
-        node=node,
-        place=nodes[:local_rank].count(node),
-        neighbours=nodes.count(node),
-    )
-    return _MODES[mode](seat)
-
-
-def _node(seat: _Seat) -> Cpus:
-    return seat.cpus
-
-
-def _socket(seat: _Seat) -> Cpus:
-    sockets = seat.machine.sockets
-    mine = sockets[min(seat.cpus)]
-    on_it = (cpus for cpus in seat.machine.nodes.values() if sockets[min(cpus)] == mine)
-    return frozenset().union(*on_it)
-
-
-def _exclusive(seat: _Seat) -> Cpus:
-    """An even share of the node's physical cores; the first ones get what is left over."""
-    cores = sorted({seat.machine.cores[cpu] & seat.cpus for cpu in seat.cpus}, key=min)
-    each, over = divmod(len(cores), seat.neighbours)
-    if each == 0:
-        raise SpecError(
-            f"--numa-binding=exclusive: {seat.neighbours} workers share the {len(cores)} cores of "
-            f"NUMA node {seat.node}; start fewer (--nproc-per-node), or bind to node or socket"
-        )
-    first = seat.place * each + min(seat.place, over)
-    return frozenset().union(*cores[first : first + each + (seat.place < over)])
-
-
-def _core_complex(seat: _Seat) -> Cpus:
-    """One group of cores that share a cache, the largest first; in turn, when they are short."""
-    groups = {seat.machine.caches[cpu] & seat.cpus for cpu in seat.cpus}
-    ordered = sorted(groups, key=lambda group: (-len(group), min(group)))
-    return ordered[seat.place % len(ordered)]
-
-
-_MODES: Mapping[str, Callable[[_Seat], Cpus]] = {
-    "node": _node,
-    "socket": _socket,
-    "exclusive": _exclusive,
-    "core-complex": _core_complex,
-}
+    own, place, sharing = machine.nodes[node], nodes[:local_rank].count(node), nodes.count(node)
+    match mode:
+        case "node":
+            return own
+        case "socket":
+            sockets = machine.sockets
+            on_it = (
+                cpus for cpus in machine.nodes.values() if sockets[min(cpus)] == sockets[min(own)]
+            )
+            return frozenset().union(*on_it)
+        case "exclusive":
+            # An even share of the node's physical cores; the first workers get the remainder.
+            cores = sorted({machine.cores[cpu] & own for cpu in own}, key=min)
+            each, over = divmod(len(cores), sharing)
+            if each == 0:
+                raise SpecError(
+                    f"--numa-binding=exclusive: {sharing} workers share the {len(cores)} cores of "
+                    f"NUMA node {node}; start fewer (--nproc-per-node), or bind to node or socket"
+                )
+            first = place * each + min(place, over)
+            return frozenset().union(*cores[first : first + each + (place < over)])
+        case _:  # core-complex: one group of cores that share a cache, the largest group first
+            groups = {machine.caches[cpu] & own for cpu in own}
+            ordered = sorted(groups, key=lambda group: (-len(group), min(group)))
+            return ordered[place % len(ordered)]
 
 
 def read_machine(
     root: Path = Path("/"), allowed: Collection[int] | None = None, visible: str | None = None
 ) -> Machine | None:
-    """This machine, as far as it can be read; None where the kernel does not tell.
+    """Read this machine's topology; None if the kernel does not show it.
 
     Args:
-        root: What to take for the root of the file system.
+        root: The root of the file system with /sys and /proc.
         allowed: CPUs that may be used; this process's own by default.
         visible: CUDA_VISIBLE_DEVICES, if it is set.
     """
@@ -158,7 +122,7 @@ def read_machine(
                     for n in usable
                 },
                 caches={n: _last_cache(cpu / f"cpu{n}/cache", n) for n in usable},
-                gpu_nodes=_visible(_gpu_nodes(root), visible),
+                gpu_nodes=_gpu_nodes(root, visible),
             )
             if any(nodes.values())
             else None
@@ -168,7 +132,7 @@ def read_machine(
 
 
 def _last_cache(directory: Path, cpu: int) -> Cpus:
-    """The CPUs that share the highest level of data cache; the CPU alone where there is none."""
+    """The CPUs that share the highest level of data cache; only this CPU if there is no cache."""
     levels = {
         int((cache / "level").read_text()): parse_cpus((cache / "shared_cpu_list").read_text())
         for cache in directory.glob("index[0-9]*")
@@ -177,18 +141,17 @@ def _last_cache(directory: Path, cpu: int) -> Cpus:
     return levels[max(levels)] if levels else frozenset({cpu})
 
 
-def _gpu_nodes(root: Path) -> list[int]:
-    """NUMA nodes of the NVIDIA GPUs; the kernel's -1 means that there is only node 0."""
+def _gpu_nodes(root: Path, visible: str | None) -> list[int]:
+    """The NUMA node of each visible NVIDIA GPU, in CUDA's order.
+
+    Empty if CUDA_VISIBLE_DEVICES has names that are no numbers: then the order is unknown.
+    """
     gpus = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
     paths = (root / "sys/bus/pci/devices" / gpu.lower() / "numa_node" for gpu in gpus)
-    return [max(0, int(path.read_text())) for path in paths]
-
-
-def _visible(nodes: Sequence[int], devices: str | None) -> list[int]:
-    """Those of the devices that CUDA shows, in its order; names that are no numbers hide it."""
-    if not devices:
-        return list(nodes)
-    indices = [part.strip() for part in devices.split(",")]
+    nodes = [max(0, int(path.read_text())) for path in paths]  # -1: there is only node 0
+    if not visible:
+        return nodes
+    indices = [part.strip() for part in visible.split(",")]
     if not all(index.isdecimal() and int(index) < len(nodes) for index in indices):
         return []
     return [nodes[int(index)] for index in indices]

@@ -1,10 +1,10 @@
-"""Workers that the kernel kills for want of memory: known by the counts that it keeps of that.
+"""Detects workers that the kernel's OOM killer has killed, from the kernel's own counts.
 
-A process that is killed so says nothing, and its exit looks like any other SIGKILL. The kernel
-counts such kills, of the cgroup (a container, a Slurm step, a systemd unit) and of the machine,
-which is asked only where there is no cgroup: others run there, too.
+A process that the OOM killer kills logs nothing, and its exit looks like any other SIGKILL. The
+kernel counts these kills for the cgroup (a container, a Slurm step, a systemd unit) and for the
+machine. The machine's count is used only if there is no cgroup: other jobs run there, too.
 
-Must always hold: whatever of these files is missing or odd, reading them raises nothing.
+Must always hold: reading these files raises nothing, even if one is missing or malformed.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ OWN = Path("/proc/self/cgroup")
 MACHINE = Path("/proc/vmstat")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _COUNTS = ("memory.events", "memory.oom_control")
-"""Of the cgroup versions 2 and 1."""
+"""Files of the cgroup versions 2 and 1."""
 
 
 class OomKills:
-    """The kernel's count from now on."""
+    """The kernel's count of OOM kills from now on."""
 
     def __init__(self) -> None:
         self._group = _own_group()
         self._before = self._count()
 
     def blame(self) -> str:
-        """What the kernel has killed for want of memory since the beginning; empty: nothing."""
+        """What shows that the OOM killer has killed a process since then; empty: nothing does."""
         before, count = self._before, self._count()
         if count <= before:
             return ""
-        where = "the machine" if self._group is None else f"cgroup {self._group}"
-        limit = "" if self._group is None else _limit(self._group)
-        return f"out of memory: the oom_kill count of {where}{limit} went from {before} to {count}"
+        where = "the machine"
+        if self._group is not None:
+            where = f"cgroup {self._group}"
+            limit = next((t for n in _LIMITS if (t := _text(self._group / n).strip())), "")
+            if limit.isdecimal():
+                where += f" (limit {int(limit) / 2**20:,.0f} MiB)"
+        return f"out of memory: the oom_kill count of {where} went from {before} to {count}"
 
     def _count(self) -> int:
         if self._group is None:
@@ -42,10 +46,10 @@ class OomKills:
 
 
 def group_note() -> str:
-    """What to say where the kernel kills the whole cgroup, agent included, for one worker.
+    """A warning if the OOM killer would kill the whole cgroup, agent included; else empty.
 
-    The setting counts of every cgroup up to the one whose limit is reached. Only whoever may write
-    there can undo it; in a container that is nobody.
+    The setting applies if any cgroup has it up to the one whose limit is reached. Only the owner of
+    that file can change it; in a container nobody can.
     """
     group = _own_group()
     around = () if group is None else (group, *group.parents)
@@ -54,7 +58,7 @@ def group_note() -> str:
         return ""
     return (
         f"cgroup {whole} is killed as a whole when one process of it runs out of memory "
-        "(memory.oom.group): this node would be lost with its checkpoints in memory. Remedy: "
+        "(memory.oom.group): this node would be lost with its in-memory checkpoints. Remedy: "
         "singleProcessOOMKill: true in the kubelet's configuration (Kubernetes 1.32), "
         "OOMPolicy=continue in a systemd unit, elsewhere 0 in that file"
     )
@@ -71,11 +75,6 @@ def _own_group() -> Path | None:
                 if any((group / name).exists() for name in _COUNTS):
                     return group
     return None
-
-
-def _limit(group: Path) -> str:
-    text = next((text for name in _LIMITS if (text := _text(group / name).strip())), "")
-    return f" (limit {int(text) / 2**20:,.0f} MiB)" if text.isdecimal() else ""
 
 
 def _count(path: Path) -> int:

@@ -1,13 +1,14 @@
-"""What the workers print: passed on to this terminal, and kept in files when asked for.
+"""The workers' output: forwarded to this terminal, and kept in files if a flag asks for that.
 
-Workers write into pipes that the agent reads, never to the terminal itself: when the terminal
-is closed, the agent drops what it can no longer show, while the workers go on to save and
-leave instead of dying of a failed print. `streams.py` says where a stream goes.
+Workers write into pipes that the agent reads, never to the terminal itself. When the terminal is
+closed, the agent drops what it can no longer show, while the workers continue to save and leave
+instead of dying of a failed print. `streams.py` decides the route of a stream.
 
-Must always hold: the hub's thread never waits for a terminal or a file. Both have a `Writer`; when
-that is full, its taps are not read for a moment, so that who prints faster than a pipe is read
-waits, as it would without us. A terminal or a file system that stands still for longer holds
-nobody up: what does not fit is dropped, and the number of those bytes is said in its place.
+Must always hold: the hub's thread never waits for a terminal or a file. Both have a `Writer`. When
+a writer's queue is full, its taps are not read for a moment (backpressure), so a worker that prints
+faster than its pipe is read waits, as it would without an agent. A terminal or a file system that
+hangs for longer blocks no worker: output that does not fit is dropped, and the number of missing
+bytes is written in its place.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ log = logging.getLogger("zero")
 
 CHUNK_BYTES = 1 << 16
 PAUSE_S = 0.02
-"""Until a worker is read again whose output had no room."""
+"""Pause before a worker is read again whose output found the writer's queue full."""
 
 
 class Sink(Protocol):
-    """Takes output; never fails, and never blocks for long."""
+    """Receives output; never fails, and never blocks for long."""
 
     def write(self, data: bytes) -> None:
         """Take all of `data`."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End the output: no more will come."""
 
 
 class _Behind:
-    """What is written later, by a writer's thread."""
+    """Output that a writer's thread writes later."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self._dropped_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Have all of `data` written, or drop it if there is no room."""
+        """Queue all of `data`, or drop it if the queue is full."""
         dropped_bytes = self._dropped_bytes
         note = f"\n[zero: {dropped_bytes} bytes are missing here]\n" if dropped_bytes else ""
         if self.writer.put(self._write_now, note.encode() + data):
@@ -69,14 +70,14 @@ class Terminal(_Behind):
         self._broken = False
 
     def close(self) -> None:
-        """Nothing: it is every worker's."""
+        """Do nothing: all workers share the terminal."""
 
     def _write_now(self, data: bytes) -> None:
-        """All of `data`, or give up on this terminal for good."""
+        """Write all of `data`, or give up on this terminal for good."""
         while data and not self._broken:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # whoever shares it has made it so
+            except BlockingIOError:  # another process that shares it has made it non-blocking
                 select.select([], [self._fd], [])
             except OSError:
                 self._broken = True
@@ -90,14 +91,14 @@ class File(_Behind):
         self._path = path
         self._file: BinaryIO | None = None
         self._broken = False
-        self.writer.put(self._write_now, b"")  # it exists, however little is printed
+        self.writer.put(self._write_now, b"")  # the file exists even if nothing is printed
 
     def close(self) -> None:
-        """Close it when all is written; safe to call twice."""
+        """Close the file when all output is written; safe to call twice."""
         self.writer.put(self._close_now, b"")
 
     def _write_now(self, data: bytes) -> None:
-        """Append, or give up on this file for good."""
+        """Append `data`, or give up on this file for good."""
         if self._broken:
             return
         try:
@@ -117,12 +118,12 @@ class File(_Behind):
 
 
 FILES = Writer("zero-files")
-"""Of all workers: one log directory stands still as a whole."""
+"""The writer of all workers' files: if the log directory hangs, it hangs as a whole."""
 STDOUT, STDERR = Terminal(1), Terminal(2)
 
 
 class Log(logging.Handler):
-    """The agent's own lines, in order with what its workers print to standard error."""
+    """The agent's own log lines, in order with the workers' output on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """As `logging.Handler`."""
@@ -133,7 +134,7 @@ class Log(logging.Handler):
 
 
 def flush() -> None:
-    """Before the end: have written what was printed, as long as somebody takes it."""
+    """Write all queued output, unless the terminal or the file system hangs."""
     for writer in (FILES, STDOUT.writer, STDERR.writer):
         writer.flush()
 
@@ -150,12 +151,12 @@ class Prefixed:
         self._sink.write(b"".join(self._prefix + line for line in data.splitlines(keepends=True)))
 
     def close(self) -> None:
-        """Close what is behind it."""
+        """Close the sink behind this one."""
         self._sink.close()
 
 
 class Matching:
-    """Lets the lines pass that contain one of some texts."""
+    """Forwards only the lines that contain one of some texts."""
 
     def __init__(self, sink: Sink, texts: Sequence[bytes]) -> None:
         self._sink = sink
@@ -169,19 +170,19 @@ class Matching:
         )
 
     def close(self) -> None:
-        """Close what is behind it."""
+        """Close the sink behind this one."""
         self._sink.close()
 
 
 class Tap:
     """One stream of one worker, from its pipe to the terminal and to files.
 
-    Whole lines are passed on to the terminal, so that the lines of two workers do not mix; a
-    progress bar's carriage return ends a line too. The worker's own file gets every byte at once.
+    Only whole lines go to the terminal, so that the lines of two workers do not mix; a progress
+    bar's carriage return ends a line too. The worker's own file gets every byte at once.
     """
 
     def __init__(self, hub: Hub, terminal: Terminal, path: Path | None) -> None:
-        """Shown, and kept at `path` if that is given."""
+        """Show the stream on `terminal`, and keep it in the file `path` if that is given."""
         self._hub = hub
         self._raw: list[Sink] = [File(path)] if path is not None else []
         self._by_line: list[Sink] = [terminal]
@@ -193,7 +194,7 @@ class Tap:
 
     @classmethod
     def along(cls, hub: Hub, terminal: Terminal, route: Route) -> Tap:
-        """A tap that passes its stream on along a route."""
+        """Make a tap that forwards its stream along a route."""
         tap = cls(hub, terminal, route.file)
         tap._by_line = []
         if route.shown:
@@ -206,7 +207,7 @@ class Tap:
         return tap
 
     def started(self) -> None:
-        """The worker has its own copy of the writing end; drop ours, so that the end is seen."""
+        """Close the agent's copy of the writing end, so that the end of the worker's is seen."""
         os.close(self.write_fd)
 
     def _on_readable(self) -> None:
@@ -218,24 +219,21 @@ class Tap:
         except BlockingIOError:
             return
         if not data:
-            self._end()
+            self._pass_on(self._rest)
+            self._rest = b""
+            for sink in (*self._raw, *self._by_line):
+                sink.close()
+            self._hub.remove(self._read_fd, lambda: os.close(self._read_fd))
             return
         for sink in self._raw:
             sink.write(data)
         data = self._rest + data
         whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if len(data) - whole > CHUNK_BYTES:
-            whole = len(data)  # no line is that long: binary data, passed on as it comes
+            whole = len(data)  # no line is that long: binary data, forwarded as it comes
         self._pass_on(data[:whole])
         self._rest = data[whole:]
 
     def _pass_on(self, lines: bytes) -> None:
         for sink in self._by_line:
             sink.write(lines)
-
-    def _end(self) -> None:
-        self._pass_on(self._rest)
-        self._rest = b""
-        for sink in (*self._raw, *self._by_line):
-            sink.close()
-        self._hub.remove(self._read_fd, lambda: os.close(self._read_fd))

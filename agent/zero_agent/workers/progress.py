@@ -1,12 +1,12 @@
-"""The steps of this node's workers: how far they are, and which of them is to be taken for hung.
+"""Hang detection: the steps of this node's workers, and which worker counts as hung.
 
-They come from two sides, which count the same: workers under our engine report each step on their
-socket (`Progress`), any other script may send heartbeats. The longest time between two steps so
-far, saves included, times a factor is the limit, and some minutes at least: killing a healthy run
-is worse than noticing a hang late. A user who knows better says so with --hang-timeout. Before the
-second step nothing is known and nothing is judged: the first one compiles, loads and warms up.
+Steps come from two sources, which count the same: workers under zero_engine report each step on
+their socket (`Progress`), any other script may send heartbeats. The limit is the longest time
+between two steps so far, saves included, times a factor, and some minutes at least: killing a
+healthy run is worse than noticing a hang late. The user can set the limit with --hang-timeout.
+Before the second step there is no limit: the first step compiles, loads and warms up.
 
-Must always hold: nothing is judged of a worker that has said nothing.
+Must always hold: a worker that has sent nothing never counts as hung.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen).
 """
@@ -24,12 +24,12 @@ from zero_contract.worker import Progress
 
 FACTOR = 10.0
 FLOOR_S = 300.0
-"""Never judge faster by oneself: an evaluation between two steps is no hang."""
+"""The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangPolicy:
-    """How long is too long."""
+    """How the limit of a step is set: --hang-timeout."""
 
     limit_s: float | None = None
     """A fixed limit; None: learnt from the steps."""
@@ -52,7 +52,7 @@ class StepClock:
 
     @property
     def limit_s(self) -> float | None:
-        """How long the next step may take; None while that cannot be said."""
+        """Seconds that the next step may take; None while there is no limit."""
         if not self._policy.enabled or self._last_s is None:
             return None
         if self._policy.limit_s is not None:
@@ -72,7 +72,7 @@ def parse_hang_timeout(text: str) -> HangPolicy:
     """`auto`, `off`, or a length of time, such as `600` or `10m`.
 
     Raises:
-        ValueError: None of these.
+        ValueError: The text is none of these.
     """
     if text == "auto":
         return HangPolicy()
@@ -94,11 +94,11 @@ class Steps:
         self._heartbeats = Heartbeats({})
         self._promised = False
         self.last: Progress | None = None
-        """The last step that any worker of this node has reported, in whichever round."""
+        """The last step that any worker of this node has reported, in any round."""
 
     @property
     def finished(self) -> int | None:
-        """The last step that workers have finished, 0 before the first; None: they do not say."""
+        """The last finished step, 0 before the first; None if the workers do not report steps."""
         if self.last is not None:
             return self.last.step
         return 0 if self._promised else None
@@ -112,22 +112,22 @@ class Steps:
         """A round begins.
 
         Args:
-            heartbeats: Where each worker, by rank, may show its pulse.
+            heartbeats: The heartbeat file of each worker, by rank.
         """
         self._clocks = {}
         self._heartbeats = Heartbeats(dict(heartbeats))
 
     def promise(self) -> None:
-        """A worker has said that it will report its steps."""
+        """Record that a worker will report its steps."""
         self._promised = True
 
     def beat(self, rank: int, progress: Progress | None = None) -> None:
-        """A worker gets on; `progress` if it says how far it is."""
+        """Record that a worker has ended a step; `progress` if it reports which."""
         self.last = progress or self.last
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
 
     def too_slow(self) -> tuple[int, str] | None:
-        """The first worker that is taken for hung, and why; feels every pulse before."""
+        """The first worker that counts as hung, and why, after a look at every heartbeat file."""
         for rank, step in self._heartbeats.beats():
             self.beat(rank, None if step is None else Progress(step=step))
         for rank, clock in self._clocks.items():

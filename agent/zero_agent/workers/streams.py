@@ -1,8 +1,8 @@
-"""Where each worker's output goes: to this terminal, to a file, or to both.
+"""The route of each worker's output: to this terminal, to a file, or to both.
 
-`--redirects` sends a stream to its file only, `--tee` to its file and here, with the worker's
-name before each line; `--log-dir` alone keeps everything and shows it as it is. Pure: `output.py`
-moves the bytes.
+`--redirects` sends a stream to its file only, `--tee` to its file and to the terminal, with the
+worker's name before each line; `--log-dir` alone keeps everything and shows it unchanged. Pure:
+`output.py` moves the bytes.
 
 Source of the flags' meaning: torch.distributed.elastic.multiprocessing (Std, DefaultLogsSpecs).
 """
@@ -37,7 +37,7 @@ FILTERED = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
 
 @dataclass(frozen=True)
 class Selection:
-    """Streams of some or of all workers of this node."""
+    """The streams that a flag selects, of some or of all workers of this node."""
 
     everywhere: Std = Std.NONE
     by_local_rank: Mapping[int, Std] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def parse_selection(flag: str, text: str) -> Selection:
     """`3` -> both streams of all; `0:1,1:3` -> stdout of local rank 0, both of local rank 1.
 
     Raises:
-        SpecError: Of neither form.
+        SpecError: The text has neither form.
     """
     if re.fullmatch(r"[0-3]", text):
         return Selection(Std(int(text)))
@@ -68,10 +68,10 @@ def parse_selection(flag: str, text: str) -> Selection:
 
 
 def parse_ranks(text: str) -> frozenset[int] | None:
-    """`--local-ranks-filter`: `0,2` -> {0, 2}; None, meaning all, for nothing.
+    """`--local-ranks-filter`: `0,2` -> {0, 2}; None, which means all, for an empty text.
 
     Raises:
-        SpecError: Not numbers.
+        SpecError: The text is no list of numbers.
     """
     if not text:
         return None
@@ -82,46 +82,46 @@ def parse_ranks(text: str) -> frozenset[int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The ways of one stream of one worker."""
+    """The destinations of one stream of one worker."""
 
     shown: bool = True
-    """On the agent's own stream of the same name."""
+    """Whether it is shown on the agent's stream of the same name."""
     prefix: str = ""
-    """Before each line that is shown."""
+    """Written before each line that is shown."""
     file: Path | None = None
     copy: Path | None = None
-    """Where lines that are shown and contain one of `filters` go as well, from all workers."""
+    """A file of all workers for the shown lines that contain one of `filters`."""
     copy_prefix: str = ""
     filters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What to do with the output of this node's workers."""
+    """The output flags of this node's workers."""
 
     redirects: Selection = Selection()
     tee: Selection = Selection()
     keep_all: bool = False
-    """Every stream is kept in a file, and shown as well unless it is redirected."""
+    """Whether every stream is kept in a file, and shown as well unless it is redirected."""
     local_ranks: frozenset[int] | None = None
-    """Only these are shown; None: all."""
+    """The local ranks whose output is shown; None: all."""
     filters: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
     prefix: str = PREFIX
 
     @property
     def needs_files(self) -> bool:
-        """Whether there must be a directory to keep output in."""
+        """Whether a directory for the output is needed."""
         return self.keep_all or bool(self.redirects or self.tee or any(self.filters.values()))
 
     def route(self, stream: Std, directory: Path, rank: int, local_rank: int, role: str) -> Route:
-        """The ways of one stream.
+        """The route of one stream of one worker.
 
         Args:
             stream: OUT or ERR.
-            directory: Of the attempt; a worker's files are in `<local rank>` below it.
-            rank: The worker's.
-            local_rank: The worker's.
-            role: The worker's.
+            directory: The attempt's directory; a worker's files are in `<local rank>` below it.
+            rank: The worker's rank.
+            local_rank: The worker's local rank.
+            role: The worker's role.
         """
         teed = bool(self.tee.of(local_rank) & stream)
         redirected = bool(self.redirects.of(local_rank) & stream)

@@ -1,8 +1,8 @@
 """A worker from its fork to its end: becomes the user's program, as `python script.py` would.
 
-An exception that nobody catches is written to the worker's error file, in torchelastic's
-format, and not printed: the agent shows the one that was the root cause, once, at the end.
-A function decorated with torchelastic's `@record` writes the same file by itself.
+An uncaught exception is written to the worker's error file, in torchelastic's format, and not
+printed: the agent shows the root cause once, at the end of the job. A function decorated with
+torchelastic's `@record` writes the same file itself.
 
 Source of the format: torch.distributed.elastic.multiprocessing.errors.ErrorHandler.
 """
@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""On it a worker writes the stacks of all its threads beside its error file, and goes on."""
+"""On this signal a worker writes the stacks of all its threads beside its error file, and
+continues."""
 FINISHED_IN_TURN: tuple[tuple[Callable[[Any], object], tuple[type, ...]], ...] = (
     (lambda file: file.flush(), (io.TextIOWrapper,)),
     (lambda file: file.close(), (gzip.GzipFile, bz2.BZ2File, lzma.LZMAFile)),  # writes a trailer
@@ -41,19 +42,19 @@ FINISHED_IN_TURN: tuple[tuple[Callable[[Any], object], tuple[type, ...]], ...] =
 )
 """Text is written to compressors, and those to buffers. Readers may be in use by a thread."""
 _LEFT: list[object] = []
-"""What the program has left behind, with all its variables: never freed, see `end_process`."""
+"""The variables that the program leaves behind: never freed, see `end_process`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the user asked to run."""
+    """The program that the user asked to run."""
 
     target: str
     """A script's path, or a module's name."""
     is_module: bool
     arguments: list[str]
     command: list[str] = field(default_factory=list)
-    """Become this command instead of going on in the forked interpreter."""
+    """Execute this command instead of running in the forked interpreter."""
 
 
 def run(program: Program) -> NoReturn:
@@ -76,7 +77,11 @@ def run(program: Program) -> NoReturn:
         code = 0
     except SystemExit as end:
         _LEFT.append(end)
-        code = _exit_code(end)
+        if end.code is None or isinstance(end.code, int):
+            code = (end.code or 0) & 0xFF
+        else:  # as the interpreter: a message is printed, and means 1
+            print(end.code, file=sys.stderr)
+            code = 1
     except KeyboardInterrupt as interrupt:
         _LEFT.append(interrupt)
         traceback.print_exception(interrupt.with_traceback(_users_frames(interrupt)))
@@ -97,14 +102,6 @@ def _replace(command: list[str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _exit_code(end: SystemExit) -> int:
-    """As the interpreter: a message is printed and means 1."""
-    if end.code is None or isinstance(end.code, int):
-        return (end.code or 0) & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
-
-
 def end_process(code: int) -> NoReturn:
     """End as an interpreter does, without taking thousands of modules apart first.
 
@@ -114,8 +111,8 @@ def end_process(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    # What the program wrote to files that it left open is in them, as if they had been freed. Only
-    # objects younger than the fork are looked at: the forkserver has frozen the others.
+    # Flush the files that the program left open, as if they had been freed. Only objects younger
+    # than the fork are looked at: the forkserver has frozen the others.
     files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
     for finish, kinds in FINISHED_IN_TURN:
         for file in files:
@@ -129,8 +126,8 @@ def end_process(code: int) -> NoReturn:
 
 
 def _execute(program: Program) -> dict[str, Any]:
-    """Run it, and return its variables."""
-    # The first entry is the forkserver's idea of a program's directory; put the user's there.
+    """Run the program, and return its variables."""
+    # The first entry of sys.path is the forkserver's; a program expects its own directory there.
     if program.is_module:
         sys.path[0] = os.getcwd()
         return runpy.run_module(program.target, run_name="__main__", alter_sys=True)
@@ -139,12 +136,12 @@ def _execute(program: Program) -> dict[str, Any]:
 
 
 def stacks_file(error_file: str) -> Path:
-    """Where a worker with this error file writes its stacks."""
+    """The path at which a worker with this error file writes its stacks."""
     return Path(error_file).with_name("stacks.txt")
 
 
 def write_error_file(error: Exception) -> None:
-    """Leave the traceback for the agent, without the frames that are ours."""
+    """Write the traceback to the error file, without this package's frames."""
     path = os.environ.get(ENV_ERROR_FILE)
     text = "".join(traceback.format_exception(error.with_traceback(_users_frames(error))))
     if path is None or Path(path).exists():
