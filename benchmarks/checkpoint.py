@@ -37,9 +37,9 @@ from checkpoint_report import Took, Trials, loading, saving, standing
 from checkpoint_worker import LOADS, SAVES, run_rank
 from rich.console import Console
 
-from zero_checkpoint.format.extents import Extents
 from zero_checkpoint.format.fragments import check_cover, from_lists
 from zero_checkpoint.format.plan import plan
+from zero_checkpoint.format.table import Extents
 
 LIMIT_S = 1800.0
 WIDTH = 130

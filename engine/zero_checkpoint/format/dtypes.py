@@ -1,9 +1,7 @@
 """Names of element types on disk, and the bytes behind a tensor.
 
-Must always hold: a dtype has one name, the one of the safetensors format, so that our files open
-with any safetensors reader; a dtype without a name is refused by name, never cast.
-
-Called by `layout`, `manifest` and `parse` (names), `writer` and `reader` (bytes).
+Must always hold: a dtype has one name, the one of the safetensors format, so that any safetensors
+reader opens the files of a checkpoint; a dtype without a name is refused by name, never cast.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def name_of(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype.
 
     Raises:
-        CheckpointError: The format has no such element type.
+        CheckpointError: The format does not have this element type.
     """
     try:
         return NAMES[dtype]

@@ -5,9 +5,8 @@ one file. The columns are NumPy arrays, because a large job has hundreds of thou
 fragments and each rank searches all of them.
 
 Must always hold: rows are sorted by (tensor, start); after `check_cover` every element of every
-tensor lies in exactly one fragment. Tensors and files are meant by their index in the manifest.
-
-Called by `commit` (votes to table), `parse` (distrust), `plan` (search).
+tensor is in exactly one fragment. A row names its tensor and its file by their index in the
+manifest.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Fragments:
     """First byte, counted from the start of the file."""
 
     def __len__(self) -> int:
-        """How many fragments there are."""
+        """The number of fragments."""
         return len(self.tensor)
 
     @property
@@ -53,42 +52,42 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A group is covered up to `covered`, and the next run (or the group's end) is elsewhere."""
+    """A group is covered up to `covered`; its next run begins, or the group ends, at `next_at`."""
 
     group: int
     covered: int
-    goes_on: int
+    next_at: int
 
 
 COLUMNS = tuple(f.name for f in fields(Fragments))
 
 
 def from_lists(columns: Mapping[str, Sequence[int] | Ints]) -> Fragments:
-    """Fragments out of equally long columns, sorted by (tensor, start)."""
+    """Fragments from columns of equal length, sorted by (tensor, start)."""
     loose = Fragments(**{name: np.array(columns[name], dtype=np.int64) for name in COLUMNS})
     return loose.take(np.lexsort((loose.start, loose.tensor)))
 
 
 def run_lengths(follows: npt.NDArray[np.bool_], length: Ints) -> tuple[Ints, Ints]:
-    """The first row of each run, and how long the rows of each run are together.
+    """The first row of each run of rows, and the total length of each run.
 
     Args:
-        follows: [rows - 1], whether each row but the first goes on where the one before it ends.
-        length: [rows], of each row; none is empty.
+        follows: [rows - 1], whether each row after the first begins where the row before it ends.
+        length: [rows], the length of each row; none is 0.
     """
     heads = np.flatnonzero(np.append(True, ~follows)[: len(length)])
     return heads, np.add.reduceat(length, heads) if len(heads) else length
 
 
 def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> Break | None:
-    """Where runs fail to tile [low, high) of each group exactly once, or None if they do.
+    """The first position at which runs do not tile [low, high) of a group exactly once; or None.
 
     Args:
-        group: Which group each run belongs to; runs are sorted by (group, begin).
-        begin: First position of each run.
-        end: One past its last position.
-        low: Where each group begins, by group.
-        high: Where each group ends, by group.
+        group: [runs], the group of each run; runs are sorted by (group, begin).
+        begin: [runs], the first position of each run.
+        end: [runs], one past its last position.
+        low: [groups], the first position of each group.
+        high: [groups], one past its last position.
     """
     expected = low[group]
     follows = np.flatnonzero(group[1:] == group[:-1]) + 1
@@ -110,20 +109,20 @@ def check_cover(
     Args:
         fragments: Sorted by (tensor, start).
         numels: Elements of each tensor, by index.
-        name: How to call a tensor in the sentence.
+        name: From a tensor's index to its name in the sentence.
     """
     high = np.asarray(numels, dtype=np.int64)
     found = first_break(fragments.tensor, fragments.start, fragments.end, np.zeros_like(high), high)
     if found is None:
         return None
-    if found.goes_on > found.covered:
-        return f"{name(found.group)}[{found.covered}:{found.goes_on}] is in no file"
+    if found.next_at > found.covered:
+        return f"{name(found.group)}[{found.covered}:{found.next_at}] is in no file"
     holders = fragments.file[
         (fragments.tensor == found.group)
-        & (fragments.start <= found.goes_on)
-        & (fragments.end > found.goes_on)
+        & (fragments.start <= found.next_at)
+        & (fragments.end > found.next_at)
     ]
-    overlap = f"{name(found.group)}[{found.goes_on}:{found.covered}]"
+    overlap = f"{name(found.group)}[{found.next_at}:{found.covered}]"
     if len(holders) < 2:
         return f"{overlap} is beyond the end of the tensor"
     return f"{overlap} is in more than one place: files {holders.tolist()}"

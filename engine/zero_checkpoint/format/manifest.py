@@ -1,4 +1,4 @@
-"""What MANIFEST.json says: the records, their JSON, and the hash that makes it trustworthy.
+"""The content of MANIFEST.json: the records, their JSON, and the checksum over all of it.
 
 The text is one JSON object whose first member is the SHA-256 of all the bytes behind it:
 
@@ -8,9 +8,8 @@ Every byte of the file is thus covered. The envelope (this first member) stays t
 later format, so that an older reader can tell a newer manifest from a damaged one.
 
 Must always hold: a manifest exists under its final name if and only if every byte that it names
-is on stable storage. A change that an old reader would misread raises `MIN_READER`.
-
-Called by `commit` to write; `parse` is the only way back.
+is on stable storage. A change that an old reader would misread raises `MIN_READER`. `parse` is the
+only way to read one.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.format.bulk import uncollected
 from zero_checkpoint.format.fragments import COLUMNS, Fragments
 from zero_checkpoint.format.pieces import TensorId, TensorInfo
-from zero_checkpoint.format.table import canonical, table_of
+from zero_checkpoint.format.table import canonical, table_of, uncollected
 
 FORMAT = 2
 """The format that this release writes, and the newest that it reads; 1 has fragments as lists."""
 MIN_READER = 2
 """The oldest format a reader must know to read what this release writes."""
 BLOCK_BYTES = 512 << 10
-"""What is hashed, and verified on load, as one unit, where nobody has chosen otherwise."""
+"""Default size of a block, the unit that is hashed, and verified on load."""
 MANIFEST = "MANIFEST.json"
 TOMBSTONE = b"removed\n"
-"""In place of a manifest, where a directory cannot be renamed: what is here is being deleted."""
+"""In place of a manifest, in stores that cannot rename a directory: it is being deleted."""
 NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
-"""Of a checkpoint's directory, see `directory_name`."""
+"""The name of a checkpoint's directory, see `directory_name`."""
 QUARANTINE = "QUARANTINE"
 """A marker beside the manifest: damaged, never to be chosen again; the text says why."""
 
@@ -59,9 +57,9 @@ class FileRecord:
     name: str
     size_bytes: int
     data_offset: int
-    """Where the data begin: the length of the safetensors header, padded to whole pages."""
+    """First byte of the data: the length of the safetensors header, padded to whole pages."""
     digests: Digests
-    """Of each block of the whole file, header included; the last may be short."""
+    """Checksum of each block of the whole file, header included; the last block may be short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +73,7 @@ class Manifest:
     tag: str
     world: int
     tensors: Mapping[TensorId, TensorInfo]
-    """Every stored tensor; fragments mean one by its position in this order."""
+    """Every stored tensor; a fragment names its tensor by the position in this order."""
     aliases: Mapping[str, str]
     """Tied parameters: other name -> the name under which the tensor is stored."""
     files: tuple[FileRecord, ...]
@@ -83,9 +81,9 @@ class Manifest:
     meta: Mapping[str, Any] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
     digest: str = ""
-    """The self hash, hex; empty until written or read."""
+    """SHA-256 of the manifest itself, hex; empty until written or read."""
     text: bytes = b""
-    """What it was read from; empty until read."""
+    """The bytes that it was parsed from; empty until read."""
 
     @property
     def directory(self) -> str:
@@ -99,7 +97,7 @@ def directory_name(step: int, round: int, nonce: str) -> str:
 
 
 def age(name: str) -> tuple[int, int]:
-    """(round, step) of a checkpoint's name: which one is newer. (-1, -1): it is no such name."""
+    """(round, step) of a checkpoint's name, the newer the larger; (-1, -1) for any other name."""
     found = NAME.fullmatch(name)
     return (int(found["round"]), int(found["step"])) if found else (-1, -1)
 
@@ -117,23 +115,7 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
         CheckpointError: `meta` holds something that JSON cannot; the message names its key.
     """
     check_json(manifest.meta, "meta")
-    members = {name: canonical(value) for name, value in _record(manifest).items()}
-    members |= _long_members(manifest)
-    rest = _object(members)[1:].encode()
-    digest = hashlib.sha256(rest).hexdigest()
-    return (_ENVELOPE % digest).encode() + rest, digest
-
-
-def split_envelope(text: bytes) -> tuple[str, bytes] | None:
-    """The digest and the bytes that it covers, or None if they do not agree."""
-    head, rest = text[:ENVELOPE_BYTES], text[ENVELOPE_BYTES:]
-    digest = hashlib.sha256(rest).hexdigest()
-    return (digest, rest) if head == (_ENVELOPE % digest).encode() else None
-
-
-def _record(manifest: Manifest) -> dict[str, Any]:
-    """All members but those of `_long_members`."""
-    return {
+    record = {
         "format": FORMAT,
         "min_reader": MIN_READER,
         "step": manifest.step,
@@ -145,36 +127,42 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "aliases": dict(manifest.aliases),
         "meta": manifest.meta,
     }
-
-
-def _long_members(manifest: Manifest) -> dict[str, str]:
-    """The JSON of what is in proportion to tensors and blocks; in base64 nothing is escaped."""
+    members = {name: canonical(value) for name, value in record.items()}
+    # What grows with tensors and blocks is base64, in which JSON escapes nothing.
     columns = {name: pack(getattr(manifest.fragments, name), "<i8") for name in COLUMNS}
-    return {
-        "files": f"[{','.join(map(_file_text, manifest.files))}]",
-        "fragments": _object({name: f'"{column}"' for name, column in columns.items()}),
-        "tensors": table_of(manifest.tensors).text,
-    }
+    members["fragments"] = _object({name: f'"{column}"' for name, column in columns.items()})
+    members["tensors"] = table_of(manifest.tensors).text
+    files = [
+        _object(
+            {
+                "name": canonical(file.name),
+                "size_bytes": canonical(file.size_bytes),
+                "data_offset": canonical(file.data_offset),
+                "xxh3_64": f'"{pack(file.digests, "<u8")}"',
+            }
+        )
+        for file in manifest.files
+    ]
+    members["files"] = f"[{','.join(files)}]"
+    rest = _object(members)[1:].encode()
+    digest = hashlib.sha256(rest).hexdigest()
+    return (_ENVELOPE % digest).encode() + rest, digest
 
 
-def _file_text(file: FileRecord) -> str:
-    return _object(
-        {
-            "name": canonical(file.name),
-            "size_bytes": canonical(file.size_bytes),
-            "data_offset": canonical(file.data_offset),
-            "xxh3_64": f'"{pack(file.digests, "<u8")}"',
-        }
-    )
+def split_envelope(text: bytes) -> tuple[str, bytes] | None:
+    """The digest and the bytes that it covers, or None if they do not match."""
+    head, rest = text[:ENVELOPE_BYTES], text[ENVELOPE_BYTES:]
+    digest = hashlib.sha256(rest).hexdigest()
+    return (digest, rest) if head == (_ENVELOPE % digest).encode() else None
 
 
 def _object(members: Mapping[str, str]) -> str:
-    """As `canonical`, out of the JSON of each member."""
+    """A JSON object as `canonical` writes it, from the JSON of each member."""
     return "{" + ",".join(f'"{name}":{members[name]}' for name in sorted(members)) + "}"
 
 
 def pack(numbers: npt.NDArray[Any], form: Literal["<u8", "<i8"]) -> str:
-    """Base64 of little-endian 64-bit words: 11 characters each, and no number to be parsed."""
+    """Base64 of little-endian 64-bit words: 11 characters each, and no numbers to parse."""
     return base64.b64encode(numbers.astype(form).tobytes()).decode()
 
 
@@ -184,10 +172,13 @@ def unpack(text: str, form: Literal["<u8", "<i8"]) -> npt.NDArray[Any]:
 
 
 def check_json(value: object, path: str) -> None:
-    """Raises CheckpointError, naming the path, if a value would not come back as it went in.
+    """Refuse a value that JSON would not return as it was stored.
 
-    Tuples pass and come back as lists. Infinities and NaN pass, as Python's JSON writes and
-    reads them: a scheduler's best loss starts out infinite.
+    Tuples are accepted, and come back as lists. Infinities and NaN are accepted, as Python's JSON
+    writes and reads them: a scheduler's best loss starts out infinite.
+
+    Raises:
+        CheckpointError: The message names the path of the value.
     """
     match value:
         case None | bool() | int() | float() | str():

@@ -4,11 +4,9 @@ Names are resolved through the ties of the checkpoint: a tensor stored once may 
 either of its names, or under both. A dtype that differs counts as another shape, because bytes
 are read in place and never cast.
 
-Must always hold: a load goes ahead only if every wanted tensor is there as wanted and every
-stored tensor is wanted, or named as one that need not be; anything else would silently train a
-different model.
-
-Called by `restore` on every rank.
+Must always hold: a load proceeds only if every wanted tensor is stored with the wanted shape and
+dtype, and every stored tensor is wanted or listed in `State.spare`; anything else would silently
+train a different model.
 """
 
 from __future__ import annotations
@@ -46,37 +44,34 @@ def resolve(state: State, manifest: Manifest) -> Ints:
         if source in manifest.tensors and manifest.tensors[source] != state.tensors[wanted]
     ]
     if missing or extra or reshaped:
-        raise ModelMismatch(
-            _sentence(
-                manifest,
-                {
-                    "missing in the checkpoint": [_name(t) for t in missing],
-                    "extra in the checkpoint": [_name(t) for t in extra],
-                    "reshaped": reshaped,
-                },
-            )
+        raise _mismatch(
+            manifest,
+            {
+                "missing in the checkpoint": [_name(t) for t in missing],
+                "extra in the checkpoint": [_name(t) for t in extra],
+                "reshaped": reshaped,
+            },
         )
     return np.array([table.index[source] for source in stored.values()], dtype=np.int64)
 
 
 def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
-    """Under which name a tensor is stored, if it is: its own, or the one that it is tied to."""
+    """The tensor of a checkpoint that a name means: its own, or the one that it is tied to."""
     if wanted in manifest.tensors:
         return wanted
     return TensorId(wanted.kind, manifest.aliases.get(wanted.fqn, wanted.fqn))
 
 
-def _sentence(manifest: Manifest, differences: Mapping[str, Sequence[str]]) -> str:
-    listed = "; ".join(_list(what, names) for what, names in differences.items() if names)
-    return (
-        f"{manifest.directory} (tag {manifest.tag!r}) was saved by another model: {listed}. "
-        "Build the model it was saved with, or load another tag or directory"
+def _mismatch(manifest: Manifest, differences: Mapping[str, Sequence[str]]) -> ModelMismatch:
+    listed = []
+    for what, names in differences.items():
+        if names:
+            more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            listed.append(f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}")
+    return ModelMismatch(
+        f"{manifest.directory} (tag {manifest.tag!r}) was saved by another model: "
+        f"{'; '.join(listed)}. Build the model it was saved with, or load another tag or directory"
     )
-
-
-def _list(what: str, names: Sequence[str]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _name(tensor: TensorId) -> str:

@@ -1,20 +1,17 @@
-"""From the bytes of a manifest to a `Manifest` that can be trusted, or a sentence why not.
+"""From the bytes of a manifest to a `Manifest` that can be trusted, or an error that says why not.
 
 A manifest decides how much memory is allocated and which bytes of which files are read, so
-nothing in it is believed: not the names (`../`), the sizes (2**63), the offsets (overlaps,
+nothing in it is trusted: not the names (`../`), the sizes (2**63), the offsets (overlaps,
 gaps, beyond the end), nor that a key is there once.
 
 Must always hold: parsing allocates in proportion to the manifest itself, never to a size that
 it names, and opens no other file.
-
-Called by `candidates` and `restore`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ import numpy as np
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.read_retry import patiently
-from zero_checkpoint.format.bulk import uncollected
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.fragments import (
     COLUMNS,
@@ -44,19 +40,27 @@ from zero_checkpoint.format.manifest import (
     unpack,
 )
 from zero_checkpoint.format.pieces import TensorId, TensorInfo
-from zero_checkpoint.format.table import TensorTable, known_table, remember_table, table_of
+from zero_checkpoint.format.table import (
+    TensorTable,
+    known_table,
+    remember_table,
+    table_of,
+    uncollected,
+)
 from zero_checkpoint.place import Place
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
-"""No tensor is larger, nor all files together; keeps every sum of sizes inside 64 bits."""
+"""The largest tensor, and the largest sum of all files; keeps every sum of sizes inside 64 bits."""
 _NONCE = re.compile(r"[0-9a-f]{4}")
 _END = re.compile(rb"[0-9]+}")
-"""Of a manifest, behind the name of its last member."""
+"""The end of a manifest, behind the name of its last member."""
+_ROW = [str, str, str, list]
+"""The types of a row of the table of tensors: kind, fqn, dtype, shape."""
 
 
 class ManifestError(CheckpointError):
-    """The manifest is not one that was written whole by a release this one can read."""
+    """The manifest is damaged, or was written by a release that this one cannot read."""
 
 
 class NewerFormatError(ManifestError):
@@ -64,15 +68,15 @@ class NewerFormatError(ManifestError):
 
 
 class RemovedError(ManifestError):
-    """A tombstone is in its place."""
+    """A tombstone is in the manifest's place: the checkpoint is being deleted."""
 
 
 def read_manifest(path: Place) -> Manifest:
     """The manifest at `path`, wholly validated.
 
     Raises:
-        ManifestError: It is damaged, hostile or too new; the message says where.
-        OSError: It could not be read (FileNotFoundError: the checkpoint is not committed).
+        ManifestError: The manifest is damaged, hostile or too new; the message says where.
+        OSError: The file could not be read (FileNotFoundError: the checkpoint is not committed).
     """
     text = patiently(_text, path)
     try:
@@ -88,7 +92,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def _text(path: Place) -> bytes:
-    """What may be a manifest; raises as `read_manifest`."""
+    """The bytes of a manifest; refuses files that cannot be one. Raises as `read_manifest`."""
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
     if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
@@ -98,10 +102,10 @@ def _text(path: Place) -> bytes:
 
 @uncollected()
 def parse(text: bytes) -> Manifest:
-    """The manifest in a text.
+    """The manifest in a text, wholly validated.
 
     Raises:
-        ManifestError: As `read_manifest`, without the path.
+        ManifestError: See `read_manifest`; the message lacks the path.
     """
     if text == TOMBSTONE:
         raise RemovedError("this checkpoint is being removed")
@@ -122,11 +126,11 @@ def parse(text: bytes) -> Manifest:
 
 
 def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
-    """The members of a manifest, the text of its table of tensors, and that if it is known.
+    """The members of a manifest, the text of its table of tensors, and that table if it is known.
 
-    A known table is not among the members. Its text is a whole array, and what is behind it here
-    ends the outermost object: so it is no other member, and nothing inside one. Where that is not
-    so, the text is "".
+    A known table is not parsed again, and is not among the members. Its text is a whole array,
+    followed by the end of the outermost object: so it is no other member, and nothing inside one.
+    If the text cannot be cut out in this way, it is "".
     """
     head, key, rest = text.rpartition(b',"tensors":')
     table, world, end = rest.rpartition(b',"world":')
@@ -180,7 +184,12 @@ def _unbounded(value: object, where: str, at_least: int = 0) -> ManifestError:
 
 
 def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
-    _check_version(fields)
+    needed = fields.count("min_reader", at_least=1)
+    if needed > FORMAT:
+        raise NewerFormatError(
+            f"needs a reader of format {needed}, this release reads up to {FORMAT}; "
+            "upgrade zero-elastic to load it"
+        )
     tensors = known if known is not None else _tensors(fields.take("tensors", list))
     block_bytes = fields.count("block_bytes", at_least=PAGE_BYTES)
     files = _files(fields.take("files", list), block_bytes)
@@ -201,42 +210,25 @@ def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
         tensors=tensors,
         aliases=_aliases(fields.take("aliases", dict), tensors),
         files=files,
-        fragments=_fragments(_columns(fields), tensors, files),
+        fragments=_fragments(fields, tensors, files),
         meta=fields.take("meta", dict),
         block_bytes=block_bytes,
     )
-
-
-def _check_version(fields: _Fields) -> None:
-    needed = fields.count("min_reader", at_least=1)
-    if needed > FORMAT:
-        raise NewerFormatError(
-            f"needs a reader of format {needed}, this release reads up to {FORMAT}; "
-            "upgrade zero-elastic to load it"
-        )
 
 
 def _tensors(rows: list[Any]) -> TensorTable:
     table = TensorTable()
     known: dict[str, TensorInfo] = {}  # tensors are many, their shapes are few
     for position, row in enumerate(rows):
-        kind, fqn, name, dims = _checked_row(row, position)
+        if type(row) is not list or [*map(type, row)] != _ROW or not row[0] or "/" in row[0]:
+            raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
+        kind, fqn, name, dims = row
         if (info := known.get(key := f"{name}{dims}")) is None:
             info = known[key] = _info(name, dims, position)
         table[TensorId(kind, fqn)] = info
         if len(table) == position:
             raise ManifestError(f"tensors[{position}]: {kind}/{fqn} is there twice")
     return table
-
-
-_ROW = [str, str, str, list]
-
-
-def _checked_row(row: Any, position: int) -> list[Any]:
-    """The columns of a row, each of its type."""
-    if type(row) is not list or [*map(type, row)] != _ROW or not row[0] or "/" in row[0]:
-        raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
-    return row
 
 
 def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
@@ -248,7 +240,7 @@ def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
     for dim in dims:
         if not _is_count(dim):
             raise _unbounded(dim, f"tensors[{position}].shape")
-        volume *= dim or 1  # a zero must not hide what the others come to: reshape overflows on it
+        volume *= dim or 1  # a 0 must not hide the product of the others: reshape overflows on it
         if volume > MAX_BYTES:
             raise _unbounded(volume, f"tensors[{position}]: size in bytes")
     return TensorInfo(tuple(dims), dtype)
@@ -263,50 +255,43 @@ def _aliases(aliases: dict[str, Any], tensors: TensorTable) -> dict[str, str]:
 
 
 def _files(records: list[Any], block_bytes: int) -> tuple[FileRecord, ...]:
-    return tuple(
-        _file(_Fields(record, f"files[{rank}]"), rank, block_bytes)
-        for rank, record in enumerate(records)
-    )
+    files = []
+    for rank, record in enumerate(records):
+        fields = _Fields(record, f"files[{rank}]")
+        name, size = fields.take("name", str), fields.count("size_bytes")
+        if name != file_name(rank):  # refuses "../x", absolute names and repetitions alike
+            raise ManifestError(f"files[{rank}].name is {name!r}, not {file_name(rank)!r}")
+        data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
+        if data_offset % PAGE_BYTES or data_offset > size:
+            raise ManifestError(f"{name}: data_offset {data_offset} is no page inside {size} bytes")
+        digests = unpack(fields.take("xxh3_64", str), "<u8")
+        if len(digests) != -(-size // block_bytes):
+            raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")
+        files.append(FileRecord(name, size, data_offset, digests))
+    return tuple(files)
 
 
-def _file(fields: _Fields, rank: int, block_bytes: int) -> FileRecord:
-    name, size = fields.take("name", str), fields.count("size_bytes")
-    if name != file_name(rank):  # refuses "../x", absolute names and repetitions alike
-        raise ManifestError(f"files[{rank}].name is {name!r}, not {file_name(rank)!r}")
-    data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
-    if data_offset % PAGE_BYTES or data_offset > size:
-        raise ManifestError(f"{name}: data_offset {data_offset} is no page inside {size} bytes")
-    digests = unpack(fields.take("xxh3_64", str), "<u8")
-    if len(digests) != -(-size // block_bytes):
-        raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")
-    return FileRecord(name, size, data_offset, digests)
-
-
-def _columns(fields: _Fields) -> Mapping[str, Ints]:
-    """The columns of the fragments: packed, in format 1 lists."""
-    read = _listed if fields.count("format") == 1 else _packed
+def _fragments(fields: _Fields, tensors: TensorTable, files: tuple[FileRecord, ...]) -> Fragments:
+    are_lists = fields.count("format") == 1
     members = _Fields(fields.take("fragments", dict), "fragments")
-    return {name: read(members, name) for name in COLUMNS}
-
-
-def _packed(fields: _Fields, name: str) -> Ints:
-    return unpack(fields.take(name, str), "<i8")
-
-
-def _listed(fields: _Fields, name: str) -> Ints:
-    column = fields.take(name, list)
-    if not set(map(type, column)) <= {int}:
-        raise ManifestError(f"fragments.{name} holds something else than integers")
-    return np.array(column, dtype=np.int64)  # OverflowError beyond 64 bits
-
-
-def _fragments(
-    columns: Mapping[str, Ints], tensors: TensorTable, files: tuple[FileRecord, ...]
-) -> Fragments:
+    columns: dict[str, Ints] = {}
+    for name in COLUMNS:
+        if not are_lists:
+            columns[name] = unpack(members.take(name, str), "<i8")
+            continue
+        column = members.take(name, list)
+        if not set(map(type, column)) <= {int}:
+            raise ManifestError(f"fragments.{name} holds something else than integers")
+        columns[name] = np.array(column, dtype=np.int64)  # OverflowError beyond 64 bits
     if len({len(column) for column in columns.values()}) != 1:
         raise ManifestError("fragments: the columns differ in length")
     fragments = from_lists(columns)
-    _check_bounds(fragments, tensors, files)
+    limits = {"tensor": len(tensors) - 1, "file": len(files) - 1}
+    for name in COLUMNS:
+        numbers, least = getattr(fragments, name), int(name == "length")
+        bad = (numbers < least) | (numbers > limits.get(name, MAX_BYTES))
+        if bad.any():
+            raise ManifestError(f"fragments.{name} holds {numbers[bad][0]}, out of bounds")
     gap = check_cover(fragments, tensors.numels, tensors.name)
     if gap is not None:
         raise ManifestError(f"fragments: {gap}")
@@ -314,23 +299,12 @@ def _fragments(
     return fragments
 
 
-def _check_bounds(
-    fragments: Fragments, tensors: TensorTable, files: tuple[FileRecord, ...]
-) -> None:
-    limits = {"tensor": len(tensors) - 1, "file": len(files) - 1}
-    for name in COLUMNS:
-        column, least = getattr(fragments, name), int(name == "length")
-        bad = (column < least) | (column > limits.get(name, MAX_BYTES))
-        if bad.any():
-            raise ManifestError(f"fragments.{name} holds {column[bad][0]}, out of bounds")
-
-
 def _check_packing(
     fragments: Fragments, tensors: TensorTable, files: tuple[FileRecord, ...]
 ) -> None:
-    """The data of every file are tiled by its fragments, without holes or overlaps.
+    """Check that the fragments of every file tile its data, without gaps or overlaps.
 
-    Lengths are within their tensors by now, so a length in bytes cannot overflow.
+    Lengths are known to be within their tensors, so a length in bytes cannot overflow.
     """
     rows = fragments.take(np.lexsort((fragments.offset, fragments.file)))
     found = first_break(
@@ -341,5 +315,5 @@ def _check_packing(
         np.array([file.size_bytes for file in files], dtype=np.int64),
     )
     if found is not None:
-        problem = "leave a gap" if found.goes_on > found.covered else "overlap"
+        problem = "leave a gap" if found.next_at > found.covered else "overlap"
         raise ManifestError(f"{files[found.group].name}: fragments {problem} at {found.covered}")

@@ -1,11 +1,11 @@
-"""What the engine and the checkpoint say to each other: plain records, no behaviour.
+"""The state that is saved and loaded, as plain records: tensors, and each rank's pieces of them.
 
 The atom of a checkpoint is a run of elements of one tensor, counted in the row-major flattened
 *unpadded* tensor: `(kind, fqn)[start : start + len]`. A rank owns some pieces; the owned pieces
 of all ranks cover every tensor exactly once, at any ZeRO stage and world size. The same list of
 pieces serves to save (read from) and to load (filled in place), so a change of world size or
-stage is nothing but interval intersection. A model may have tens of thousands of tensors, so what
-there is for each of them is a named tuple: cheap to make, to hash and to compare.
+stage is nothing but interval intersection. A model may have tens of thousands of tensors, so the
+records of each tensor are named tuples: cheap to make, to hash and to compare.
 
 Source of the idea: DeepSpeed's universal checkpoint atoms (arXiv 2406.18820), without the
 conversion; torchsnapshot's plan of plain requests.
@@ -28,7 +28,7 @@ BUFFER = "buffer"
 
 
 class TensorId(NamedTuple):
-    """Which tensor: its kind and its fully qualified name in the user's module."""
+    """A tensor's identity: its kind and its fully qualified name in the user's module."""
 
     kind: str
     fqn: str
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything a rank contributes to a checkpoint, or wants from one.
+    """Everything that a rank contributes to a checkpoint, or wants from one.
 
     `tensors` and `meta` are equal on every rank; `pieces` are this rank's share.
     """
@@ -66,4 +66,4 @@ class State:
     meta: Mapping[str, Any] = field(default_factory=dict)
     """JSON: step, counters, param groups by FQN, scheduler, data position, seeds, weight hash."""
     spare: frozenset[TensorId] = frozenset()
-    """To load: tensors that the checkpoint may hold although they are not wanted."""
+    """In a load: tensors that the checkpoint may hold although they are not wanted."""

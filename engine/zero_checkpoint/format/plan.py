@@ -1,16 +1,14 @@
 """What a rank reads: from wanted runs of elements to ranges of files, as a pure function.
 
-A change of world size, or of ZeRO stage, is nothing but this intersection of intervals. The
-unit of reading is a block, because the block is the unit of verification: touched blocks that
-follow each other are read together, with one scattered read that puts the wanted bytes straight
-into the target tensors and the others (at the edges of a run) into scratch memory. So the number
-of reads does not depend on how short the blocks are. What follows each other both in the file and
-in memory is one part, so neither does it depend on how small the tensors are.
+A change of world size, or of ZeRO stage (resharding), is nothing but this intersection of
+intervals. The unit of reading is a block, because the block is the unit of verification:
+consecutive touched blocks are read together, with one scattered read that puts the wanted bytes
+straight into the target tensors and the others (at the edges of a run) into scratch memory. So the
+number of reads does not depend on the size of the blocks. Bytes that are adjacent both in the file
+and in memory are one part, so the number does not depend on the size of the tensors either.
 
 Must always hold: every wanted element comes from exactly one part of one read; the parts of a
 read are in ascending order and do not overlap.
-
-Called by `reader`.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zero_checkpoint.format.extents import Extents
 from zero_checkpoint.format.fragments import Fragments, Ints, run_lengths
+from zero_checkpoint.format.table import Extents
 
 READ_BYTES = 4 << 20
-"""Of one read: a disk needs no longer ones to be at its fastest."""
+"""Bytes of one read: a disk needs no longer reads to be at its fastest."""
 
 
 class Part(NamedTuple):
-    """Bytes [at, at + length) of the `want`-th target lie at `offset` in the file.
+    """Bytes [at, at + length) of the `want`-th target are at `offset` in the file.
 
-    They may reach beyond the end of that target, into those that follow it in memory.
+    A part may extend beyond the end of its target, into the targets that follow it in memory.
     """
 
     offset: int
@@ -59,41 +57,45 @@ def plan(
 ) -> list[Read]:
     """The reads that fill all wants, by file and position.
 
-    What two wants share byte by byte (a tied tensor wanted under two names) is read once for
-    each, after the rest of its file.
+    Bytes that two wants share (a tied tensor wanted under two names) are read once for each of
+    them, after the rest of the file.
 
     Args:
-        wants: Of the manifest's tensors, in bounds; empty ones are skipped.
+        wants: Pieces of the manifest's tensors, in bounds; empty ones are skipped.
         fragments: Sorted by (tensor, start), covering every tensor once.
-        n_tensors: How many tensors the fragments know.
-        block_bytes: Of the manifest.
-        most_bytes: Of one read; but one block at least.
+        n_tensors: The number of tensors that the fragments cover.
+        block_bytes: Bytes of a block, see `Manifest`.
+        most_bytes: The most that one read takes, but at least one block.
     """
     files: dict[int, list[Part]] = defaultdict(list)
-    for file, *part in _joined(_intersect(wants, fragments, n_tensors), wants).T.tolist():
+    for file, *part in _intersect(wants, fragments, n_tensors).T.tolist():
         files[file].append(Part(*part))
     most_blocks = max(most_bytes // block_bytes, 1)
-    return [
-        read
-        for file, parts in files.items()
-        for layer in _layers(parts)
-        for read in cut(file, layer, block_bytes, most_blocks)
-    ]
+    reads: list[Read] = []
+    for file, parts in files.items():
+        # The parts of a file in as few groups without overlap as possible.
+        layers: list[list[Part]] = []
+        for each in sorted(parts, key=lambda p: p.offset):
+            for layer in layers:
+                if layer[-1].offset + layer[-1].length <= each.offset:
+                    layer.append(each)
+                    break
+            else:
+                layers.append([each])
+        for layer in layers:
+            reads += cut(file, layer, block_bytes, most_blocks)
+    return reads
 
 
 def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
-    """What each want has in common with each fragment.
+    """The intersection of each want with each fragment.
 
     The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
-    interval, and those fragments that it meets follow each other.
-
-    Args:
-        wants: As given to `plan`.
-        fragments: As given to `plan`.
-        n_tensors: As given to `plan`.
+    interval, and the fragments that it intersects are consecutive.
 
     Returns:
-        [file and fields of `Part`, parts], by file and offset.
+        [file and fields of `Part`, parts], by file and offset; parts that are adjacent both in a
+        file and in memory are one.
     """
     tensor, start, count, itemsize, _, _ = wants
     end = np.cumsum(fragments.length)
@@ -109,11 +111,7 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     file, width = fragments.file[row], itemsize[want]
     offset = fragments.offset[row] + (left - begin[row]) * width
     parts = np.stack([file, offset, (right - left) * width, want, (left - low[want]) * width])
-    return parts[:, np.lexsort((offset, file))]
-
-
-def _joined(parts: Ints, wants: Extents) -> Ints:
-    """Parts that follow each other both in a file and in memory, as one."""
+    parts = parts[:, np.lexsort((offset, file))]
     file, offset, length, want, at = parts
     memory, address = wants.memory[want], wants.address[want] + at
     follows = (
@@ -128,40 +126,23 @@ def _joined(parts: Ints, wants: Extents) -> Ints:
     return joined
 
 
-def _layers(parts: list[Part]) -> list[list[Part]]:
-    """The parts of one file, sorted, in as few groups without overlap as possible."""
-    layers: list[list[Part]] = []
-    for part in sorted(parts, key=lambda p: p.offset):
-        for layer in layers:
-            if layer[-1].offset + layer[-1].length <= part.offset:
-                layer.append(part)
-                break
-        else:
-            layers.append([part])
-    return layers
-
-
 def cut(file: int, parts: Sequence[Part], block_bytes: int, most_blocks: int) -> Iterator[Read]:
     """Parts of one file, ascending and without overlap, as reads of consecutive blocks."""
     first = stop = 0
     held: list[Part] = []
-    for part in parts:
-        while part.length:
-            block = part.offset // block_bytes
+    for offset, length, want, at in parts:
+        end = offset + length
+        begin = offset
+        while begin < end:
+            block = begin // block_bytes
             if held and (block > stop or block >= first + most_blocks):
                 yield Read(file, range(first, stop), tuple(held))
                 held = []
             if not held:
                 first = block
-            head, part = _split(part, (first + most_blocks) * block_bytes)  # noqa: PLW2901
-            held.append(head)
-            stop = (head.offset + head.length - 1) // block_bytes + 1
+            until = min(end, (first + most_blocks) * block_bytes)
+            held.append(Part(begin, until - begin, want, at + begin - offset))
+            stop = (until - 1) // block_bytes + 1
+            begin = until
     if held:
         yield Read(file, range(first, stop), tuple(held))
-
-
-def _split(part: Part, at: int) -> tuple[Part, Part]:
-    """The part before a byte of the file, and the part from there on."""
-    size = min(part.length, at - part.offset)
-    rest = Part(part.offset + size, part.length - size, part.want, part.at + size)
-    return Part(part.offset, size, part.want, part.at), rest

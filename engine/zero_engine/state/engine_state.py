@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
-from zero_checkpoint.format.bulk import uncollected
-from zero_checkpoint.format.extents import Pieces
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.format.table import TensorTable, table_of
+from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
 from zero_comm.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.zero_optimizer import ZeroOptimizer

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from zero_checkpoint.format.bulk import uncollected
+from zero_checkpoint.format.table import uncollected
 
 
 def test_the_collector_runs_again_when_the_last_thread_has_left():
