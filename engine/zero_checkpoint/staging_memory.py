@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from zero_checkpoint.files.huge_pages import zeros
+from zero_checkpoint.files.chunks import zeros
 from zero_contract.owned_dir import lock
 
 _log = logging.getLogger(__name__)

@@ -1,32 +1,55 @@
-"""The bytes of a file, copied from wherever they are into memory that the disk likes.
+"""The bytes of a file, copied from the tensors into memory that suits the disk: huge pages.
 
-Must always hold: the copies of a file follow each other as its bytes do. Chunks begin on a page,
-and all but the last of a file are of one size, as direct writing wants it.
+Direct reads and writes cost less with huge pages, because the kernel has fewer pages to pin. If
+the kernel has no huge pages to give, the memory has small pages.
 
-Called by `staging`, which has room for a whole file, and `writer`, which has room for two chunks.
+Must always hold: the copies of a file are in the order of its bytes. Chunks begin on a page, and
+all but the last of a file have one size, as direct writing needs it. A child process does not
+inherit the memory, or each page that is written to meanwhile would be copied once.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zero_checkpoint.files.huge_pages import zeros
 from zero_checkpoint.format.layout import FileLayout, parts
 
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHUNK_BYTES = 16 << 20
-"""Of memory that is there: large, so that the disk hardly waits between two of them."""
+"""Bytes of a chunk of a finished copy: large, so that the disk hardly waits between two chunks."""
 ROOM_BYTES = 4 << 20
-"""Of what is gathered for the disk: two of them stay in the processor's cache, and the disk takes
-them from there. With larger ones, disk and copying compete for the memory: a tenth slower here."""
+"""Bytes of a chunk that is gathered for the disk: two of them stay in the processor's cache, and the
+disk reads them from there. With larger ones, disk and copying compete for the memory: measured a
+tenth slower."""
+
+
+def has_huge_pages() -> bool:
+    """Whether the kernel gives huge pages to a process that asks for them (madvise)."""
+    try:
+        return "[never]" not in SETTING.read_text()
+    except OSError:  # a kernel without them
+        return False
+
+
+def zeros(size_bytes: int) -> mmap.mmap:
+    """Zeros that begin on a page; the memory is freed with its last reference."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What to copy to where."""
+    """A copy to be made, from tensors to memory."""
 
     memory: memoryview
     targets: tuple[Tensor, ...]
@@ -34,13 +57,13 @@ class Copy:
     sources: list[Tensor]
 
     def make(self) -> memoryview:
-        """The bytes as they are now."""
+        """Copy the bytes as they are now; returns the memory."""
         torch._foreach_copy_(self.targets, self.sources)  # tensors may be many
         return self.memory
 
 
 def copies(layout: FileLayout, rooms: Iterable[memoryview]) -> Iterator[Copy]:
-    """All of a file, cut so that each room is filled, but for the last."""
+    """All of a file as copies that fill one room each; only the last may be shorter."""
     vectors = parts(layout)
     rest = nothing = torch.empty(0, dtype=torch.uint8)
     for room in rooms:
@@ -56,18 +79,18 @@ def copies(layout: FileLayout, rooms: Iterable[memoryview]) -> Iterator[Copy]:
 
 
 def two_memories() -> tuple[memoryview, memoryview]:
-    """Room for two chunks; takes memory only as it is written to."""
+    """Memory for two chunks; the kernel allocates its pages as they are written to."""
     memory = memoryview(zeros(2 * ROOM_BYTES))
     return memory[:ROOM_BYTES], memory[ROOM_BYTES:]
 
 
 def halves(memory: memoryview) -> list[memoryview]:
-    """Two rooms of whole chunks, or one where there is only one chunk."""
+    """The memory as two rooms of whole chunks, or as one if it is shorter than two chunks."""
     middle = len(memory) // 2 // CHUNK_BYTES * CHUNK_BYTES
     return [room for room in (memory[:middle], memory[middle:]) if room]
 
 
 def chunks_of(memory: memoryview) -> Iterator[memoryview]:
-    """Filled rooms, cut into chunks."""
+    """A filled room, cut into chunks."""
     for begin in range(0, len(memory), CHUNK_BYTES):
         yield memory[begin : begin + CHUNK_BYTES]

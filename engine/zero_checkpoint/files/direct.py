@@ -1,15 +1,13 @@
-"""Writing past the page cache, where that is measured to be faster.
+"""Direct I/O (O_DIRECT): writing past the page cache, on devices where it is measured to be faster.
 
-A checkpoint is written once and not read again, so the page cache does it no good: the bytes are
-copied once more, and the kernel throws out what training reads. But not every file system is
-faster without it. So the first large chunks that go to a device are written in both ways in turn,
-each made durable, and the faster way is kept; until the next trial, because what the disk did
-meanwhile for others, or the disk itself, may have spoilt this one.
+A checkpoint is written once and not read again, so it gains nothing from the page cache: the bytes
+are copied once more, and the kernel evicts the data that training reads. But not every file system
+is faster without the cache. So the first large chunks that go to a device are written in both ways
+in turn, each made durable, and the faster way is kept until the next trial: other load on the disk
+may have spoilt this one.
 
-Must always hold: what is written is the same either way; whatever cannot be written directly (the
-last bytes of a file, a file system that refuses) goes through the cache.
-
-Called by `commit` through `storage.Disk`.
+Must always hold: the bytes are the same either way; bytes that cannot be written directly (the end
+of a file, a file system that refuses) go through the cache.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from zero_checkpoint.format.layout import PAGE_BYTES
 _log = logging.getLogger(__name__)
 
 TRIAL_BYTES = 4 << 20
-"""Chunks of at least this size are tried."""
+"""Chunks of at least this size are measured."""
 _LEAST_BYTES = 256 << 10
-"""Shorter ones are left to the cache, whatever a trial has said."""
+"""Shorter chunks go through the cache, whatever the result of a trial."""
 _TRIES = 3
-"""Of each way; the best counts, because whatever else the disk does only adds to a time."""
+"""Measurements of each way. The best counts, because other load only adds to a time."""
 _GOOD_FOR_BYTES = 8 << 30
-"""A trial is repeated so seldom that it costs next to nothing."""
+"""Bytes after which a trial is repeated: so seldom that it costs next to nothing."""
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -51,18 +49,19 @@ class Way(StrEnum):
 
 @dataclass(slots=True)
 class Trial:
-    """What is known of one device: a pure state machine, fed with measurements."""
+    """The measurements of one device: a pure state machine that chooses the next way."""
 
     seconds: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
-    """Per byte, durable."""
+    """Seconds per byte, until the bytes are durable."""
     refused: bool = False
-    told: Way | None = None
-    """The answer that was told last."""
+    """Whether the file system refuses direct I/O."""
+    logged: Way | None = None
+    """The result that was logged last."""
     _used_bytes: int = 0
 
     @property
     def over(self) -> bool:
-        """Whether `way` is the answer, rather than what to try next."""
+        """Whether `way` is the result, rather than the way to measure next."""
         return self.refused or all(len(tries) >= _TRIES for tries in self.seconds.values())
 
     @property
@@ -74,14 +73,14 @@ class Trial:
         return min(Way, key=lambda way: measure(self.seconds[way]))
 
     def use(self, size_bytes: int) -> None:
-        """So much was written in the way that was found: after some time, it is asked anew."""
+        """Count bytes written in the way that was found; the trial begins anew after 8 GiB."""
         self._used_bytes += size_bytes
         if self._used_bytes >= _GOOD_FOR_BYTES and not self.refused:
             self._used_bytes, self.seconds = 0, {way: [] for way in Way}
 
 
 class DirectDisk(Disk):
-    """A `Disk` that finds out how its large writes are fastest."""
+    """A `Disk` that measures which way its large writes are fastest."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -96,23 +95,20 @@ class DirectDisk(Disk):
             self._write(file, pages, trial)
             trial.use(len(pages))
         elif len(pages) >= TRIAL_BYTES:
-            self._try(file, pages, trial)
+            way, begin = trial.way, self._clock()
+            self._write(file, pages, trial)
+            os.fdatasync(file.fileno())
+            trial.seconds[way].append((self._clock() - begin) / len(pages))
+            if trial.over and trial.way is not trial.logged:
+                trial.logged = trial.way
+                rates = {way: 1e-9 / min(s) for way, s in trial.seconds.items() if s}
+                measured = ", ".join(f"{rate:.2f} GB/s {way}" for way, rate in rates.items())
+                _log.info("checkpoints are written %s: %s", trial.way, measured)
         else:
             pages = pages[:0]
         if rest := memoryview(data)[len(pages) :]:
             _set_direct(file, False)
             super().write(file, rest)
-
-    def _try(self, file: BinaryIO, data: memoryview, trial: Trial) -> None:
-        way, begin = trial.way, self._clock()
-        self._write(file, data, trial)
-        os.fdatasync(file.fileno())
-        trial.seconds[way].append((self._clock() - begin) / len(data))
-        if trial.over and trial.way is not trial.told:
-            trial.told = trial.way
-            rates = {way: 1e-9 / min(s) for way, s in trial.seconds.items() if s}
-            told = ", ".join(f"{rate:.2f} GB/s {way}" for way, rate in rates.items())
-            _log.info("checkpoints are written %s: %s", trial.way, told)
 
     def _write(self, file: BinaryIO, data: memoryview, trial: Trial) -> None:
         while data:
@@ -126,7 +122,7 @@ class DirectDisk(Disk):
 
 
 def _whole_pages(data: memoryview | bytes) -> memoryview:
-    """What of a chunk can be written directly, and is worth it."""
+    """The part of a chunk that can be written directly; empty where that is not worth it."""
     whole = memoryview(data)
     if len(whole) < _LEAST_BYTES or np.frombuffer(whole, np.uint8).ctypes.data % PAGE_BYTES:
         return whole[:0]

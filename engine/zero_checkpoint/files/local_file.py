@@ -1,8 +1,6 @@
 """A file of this machine as a `Source`.
 
-Must always hold: a read is tried more than once before it fails.
-
-Called by `place` and `memory.search`.
+Must always hold: a read that fails is retried before the error is raised.
 """
 
 from __future__ import annotations
@@ -28,33 +26,33 @@ def open_file(path: Path, ahead: Fetches | None = None) -> Iterator[Source]:
     """Open a file to read ranges of it; raises OSError, like every operation on it.
 
     Args:
-        path: Of the file.
-        ahead: Told already what will be read of this file and of others.
+        path: The file.
+        ahead: Fetches that expect the ranges of this file, and of others, already.
     """
     with ExitStack() as opened:
         descriptor = patiently(_descriptor, path)
         opened.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "it is no regular file", str(path))
+            raise OSError(errno.EIO, "not a regular file", str(path))
         fetches = ahead or opened.enter_context(closing(Fetches()))
         yield _File(path, descriptor, fetches, is_expected=ahead is not None)
 
 
 def _descriptor(path: Path) -> int:
-    # Without waiting: a pipe in the place of a file may never get a writer.
+    # Without blocking: a pipe in the place of a file may never get a writer.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 @dataclass(slots=True)
 class _File:
-    """A file of this machine: what was not fetched is read straight into place."""
+    """A file of this machine: ranges that were not fetched are read straight into the buffers."""
 
     path: Path
     descriptor: int
     fetches: Fetches
     is_expected: bool
     is_hopeless: bool = False
-    """It failed as often as is tried; so nobody waits again, however many ranges are wanted."""
+    """All retries of a read have failed: no further range of this file is retried."""
 
     def expect(self, spans: Sequence[Span]) -> None:
         if not self.is_expected:
@@ -70,7 +68,13 @@ class _File:
             if count == 0:
                 break
             offset, missing = offset + count, missing - count
-            left = _drop(left, count)
+            full = 0
+            while full < len(left) and len(left[full]) <= count:
+                count -= len(left[full])
+                full += 1
+            left = left[full:]
+            if count:
+                left[0] = left[0][count:]
         return missing
 
     def _read(self, buffers: list[memoryview], offset: int) -> int:
@@ -86,7 +90,7 @@ class _File:
             raise
 
     def _read_anew(self, buffers: list[memoryview], offset: int) -> int:
-        """Through another descriptor: one that a server has forgotten stays stale."""
+        """Read through a new descriptor: a descriptor that a server has forgotten stays stale."""
         descriptor = _descriptor(self.path)
         try:
             return os.preadv(descriptor, buffers, offset)
@@ -94,12 +98,3 @@ class _File:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         finally:
             os.close(descriptor)
-
-
-def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    for position, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[position + 1 :]]
-        count -= len(buffer)
-    return []

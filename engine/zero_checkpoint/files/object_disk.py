@@ -1,20 +1,19 @@
 """The file operations of a save on an object store.
 
-A store has no rename. What takes its place is the conditional put: an object is created only if
-there is none of its name, and of two writers one is refused (S3 `If-None-Match: *`, GCS
-`ifGenerationMatch=0`). Three things rest on it:
+A store has no rename. The conditional put takes its place: an object is created only if there is
+none of its name, and of two writers one is refused (S3 `If-None-Match: *`, GCS
+`ifGenerationMatch=0`). Three operations use it:
 
-    a new directory     a marker in it, created so: of two saves one takes another nonce
-    the commit          the manifest, created so
-    a dead save swept   a tombstone under the manifest's name, created so: whoever comes second,
-                        the save or the sweep, is refused
+    a new directory     creates a marker in it: of two saves one takes another nonce
+    the commit          creates the manifest
+    sweep a dead save   creates a tombstone under the manifest's name: of the save and the sweep,
+                        the second is refused
 
-Must always hold: an object is there whole or not at all; an upload that is not `sync`ed leaves
+Must always hold: an object exists whole or not at all; an upload that is not `sync`ed leaves
 nothing; a committed checkpoint is removed by overwriting its manifest with the tombstone, which
 goes last.
 
-Called wherever `storage.Disk` is. Source of the idea: the conditional puts that Delta Lake and
-Iceberg commit with on S3.
+Source of the idea: the conditional puts that Delta Lake and Iceberg commit with on S3.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.objects import ObjectPath, file_system, naming
+from zero_checkpoint.files.objects import ObjectPath, as_os_errors, file_system
 from zero_checkpoint.files.storage import DISK, Disk
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_checkpoint.place import Place
@@ -35,11 +34,11 @@ from zero_checkpoint.place import Place
 _log = logging.getLogger(__name__)
 
 MARKER = "SAVING"
-"""In every directory from its first moment on; holds its name for one save."""
+"""The first object of every directory; reserves the directory's name for one save."""
 
 
 def disk_of(place: Place, local: Disk = DISK) -> Disk:
-    """What writes there: `local` in a directory."""
+    """The file operations of a place: `local` for a directory, `OBJECTS` for a store."""
     return OBJECTS if isinstance(place, ObjectPath) else local
 
 
@@ -47,23 +46,24 @@ class ObjectDisk(Disk):
     """A store that creates conditionally; see `Disk` for what the operations promise."""
 
     part_bytes = 32 << 20
-    """What is uploaded at once; S3 allows 10,000 parts, so 312 GiB a rank."""
+    """Bytes of one part of an upload; S3 allows 10,000 parts, so 312 GiB a rank."""
     publishes_late = True
-    """A request whose answer is lost may be under way still."""
+    """A request whose answer is lost may still be in flight."""
 
     def make_directories(self, path: Place) -> None:
-        """Directories are but names."""
+        """Do nothing: directories of a store are only prefixes of names."""
 
     def make_directory(self, path: Place) -> None:
-        """Take a name; FileExistsError if it is taken.
+        """Reserve a name.
 
         Raises:
-            CheckpointError: The store does not honour the condition; two saves could both win.
+            FileExistsError: The name is taken.
+            CheckpointError: The store ignores the condition, so two saves could both win.
         """
         marker = path / MARKER
         _create(marker, f"save {secrets.token_hex(16)} holds this name\n".encode())
         try:
-            with naming(str(marker)):
+            with as_os_errors(str(marker)):
                 _put(marker, b"again", exclusive=True)
         except OSError:
             return
@@ -74,14 +74,14 @@ class ObjectDisk(Disk):
         )
 
     def link(self, link: Place, name: str) -> None:
-        """A store has no links."""
+        """Do nothing: a store has no links."""
 
     def remove_dangling(self, directory: Place) -> None:
-        """A store has no links."""
+        """Do nothing: a store has no links."""
 
     def create(self, path: Place) -> BinaryIO:
-        """Begin an upload; closed before `sync`, it is given up."""
-        with naming(str(path)):
+        """Begin an upload; closing it before `sync` aborts it."""
+        with as_os_errors(str(path)):
             return cast(BinaryIO, _Upload(path, self.part_bytes))
 
     def sync(self, file: BinaryIO) -> None:
@@ -89,13 +89,13 @@ class ObjectDisk(Disk):
         cast(_Upload, file).complete()
 
     def sync_directory(self, path: Place) -> None:
-        """What a store has acknowledged is durable."""
+        """Do nothing: a write that a store has acknowledged is durable."""
 
     def publish(self, temporary: Place, final: Place, *, replace: bool = False) -> None:
         """Give a finished object its final name."""
         text = temporary.read_bytes()
         if replace:
-            with naming(str(final)):
+            with as_os_errors(str(final)):
                 _put(final, text, exclusive=False)
         else:
             _create(final, text)
@@ -104,19 +104,19 @@ class ObjectDisk(Disk):
     def remove(self, path: Place) -> None:
         """Remove an object; no error if it is not there."""
         try:
-            with naming(str(path)):
+            with as_os_errors(str(path)):
                 file_system(str(path)).rm_file(str(path))
         except FileNotFoundError:
             pass
 
     def remove_directory(self, path: Place) -> None:
-        """It goes with its last object."""
+        """Do nothing: a directory vanishes with its last object."""
 
     def retire(self, path: Place, *, committed: bool) -> Place:
-        """Leave a tombstone where the manifest is, or would come to be."""
+        """Put a tombstone in the place of the manifest, or where the manifest would be."""
         manifest = path / MANIFEST
         if committed:
-            with naming(str(manifest)):
+            with as_os_errors(str(manifest)):
                 _put(manifest, TOMBSTONE, exclusive=False)
             return path
         try:
@@ -126,7 +126,7 @@ class ObjectDisk(Disk):
         return path
 
     def remove_tree(self, path: Place) -> None:
-        """Remove all objects of a directory, its manifest last, and what dead uploads hold."""
+        """Remove all objects of a directory, its manifest last, and the parts of dead uploads."""
         for removal in (_abort_uploads, self._remove_objects):
             try:
                 removal(path)
@@ -150,24 +150,24 @@ class _Upload(io.RawIOBase):
         self._file: Any = file_system(self.name).open(self.name, "wb", block_size=part_bytes)
 
     def write(self, data: Any) -> int:
-        """Append; large parts go out at once."""
-        with naming(self.name):
+        """Append; full parts are uploaded at once."""
+        with as_os_errors(self.name):
             return int(self._file.write(data))
 
     def complete(self) -> None:
-        """The object is there when this returns."""
-        with naming(self.name):
+        """Complete the upload; the object exists when this returns."""
+        with as_os_errors(self.name):
             self._file.close()
         self._file = None
 
     def close(self) -> None:
-        """Give up what is not complete."""
+        """Abort the upload, unless it is complete."""
         file, self._file = self._file, None
         super().close()
         if file is not None:
             try:
                 file.discard()
-            except Exception as error:  # the sweep of this directory finds what is left
+            except Exception as error:  # the sweep of this directory removes the parts
                 _log.warning("%s: the upload could not be aborted: %s", self.name, error)
             file.closed = True  # or its finalizer would complete it
 
@@ -178,39 +178,36 @@ def _put(path: Place, data: bytes, *, exclusive: bool) -> None:
 
 
 def _create(path: Place, data: bytes) -> None:
-    """Create an object that must not be there.
+    """Create an object that must not exist yet.
 
     A retried request may be refused because of its own first attempt, whose answer was lost. So
-    after a failure the store is asked what it holds; contents of two writers differ.
+    after a failure the content of the store decides; contents of two writers differ.
 
     Raises:
-        FileExistsError: There is another one.
-        OSError: The store could not be asked.
+        FileExistsError: There is an object of another content.
+        OSError: The request failed, and the store did not answer what it holds.
     """
     try:
-        with naming(str(path)):
+        with as_os_errors(str(path)):
             _put(path, data, exclusive=True)
     except OSError as error:
-        if _content(path, error) != data:
+        try:
+            stored = path.read_bytes()
+        except OSError:
+            raise error from None
+        if stored != data:
             taken = "there is such an object already"
             raise FileExistsError(errno.EEXIST, taken, str(path)) from error
 
 
-def _content(path: Place, error: OSError) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        raise error from None
-
-
 def _abort_uploads(path: Place) -> None:
-    """S3 keeps, and charges for, the parts of an upload whose process was killed."""
+    """Abort dead uploads: S3 keeps, and charges for, the parts of a killed process's upload."""
     system = file_system(str(path))
     call: Callable[..., Any] | None = getattr(system, "call_s3", None)
     if call is None:
         return
     bucket, _, prefix = str(path).partition("://")[2].partition("/")
-    with naming(str(path)):
+    with as_os_errors(str(path)):
         found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         for upload in found.get("Uploads", ()):
             key, number = upload["Key"], upload["UploadId"]

@@ -1,12 +1,10 @@
-"""Reading an object store as the rest reads a directory: an `ObjectPath` in place of a `Path`.
+"""Reading an object store through the interface of a directory: `ObjectPath` in place of `Path`.
 
 It has those operations of `pathlib.Path` that look at checkpoints, with the same meaning, through
-fsspec. Must always hold: only an answer of the store says that something is not there. fsspec's
-own `exists` and `isdir` take every error for "no", and a run whose credentials had expired would
-start from scratch; here an error is an OSError that says what to do. Listings are never cached,
+fsspec. Must always hold: only an answer of the store means that an object is missing. fsspec's
+own `exists` and `isdir` take every error for "no", and a run with expired credentials would start
+from scratch; here an error is an OSError that names the remedy. Listings are never cached,
 because other nodes write.
-
-Called through `place.Place`; `object_disk` writes.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gc
 """Protocol -> the extra of this distribution that brings its file system."""
 
 _REQUEST_BYTES = 8 << 20
-"""What one request fetches: large enough for its latency not to matter."""
+"""The most that one request fetches: large enough for its latency not to matter."""
 _AHEAD_BYTES = 64 << 20
-"""What is fetched side by side, and held in memory until it is read."""
+"""The most that is fetched concurrently, and held in memory until it is read."""
 
 
 def file_system(url: str) -> Any:
     """The file system of a URL; fsspec keeps one for each process and protocol.
 
-    Endpoint and credentials are found as that file system finds them (AWS_ENDPOINT_URL, profiles,
+    The file system finds endpoint and credentials in its own way (AWS_ENDPOINT_URL, profiles,
     FSSPEC_S3_*, GOOGLE_APPLICATION_CREDENTIALS, ...).
     """
     return fsspec.filesystem(url.partition(":")[0], use_listings_cache=False)
@@ -42,11 +40,11 @@ def file_system(url: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """What `Path.stat` says, as far as a store knows it."""
+    """The members of `os.stat_result` that a store knows."""
 
     st_size: int
     st_mtime: float
-    """Seconds since the epoch; 0 for what is no object, such as a directory."""
+    """Seconds since the epoch; 0 for a directory, which is no object."""
 
     @property
     def st_mtime_ns(self) -> int:
@@ -60,7 +58,7 @@ class ObjectPath:
 
     url: str
     _listed: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """What the listing said that this path comes from: `is_dir` and `stat` repeat it."""
+    """The entry of the listing that this path comes from: `is_dir` and `stat` answer from it."""
 
     def __str__(self) -> str:
         return self.url
@@ -84,7 +82,7 @@ class ObjectPath:
         return self.parent / name
 
     def resolve(self) -> ObjectPath:
-        """There are no links."""
+        """The same path: a store has no links."""
         return replace(self, _listed=None)
 
     def exists(self) -> bool:
@@ -100,12 +98,21 @@ class ObjectPath:
         """Size and time of the last change; FileNotFoundError if there is nothing."""
         info = self._info()
         if info is None:
-            raise told(FileNotFoundError(self.url), self.url)
-        return ObjectStat(int(info["size"] or 0), _changed_s(info))
+            raise os_error(FileNotFoundError(self.url), self.url)
+        changed_s = 0.0
+        for key in ("LastModified", "mtime", "updated", "created"):  # each file system has its own
+            moment = info.get(key)
+            if isinstance(moment, datetime):
+                changed_s = moment.timestamp()
+                break
+            if isinstance(moment, int | float):
+                changed_s = float(moment)
+                break
+        return ObjectStat(int(info["size"] or 0), changed_s)
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What lies directly below."""
-        with naming(self.url):
+        """The objects and directories directly below this path."""
+        with as_os_errors(self.url):
             found = file_system(self.url).ls(self.url, detail=True)
         for info in found:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
@@ -114,7 +121,7 @@ class ObjectPath:
 
     def read_bytes(self) -> bytes:
         """All of an object."""
-        with naming(self.url):
+        with as_os_errors(self.url):
             return bytes(file_system(self.url).cat_file(self.url))
 
     def read_text(self, errors: str = "strict") -> str:
@@ -131,7 +138,7 @@ class ObjectPath:
 
     def _ask(self) -> Mapping[str, Any] | None:
         try:
-            with naming(self.url):
+            with as_os_errors(self.url):
                 info: Mapping[str, Any] = file_system(self.url).info(self.url)
                 return info
         except FileNotFoundError:
@@ -140,7 +147,7 @@ class ObjectPath:
 
 @dataclass(slots=True)
 class _ObjectSource:
-    """Ranges of one object; those expected are fetched side by side."""
+    """Ranges of one object; expected ranges are fetched concurrently."""
 
     path: ObjectPath
     later: Iterator[list[Span]] = field(default_factory=lambda: iter(()))
@@ -148,9 +155,10 @@ class _ObjectSource:
 
     def expect(self, spans: Sequence[Span]) -> None:
         self.later = _groups(spans)
-        self._go_on()
+        self._fetch_next()
 
-    def _go_on(self) -> None:
+    def _fetch_next(self) -> None:
+        """Fetch the next group of expected ranges."""
         self.fetched = {}
         runs = list(_runs(next(self.later, [])))
         whole = [(run[0][0], sum(length for _, length in run)) for run in runs]
@@ -162,7 +170,7 @@ class _ObjectSource:
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         span = (offset, sum(map(len, buffers)))
         if not self.fetched:
-            self._go_on()
+            self._fetch_next()
         found = self.fetched.pop(span, None)
         data = memoryview(self._fetch([span])[0]) if found is None else found
         missing = span[1] - len(data)
@@ -175,20 +183,21 @@ class _ObjectSource:
         if not spans:
             return []
         url, starts, ends = self.path.url, [s[0] for s in spans], [sum(s) for s in spans]
-        with naming(url):
+        with as_os_errors(url):
+            bodies: list[bytes] = []
             found = file_system(url).cat_ranges([url] * len(spans), starts, ends)
-            return [self._there(item, start) for item, start in zip(found, starts, strict=True)]
-
-    def _there(self, item: bytes | Exception, start: int) -> bytes:
-        if not isinstance(item, Exception):
-            return item
-        if isinstance(item, OSError) and self.path.stat().st_size <= start:
-            return b""  # a store refuses a range that begins beyond the end
-        raise item
+            for item, start in zip(found, starts, strict=True):
+                if not isinstance(item, Exception):
+                    bodies.append(item)
+                elif isinstance(item, OSError) and self.path.stat().st_size <= start:
+                    bodies.append(b"")  # a store refuses a range that begins beyond the end
+                else:
+                    raise item
+            return bodies
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """As many as may be held in memory, but one at least."""
+    """Consecutive ranges in groups that fit into memory, of at least one range."""
     group: list[Span] = []
     size = 0
     for span in spans:
@@ -202,7 +211,7 @@ def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Neighbours together, as far as one request goes."""
+    """Adjacent ranges together, up to the size of one request."""
     run: list[Span] = []
     for begin, length in spans:
         if run and (begin != sum(run[-1]) or begin + length > run[0][0] + _REQUEST_BYTES):
@@ -213,45 +222,39 @@ def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield run
 
 
-def _changed_s(info: Mapping[str, Any]) -> float:
-    """Each file system has its own name for the time of the last change."""
-    for key in ("LastModified", "mtime", "updated", "created"):
-        moment = info.get(key)
-        if isinstance(moment, datetime):
-            return moment.timestamp()
-        if isinstance(moment, int | float):
-            return float(moment)
-    return 0.0
-
-
 # ---- errors ----
 
 
 @contextmanager
-def naming(url: str) -> Iterator[None]:
-    """Every error within becomes an OSError that says what to do."""
+def as_os_errors(url: str) -> Iterator[None]:
+    """Turn every error of a store into an OSError that names the remedy, see `os_error`."""
     try:
         yield
     except Exception as error:
-        raise told(error, url) from error
+        raise os_error(error, url) from error
 
 
-def told(error: Exception, url: str) -> OSError:
+def os_error(error: Exception, url: str) -> OSError:
     """An error of a store as an OSError: names the URL, what is wrong, and the remedy.
 
-    EIO, by which a disk says that it has lost what it held, is never among them.
+    Its errno is never EIO, with which a disk reports that it has lost data.
     """
     if isinstance(error, OSError) and error.filename == url:
-        return error  # told already
-    causes = list(_chain(error))
-    signs = {type(cause).__name__ for cause in causes} | {_code(cause) for cause in causes}
-    for known, number, sentence in _SAYINGS:
+        return error  # it is the result of an inner call
+    signs: set[str] = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
+        signs |= {type(cause).__name__, str(code)}
+        cause = cause.__cause__ or cause.__context__
+    for known, number, sentence in _REMEDIES:
         if known & signs:
             return OSError(number, sentence.format(error=_short(error)), url)
     return OSError(errno.EREMOTEIO, f"{type(error).__name__}: {_short(error)}", url)
 
 
-_SAYINGS: tuple[tuple[frozenset[str], int, str], ...] = (
+_REMEDIES: tuple[tuple[frozenset[str], int, str], ...] = (
     (
         frozenset({"NoSuchBucket"}),
         errno.ENXIO,
@@ -278,19 +281,8 @@ _SAYINGS: tuple[tuple[frozenset[str], int, str], ...] = (
     (frozenset({"FileNotFoundError"}), errno.ENOENT, "there is no such object"),
     (frozenset({"FileExistsError"}), errno.EEXIST, "there is such an object already"),
 )
-"""Names of exceptions and codes of S3 -> errno and sentence. By name: which libraries are there
-depends on the store."""
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _code(error: BaseException) -> str:
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+"""Names of exceptions and codes of S3 -> errno and sentence. By name, because the libraries that
+define the exceptions are installed only for the stores that need them."""
 
 
 def _short(error: Exception) -> str:

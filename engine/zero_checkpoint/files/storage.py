@@ -1,12 +1,12 @@
 """The few file operations of a save, in one place so that tests can make each of them fail.
 
-A save goes through these alone, so that it can also go to an object store: `object_disk`.
+A save uses no other operations, so that it can also write to an object store: `object_disk`.
 
-Must always hold: a file is created, never overwritten; what `sync` and `sync_directory` return
-from survives a power cut; `publish` is atomic.
+Must always hold: a file is created, never overwritten; data survive a power cut once `sync` and
+`sync_directory` have returned; `publish` is atomic.
 
-Called by `writer`, `commit`, `candidates` and `retention`. Tests subclass `Disk` to die, fail or
-record at any operation; reading needs no such object, because tests can damage real files.
+Tests subclass `Disk` to die, fail or record at any operation; reading needs no such object, because
+tests can damage real files.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from zero_checkpoint.place import Place
 _BUFFER_BYTES = 1 << 20
 """Small pieces are gathered into writes of this size; larger ones go straight to the kernel."""
 REMOVED = "removed."
-"""Before a name: no load looks there any more, and whoever finds it may delete it."""
+"""Prefix of a name: no load reads the directory any more, and any process may delete it."""
 
 
 class Disk:
     """A POSIX file system that all ranks share. Every method raises OSError when it fails."""
 
     block_bytes: int | None = None
-    """What is hashed, and read back, as one unit; None: as `layout.block_bytes_for` says."""
+    """Bytes of a block, the unit that is hashed and read back; None: `layout.block_bytes_for`."""
     publishes_late = False
-    """Whether a `publish` that has failed may still happen, after what was done since."""
+    """Whether a `publish` that has failed may still take effect later."""
 
     def make_directories(self, path: Place) -> None:
         """Create a directory and its parents, each durable in its parent; no error if there."""
@@ -58,7 +58,7 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Place) -> None:
-        """Flush a directory: without it, a created or renamed entry may vanish in a crash."""
+        """Flush a directory: else a created or renamed entry may vanish in a crash."""
         descriptor = os.open(_local(path), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -69,21 +69,21 @@ class Disk:
         """Give a finished file its final name, atomically.
 
         Args:
-            temporary: Synced.
-            final: Nothing must have this name, unless it may be replaced.
-            replace: It may.
+            temporary: The file; it is synced.
+            final: Its new name, which no other file has, unless `replace` is true.
+            replace: Whether a file of the final name is replaced.
         """
         _local(temporary).replace(_local(final))
 
     def link(self, link: Place, name: str) -> None:
-        """Let a link lead to its neighbour `name`; FileExistsError if something else is there."""
+        """Make a link to `name` in the same directory; FileExistsError if `link` is no link."""
         path = _local(link)
         if path.is_symlink():
             path.unlink()
         path.symlink_to(name)
 
     def remove_dangling(self, directory: Place) -> None:
-        """Remove the links to checkpoints that are gone; what leads elsewhere is somebody's own."""
+        """Remove the links to deleted checkpoints; links that lead elsewhere are the user's."""
         for path in _local(directory).iterdir():
             if path.is_symlink() and not path.exists() and os.readlink(path).startswith("step-"):
                 path.unlink(missing_ok=True)
@@ -91,15 +91,15 @@ class Disk:
     def retire(self, path: Place, *, committed: bool) -> Place:
         """Make a directory stop being a checkpoint, durably, before any byte of it is gone.
 
-        A save that is alive after all, and publishes into it, must fail. So the directory gets
-        another name: the manifest of that save has nowhere to go.
+        A save that is still alive, and publishes into it, must fail. So the directory is renamed:
+        the path of that save's manifest does not exist any more.
 
         Args:
             path: The directory.
             committed: Whether it is a checkpoint; if not, it must not become one either.
 
         Returns:
-            Where it is now.
+            The directory's new path.
         """
         manifest = path / MANIFEST
         if committed:

@@ -1,14 +1,11 @@
 """Writes one rank's file from its image, hashed on the way, then fsynced.
 
 An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
-training waits, `staging.FrozenImage` a copy while training goes on.
+training waits, `staging.FrozenImage` reads a snapshot while training continues.
 
-Must always hold: the digests are those of the bytes handed to the kernel, in the order in which
-they lie in the file; the file is on stable storage when `write_file` returns; a live image makes
-no second copy of the state: it is copied in chunks. One chunk is written while the next one is
-gathered and hashed.
-
-Called by `commit` on every rank.
+Must always hold: the digests are those of the bytes handed to the kernel, in the order of the file;
+the file is on stable storage when `write_file` returns; a live image makes no second copy of the
+state: it is copied chunk by chunk. One chunk is written while the next one is gathered and hashed.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ class Image(Protocol):
 
     @property
     def layout(self) -> FileLayout:
-        """Where what is."""
+        """The positions of the tensors in the file."""
 
     def chunks(self) -> Iterator[memoryview]:
         """All bytes, in order, in parts of a size that suits the disk.
 
-        A part stays as it is until the next but one is asked for.
+        A part stays unchanged until the next but one is requested.
         """
 
 
@@ -49,10 +46,10 @@ class LiveImage:
 
     layout: FileLayout
     rooms: Sequence[memoryview] = field(default_factory=two_memories)
-    """For two chunks; whoever saves again keeps them, because fresh memory costs time."""
+    """Memory for two chunks; the next save uses it again, because fresh memory costs time."""
 
     def chunks(self) -> Iterator[memoryview]:
-        """As `Image.chunks`, gathered in two rooms in turn."""
+        """All bytes in order, gathered in the two rooms in turn; see `Image.chunks`."""
         for copy in copies(self.layout, itertools.cycle(self.rooms)):
             yield copy.make()
 
@@ -67,7 +64,7 @@ class BlockHasher:
         self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
-        """Take in the next bytes of the stream."""
+        """Hash the next bytes of the stream."""
         size, digest = self._block_bytes, xxhash.xxh3_64_digest
         begin = 0
         if self._filled:
@@ -79,7 +76,7 @@ class BlockHasher:
             self._begin_block(data[stop:])
 
     def _begin_block(self, part: memoryview) -> None:
-        """Take in a part of a block, which may be what is left of it."""
+        """Hash a part of a block, which may be the last part."""
         self._hash.update(part)
         self._filled += len(part)
         if self._filled == self._block_bytes:
@@ -119,7 +116,7 @@ def _hashed(chunks: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memor
 
 
 def _ahead(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same; each is made by another thread while the one before is in use."""
+    """The same chunks; each is made by another thread while the one before it is in use."""
     with ThreadPoolExecutor(1, "zero-chunks") as thread:
         coming = _begin(thread, chunks)
         while (chunk := coming.result()) is not None:
@@ -128,7 +125,7 @@ def _ahead(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
 
 
 def _begin(thread: ThreadPoolExecutor, chunks: Iterator[memoryview]) -> Future[memoryview | None]:
-    """The next one, begun there; or made here, where the interpreter ends and starts no threads."""
+    """The next chunk, from the thread; made here if the interpreter ends and starts no threads."""
     try:
         return thread.submit(next, chunks, None)
     except RuntimeError:

@@ -16,9 +16,9 @@ import torch
 from tests.support.waiting import wait_for
 from tests.unit.checkpoint.support import blank, flip, load_all, random_bits, same_bits, saved
 from zero_checkpoint.errors import DamagedCheckpoint
-from zero_checkpoint.files import fetches, huge_pages
+from zero_checkpoint.files import chunks, fetches
+from zero_checkpoint.files.chunks import zeros
 from zero_checkpoint.files.fetches import _CHUNKS, LEAST_BYTES, is_cached
-from zero_checkpoint.files.huge_pages import zeros
 from zero_checkpoint.files.local_file import open_file
 from zero_checkpoint.format.pieces import PARAM, TensorId
 from zero_checkpoint.format.plan import READ_BYTES
@@ -34,7 +34,7 @@ def setting(tmp_path_factory, monkeypatch):
     """Of the kernel: huge pages for who asks for them."""
     path = tmp_path_factory.mktemp("sys") / "enabled"
     path.write_text("always [madvise] never\n")
-    monkeypatch.setattr(huge_pages, "SETTING", path)
+    monkeypatch.setattr(chunks, "SETTING", path)
     return path
 
 
@@ -148,7 +148,7 @@ def test_the_slabs_go_with_the_file_and_not_only_when_garbage_is_collected(file,
     taken = []
 
     def noting(size):
-        memory = huge_pages.zeros(size)
+        memory = chunks.zeros(size)
         taken.append(weakref.ref(memory))
         return memory
 

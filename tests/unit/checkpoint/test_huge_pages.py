@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from zero_checkpoint.files.huge_pages import zeros
+from zero_checkpoint.files.chunks import zeros
 
 SIZE_BYTES = 8 << 20
 
