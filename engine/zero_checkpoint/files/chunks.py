@@ -25,8 +25,8 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHUNK_BYTES = 16 << 20
 """Bytes of a chunk of a finished copy: large, so that the disk hardly waits between two chunks."""
 ROOM_BYTES = 4 << 20
-"""Bytes of a chunk that is gathered for the disk: two of them stay in the processor's cache, and the
-disk reads them from there. With larger ones, disk and copying compete for the memory: measured a
+"""Bytes of a chunk that is gathered for the disk: two of them stay in the processor's cache, from
+which the disk reads them. With larger ones, disk and copying compete for the memory: measured a
 tenth slower."""
 
 
