@@ -2,8 +2,8 @@
 
 python -m zero_engine ds_config.json --parameters 7e9
 
-Must always hold: it ends with 0 only if `initialize` takes the config, apart from what depends on
-the model, and from "auto", which libraries such as the Trainer fill in.
+Must always hold: it exits with 0 only if `initialize` accepts the config, apart from what depends
+on the model, and from "auto", which libraries such as the Trainer fill in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BROKEN_PIPE = 141
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the explanation of the config named on the command line; 2 if it is no good."""
+    """Print the explanation of the config on the command line; returns 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_engine", description=(__doc__ or "").split("\n", 1)[0]
     )
@@ -33,13 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
         type=_count,
         default=10**9,
         metavar="N",
-        help="trained parameters of the model, 7e9 for example (default: %(default)s)",
+        help="trained parameters of the model, such as 7e9 (default: %(default)s)",
     )
     parser.add_argument(
         "--largest",
         type=_count,
         metavar="N",
-        help="trained parameters of its largest module (default: a 32nd of all)",
+        help="trained parameters of the model's largest module (default: a 32nd of all)",
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(format=f"{parser.prog}: %(message)s", level=logging.WARNING)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         written = reading.read_json(options.file)
         config = load_config(written)
-        # Raises ConfigError where `initialize` would, though each key as such is good
+        # Raises ConfigError where `initialize` would, though each key alone is valid.
         check_sections(config)
         if AUTO not in (written.get(key) for key in _BATCH):
             check_batch(config)

@@ -1,7 +1,7 @@
-"""Names that a script may know from before: an error that says where each of them went.
+"""Former names: an error for each, with its new place or a remedy.
 
-Must always hold: whoever only asks (`hasattr`, `importlib.util.find_spec`) is told that it is not
-there, like anything else that is not; whoever uses or imports it reads the place or the remedy.
+Must always hold: for a mere question (`hasattr`, `importlib.util.find_spec`) a former name does not
+exist; its use or import is an error with the new place or the remedy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FORMER_NAMES = {
     "zero_deepspeed.runtime.zero.stage3": _ESTIMATORS,
     "zero_deepspeed.runtime.zero.stage_1_and_2": _ESTIMATORS,
 }
-"""What was there -> its place now, or in a sentence what to do instead."""
+"""Former name -> its present name, or a sentence with the remedy."""
 
 
 def _message(name: str, spoken: str) -> str | None:
@@ -79,7 +79,7 @@ def _message(name: str, spoken: str) -> str | None:
 
 
 def raising_getattr(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module of which names are in the table."""
+    """The `__getattr__` of a module that has names in the table."""
 
     def __getattr__(name: str) -> NoReturn:  # noqa: N807 - the function is a module's
         dotted = f"{module}.{name}"
@@ -90,7 +90,7 @@ def raising_getattr(module: str) -> Callable[[str], NoReturn]:
 
 
 class _Last(MetaPathFinder):
-    """Asked for a module that no other finder has found; also for `from package import name`."""
+    """The last finder, for modules and `from package import name` that no other has found."""
 
     def __init__(self, package: str, spoken: str) -> None:
         self._package, self._spoken = package, spoken
@@ -108,10 +108,10 @@ class _Last(MetaPathFinder):
 
 
 def explain_imports(package: str, spoken: str | None = None) -> None:
-    """Let imports of a package's former names, which fail, say where they went.
+    """Let failing imports of a package's former names raise with the new place.
 
     Args:
-        package: As in the table.
-        spoken: By what name scripts import it, if by another one.
+        package: The name of the package in the table.
+        spoken: The name by which scripts import it, if it differs.
     """
     sys.meta_path.append(_Last(package, spoken or package))

@@ -172,7 +172,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         load_config({"zero_optimization": tuning})
     assert caplog.messages == [
         "config keys without effect here: zero_optimization.overlap_comm, "
-        "zero_optimization.reduce_bucket_size; python -m zero_engine FILE says why"
+        "zero_optimization.reduce_bucket_size; python -m zero_engine FILE shows why"
     ]
 
 
@@ -215,7 +215,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window: 0 is not a finite number"),
         (
             {"communication_data_type": "bf16"},
-            "communication_data_type: 'bf16' would round the gradients; they travel in fp32 here",
+            "communication_data_type: 'bf16' would round the gradients, which are sent in fp32",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "fp8"}}, "torch_autocast.dtype: 'fp8'"),
         (

@@ -1,10 +1,8 @@
 """DeepSpeed's "elasticity" section: a global batch that divides well, from a few micro-batches.
 
 Owns the choice. Must always hold: the batch is DeepSpeed's; the micro-batch is the largest that
-divides it, at every world size, so that the result does not depend on the world. Which worlds
-divide the batch without a remainder is told, and no world is refused.
-
-Called by `parse` and `explain`.
+divides it, at every world size, so that the result does not depend on the world. The worlds that
+divide the batch without a remainder are listed, and no world is refused.
 
 Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in 0.19.8.
 """
@@ -12,7 +10,6 @@ Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; remov
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zero_contract.errors import ConfigError
@@ -77,7 +74,7 @@ _AT_LEAST = {"max_train_batch_size": 0, "min_time": 0, "num_gpus_per_node": 1, "
 
 @dataclass(frozen=True, slots=True)
 class ElasticBatch:
-    """What was chosen."""
+    """A chosen batch."""
 
     samples: int
     micro_batch: int
@@ -86,7 +83,7 @@ class ElasticBatch:
 
 
 def choose_batch(wanted: Elasticity) -> ElasticBatch:
-    """The batch with the most such worlds, up to the maximum; the larger (or smaller) of equals."""
+    """The batch that most worlds divide, up to the maximum; the larger (or smaller) of equals."""
     sizes, limit = wanted.micro_batch_sizes, wanted.max_train_batch_size
     bases = [base for base in (*sizes, math.lcm(*sizes)) if base <= limit]
     candidates = sorted(
@@ -102,15 +99,11 @@ def choose_batch(wanted: Elasticity) -> ElasticBatch:
 
 
 def _worlds(samples: int, wanted: Elasticity) -> list[int]:
-    divisors = {d for size in wanted.micro_batch_sizes for d in _divisors(samples, size)}
-    return sorted(d for d in divisors if wanted.min_gpus <= d <= wanted.max_gpus)
-
-
-def _divisors(samples: int, micro_batch: int) -> Iterable[int]:
-    """The worlds among which `samples` are divided in micro-batches of one size."""
-    count, rest = divmod(samples, micro_batch)
-    if rest:
-        return
-    for low in range(1, math.isqrt(count) + 1):
-        if count % low == 0:
-            yield from (low, count // low)
+    """The worlds in the range whose ranks all get equally many micro-batches of one size."""
+    found: set[int] = set()
+    for micro_batch in wanted.micro_batch_sizes:
+        count, rest = divmod(samples, micro_batch)
+        for low in range(1, math.isqrt(count) + 1) if rest == 0 else ():
+            if count % low == 0:
+                found |= {low, count // low}
+    return sorted(world for world in found if wanted.min_gpus <= world <= wanted.max_gpus)

@@ -1,9 +1,8 @@
-"""DeepSpeed's keys that have no effect here, each with the reason, and those that are missing.
+"""DeepSpeed's keys that have no effect here, with the reasons, and those of missing features.
 
-Owns two tables. Must always hold: every key of DeepSpeed's documentation is a field of
-`schema`, or in one of them; a key without effect changes no result, so a run may ignore it; a
-key whose feature would change what happens is refused when it asks for it. `parse` reads them,
-and docs/deepspeed.md shows them.
+Owns two tables. Must always hold: every key of DeepSpeed's documentation is a field of `schema`, or
+in one of them; a key without effect changes no result, so a run may ignore it; a key that enables a
+missing feature is refused.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ WITHOUT_EFFECT: dict[str, str] = {
 
 
 COMMENT = ("_", "//", "#")
-"""How a key begins that is there for readers only, such as "_comment"."""
+"""The beginnings of keys that are comments, such as "_comment"."""
 
 INSIDE: dict[str, frozenset[str]] = {
     section: frozenset(names.split())
@@ -100,7 +99,7 @@ INSIDE: dict[str, frozenset[str]] = {
         ),
     }.items()
 }
-"""What there may be in a section without effect: a key misspelt there is a mistake all the same."""
+"""The keys of sections without effect: a misspelt key there is still an error."""
 
 
 def _enabled(value: Any) -> bool:
@@ -114,12 +113,12 @@ def _asks(key: str, default: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A feature that is not there."""
+    """A missing feature."""
 
     asks: Callable[[Any], bool]
-    """Does the key's value ask for it?"""
+    """Whether a value of the key enables the feature."""
     why: str
-    """Why not; what to do instead."""
+    """Why it is missing, and what to do instead."""
 
 
 MISSING: dict[str, Missing] = {
@@ -130,9 +129,9 @@ MISSING: dict[str, Missing] = {
     ),
     "checkpoint.use_node_local_storage": Missing(
         bool,
-        "what a node's own disk alone has is lost with the node, and cannot be read by others when "
-        "the world changes; save to storage that all nodes share, or to s3:// or gs://, and set "
-        "checkpoint.ram for checkpoints in the nodes' memory, with copies",
+        "a checkpoint on one node's disk is lost with the node, and other nodes cannot read it "
+        "when the world changes; save to storage that all nodes share, or to s3:// or gs://, and "
+        "set checkpoint.ram for checkpoints in the nodes' memory, with copies",
     ),
     "compile": Missing(
         _asks("deepcompile", False),
@@ -194,7 +193,7 @@ MISSING: dict[str, Missing] = {
         "zero_quantized_gradients alone",
     ),
 }
-"""Features that are not there: path of the key -> who asks for it, and what to do instead."""
+"""Path of the key -> the missing feature."""
 
 ALIASES = {
     "bfloat16": "bf16",
@@ -232,8 +231,8 @@ INERT_NUMBERS: Mapping[str, Range] = {
     },
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Range(most=1, whole=False),
 }
-"""Path of a key without effect -> what it may be, beside null and "auto".
+"""Path of a key without effect -> the range of its value, beside null and "auto".
 
-A number that no run could mean (a bucket of -1 elements) is a slip of the pen, also where nothing
-reads it: whoever wrote it believes that it has an effect.
+A number that makes no sense (a bucket of -1 elements) is a typo, also where nothing reads it: its
+author believes that it has an effect.
 """

@@ -1,7 +1,4 @@
-"""What somebody probably meant: an unknown key, and the known one that is nearest to it.
-
-Called by `parse`, and by those who read the free params of optimizers and schedules.
-"""
+"""Errors for unknown config keys, with the nearest known key, and checks of free params."""
 
 from __future__ import annotations
 
@@ -19,26 +16,26 @@ _TYPES = re.compile(r"\b(int|float|bool|str|None|Optional|[tT]uple|Sequence)\b")
 
 
 def unknown_key(
-    where: str, known: Collection[str], *, told: Collection[str] | None = None
+    where: str, known: Collection[str], *, listed: Collection[str] | None = None
 ) -> ConfigError:
     """The error for an unknown key.
 
     Args:
-        where: Its whole path.
+        where: The whole path of the key.
         known: The keys that are possible in its place.
-        told: Those that are listed if none is near; by default all.
+        listed: The keys to list if none is near; by default all.
     """
     near = nearest(where.rpartition(".")[2], known)
-    listed = ", ".join(sorted(known if told is None else told))
-    hint = f"; did you mean {near!r}?" if near else f"; known: {listed}"
+    names = ", ".join(sorted(known if listed is None else listed))
+    hint = f"; did you mean {near!r}?" if near else f"; known: {names}"
     return ConfigError(f"{where}: unknown config key{hint}")
 
 
 def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Params as the arguments of `make`, after its first one; numbers in quotes as numbers.
+    """Convert params to the arguments of `make` after its first; numbers in quotes are numbers.
 
     Raises:
-        ConfigError: One that it does not have, one missing that it needs, or one of another type.
+        ConfigError: A param is unknown, missing or of another type.
     """
     _, *arguments = inspect.signature(make).parameters.values()
     known = {argument.name for argument in arguments}
@@ -56,7 +53,7 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
 
 
 def unquoted(value: Any) -> Any:
-    """What is written in quotes and is a number, true or false, as YAML's 1e-4; else the value."""
+    """The number or boolean in a string, such as YAML's 1e-4; any other value unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(unquoted(each) for each in value)
     if not isinstance(value, str):
@@ -68,7 +65,7 @@ def unquoted(value: Any) -> Any:
 
 
 def _as_argument(where: str, written: Any, argument: inspect.Parameter) -> Any:
-    """A value as the type that an argument's annotation names; raises ConfigError if it is none."""
+    """A value as the type in an argument's annotation. Raises ConfigError if it has another."""
     words = {word.lower() for word in _TYPES.findall(str(argument.annotation))}
     value, default = unquoted(written), argument.default
     if not words:  # of a type that no config can hold, or of none

@@ -1,6 +1,6 @@
 """The sections "offload_optimizer" and "offload_param": where state rests between uses.
 
-Called by `schema`; `tiers.choose` reads them. Source: DeepSpeed 0.19.8, for names and defaults.
+Source: DeepSpeed 0.19.8, for names and defaults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_contract.ranges import check_least
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)
 MOST_WIDENED = 1 << 24
-"""Elements of state resting in 16 bits that are stepped, in fp32, at a time."""
+"""The largest number of elements that rest in 16 bits and are stepped in fp32 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def _check_device(section: str, device: str, nvme_path: str | None) -> None:
 
 
 def check_stage(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> None:
-    """Raises ConfigError if a stage does not go with what is to be offloaded."""
+    """Check that the stage supports the offload. Raises ConfigError."""
     if optimizer.device != NONE and stage == 0:
         raise ConfigError(
             "zero_optimization.offload_optimizer: at stage 0 every rank holds all of the "

@@ -1,10 +1,7 @@
-"""From what was read to a `Config`: coercing, and naming what is wrong.
+"""From a dict to a `Config`: converts the values, and names what is wrong.
 
-Must always hold: a key that nothing reads is an error that names the nearest known key, never
-silence; a key without effect is named in the log, once, with the reason; a feature that is asked
-for and not there is an error.
-
-Called by `assembly` and by `python -m zero_engine`.
+Must always hold: an unknown key is an error that names the nearest known key, and is never ignored;
+a key without effect is logged once; a key that enables a missing feature is an error.
 """
 
 from __future__ import annotations
@@ -33,41 +30,36 @@ AUTO = "auto"
 def load_config(source: Mapping[str, Any] | str | Path) -> Config:
     """The configuration from a dict, a JSON string (also in base64) or the path of a JSON file.
 
-    A value of "auto" takes the default. Whole floats are taken for integers (2e8), and numbers
-    in quotes for numbers.
+    A value of "auto" takes the default. Whole floats are accepted as integers (2e8), and numbers
+    in quotes as numbers.
 
     Raises:
-        ConfigError: Unreadable, an unknown or repeated key, or a value that is no good.
+        ConfigError: The config cannot be read, a key is unknown or repeated, or a value is wrong.
     """
     data = source if isinstance(source, Mapping) else read_json(source)
-    config = _with_elastic_batch(_parse(Config, data, ""))
+    config: Config = _parse(Config, data, "")
+    if config.elasticity.enabled:
+        sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+        given = any(size is not None for size in (*sizes, config.gradient_accumulation_steps))
+        if given and not config.elasticity.ignore_non_elastic_batch_info:
+            raise ConfigError(
+                "elasticity decides the batch: remove train_batch_size, "
+                "train_micro_batch_size_per_gpu and gradient_accumulation_steps, or set "
+                "elasticity.ignore_non_elastic_batch_info"
+            )
+        chosen = choose_batch(config.elasticity)
+        config = dataclasses.replace(
+            config,
+            train_batch_size=chosen.samples,
+            train_micro_batch_size_per_gpu=chosen.micro_batch,
+            gradient_accumulation_steps=None,
+        )
     if inert := without_effect(data):
         _log.info(
-            "config keys without effect here: %s; python -m zero_engine FILE says why",
+            "config keys without effect here: %s; python -m zero_engine FILE shows why",
             ", ".join(inert),
         )
     return config
-
-
-def _with_elastic_batch(config: Config) -> Config:
-    """The batch that the "elasticity" section comes to, if it is enabled."""
-    wanted = config.elasticity
-    if not wanted.enabled:
-        return config
-    sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
-    given = any(size is not None for size in (*sizes, config.gradient_accumulation_steps))
-    if given and not wanted.ignore_non_elastic_batch_info:
-        raise ConfigError(
-            "elasticity decides the batch: remove train_batch_size, train_micro_batch_size_per_gpu "
-            "and gradient_accumulation_steps, or set elasticity.ignore_non_elastic_batch_info"
-        )
-    chosen = choose_batch(wanted)
-    return dataclasses.replace(
-        config,
-        train_batch_size=chosen.samples,
-        train_micro_batch_size_per_gpu=chosen.micro_batch,
-        gradient_accumulation_steps=None,
-    )
 
 
 def without_effect(data: Mapping[str, Any]) -> dict[str, str]:
@@ -118,7 +110,7 @@ def _parse(cls: type[Any], data: Mapping[str, Any], path: str) -> Any:
 
 
 def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
-    """A key that is no field: without effect, missing and switched off, or an error."""
+    """Check a key that is no field: without effect, a missing feature that is off, or an error."""
     where = _join(path, key)
     if key.startswith(keys.COMMENT):
         return
@@ -143,7 +135,7 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
 
 
 def _check_inert_number(where: str, value: Any) -> None:
-    """A number that nothing reads must be one that somebody could mean."""
+    """Check the range of a number in a key without effect: a typo is still an error."""
     if where in keys.INERT_NUMBERS and value not in (None, AUTO):
         check_range(where, value, keys.INERT_NUMBERS[where])
 
@@ -161,7 +153,7 @@ def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
     others = {*keys.MISSING, *keys.WITHOUT_EFFECT}
     here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
     here = {name for name in here if "." not in name}
-    return unknown_key(_join(path, key), fields | here, told=fields or here)
+    return unknown_key(_join(path, key), fields | here, listed=fields or here)
 
 
 # ---- one value ----
@@ -171,7 +163,7 @@ def _number(value: Any) -> int | float:
     if isinstance(value, str):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise TypeError  # NaN would pass every comparison that refuses what is too small
+        raise TypeError  # NaN would pass every comparison that checks a range
     return value
 
 
@@ -215,16 +207,6 @@ seed is hashed as 64 bits without one: -1 would be the same run as 2**64 - 1, no
 """
 
 
-def _check_bits(where: str, annotation: str, value: Any) -> None:
-    """Raises ConfigError if an integer, or one of several, does not fit into its 64 bits."""
-    if annotation not in _BITS or value is None:
-        return
-    least, most = _BITS[annotation]
-    for number in value if isinstance(value, tuple) else (value,):
-        if not least <= number <= most:
-            raise ConfigError(f"{where}: {number} is not from {least} to {most}, as 64 bits are")
-
-
 _COERCE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("an integer", _as_int),
     "Seed": ("an integer", _as_int),
@@ -261,7 +243,11 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
         made = convert(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where}: {value!r} is not {name}") from None
-    _check_bits(where, wanted, made)
+    if wanted in _BITS and made is not None:
+        least, most = _BITS[wanted]
+        for number in made if isinstance(made, tuple) else (made,):
+            if not least <= number <= most:
+                raise ConfigError(f"{where}: {number} is not from {least} to {most} (64 bits)")
     return made
 
 

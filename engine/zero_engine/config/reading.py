@@ -1,10 +1,8 @@
-"""From text to a dict: JSON, and of HJSON what DeepSpeed's users write.
+"""From text to a dict: JSON, and the parts of HJSON that DeepSpeed's users write.
 
-Must always hold: what strict JSON would refuse is read only where one meaning is possible, and
-is then named in the log; all else is refused with the line and the character in words. HJSON
-itself would take `8 "bf16": ...`, after which a comma is missing, for one long string.
-
-Called by `parse`, `assembly` and `python -m zero_engine`.
+Must always hold: text that strict JSON refuses is read only if it has one possible meaning, and is
+then logged; all other text is an error with the line and the character in words. HJSON itself would
+read `8 "bf16": ...`, after which a comma is missing, as one long string.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ _STRING = r'"(?:\\.|[^"\\\n])*"' + r"|'''.*?'''|'(?:\\.|[^'\\\n])*'"
 _COMMENT = r"(?<![^\s,{}\[\]])(?:#[^\n]*|//[^\n]*|/\*.*?\*/)"
 _TOKEN = re.compile(f"(?P<string>{_STRING})|{_COMMENT}", re.DOTALL)
 _MASK = "\1"
-"""Stands in an outline for every character of a string."""
+"""Replaces every character of a string in an outline."""
 _LAST_COMMA = re.compile(r",(?=\s*[}\]])")
 _NO_COMMA = re.compile(r"(?:[}\]\1\d]|true|false|null)[ \t]+(?=[{\[\1]|-?\d)")
 _COMMA, _UNCLOSED = "Expecting ',' delimiter", "Unterminated string starting at"
-"""Two of the things that Python's json says."""
+"""Two of the messages of Python's json."""
 _PROBLEMS = {
     _COMMA: "a comma is missing before {}",
     "Expecting ':' delimiter": "a colon is missing before {}",
@@ -45,16 +43,16 @@ _PROBLEMS = {
     _UNCLOSED: "the quotes are not closed that open with {}",
     "Extra data": "nothing may follow the last bracket, and there is {}",
 }
-"""What is wrong, as Python's json says it -> in words."""
+"""Message of Python's json -> the problem in words; {} is the text at its place."""
 _SHOWN = 20
-"""Characters that are shown of the place."""
+"""The number of characters of that text."""
 
 
 def read_json(source: str | Path) -> Mapping[str, Any]:
-    """The JSON or HJSON object in a string, in base64 or a file; repeated keys are an error.
+    """Read the JSON or HJSON object in a string, in base64 or a file; keys must not repeat.
 
     Raises:
-        ConfigError: It cannot be read; says the line and what is wrong there.
+        ConfigError: The text cannot be read; names the line and the problem there.
     """
     text, name = str(source), "the config"
     if not text.lstrip().startswith("{"):
@@ -72,7 +70,7 @@ def read_json(source: str | Path) -> Mapping[str, Any]:
 
 
 def _from_hjson(text: str, name: str) -> Any:
-    """What strict JSON refuses: comments, commas too many, words without quotes."""
+    """Read what strict JSON refuses: comments, superfluous commas, words without quotes."""
     outline = _TOKEN.sub(_blank, text)
     for at, char in enumerate(outline):
         if (instead := _instead(char)) is not None:
@@ -89,19 +87,19 @@ def _from_hjson(text: str, name: str) -> Any:
     except json.JSONDecodeError as error:
         data = _without_quotes(text, outline, name, error)
         lenient["no quotes, or a line break for a comma"] = [error.pos]
-    told = [f"{what} (line {_line(text, places[0])})" for what, places in lenient.items() if places]
-    _log.info("%s is read as DeepSpeed reads it, with %s", name, ", ".join(told))
+    found = [f"{what} (line {_line(text, at[0])})" for what, at in lenient.items() if at]
+    _log.info("%s is read as DeepSpeed reads it, with %s", name, ", ".join(found))
     return data
 
 
 def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDecodeError) -> Any:
-    """All that HJSON allows, but for what it would read as one string because a comma is missing.
+    """Read all of HJSON, except a string that it makes of a line in which a comma is missing.
 
     Args:
         text: The config.
-        outline: The same without strings and comments.
-        name: Of the config.
-        otherwise: What is wrong with it as JSON.
+        outline: The config without strings and comments.
+        name: The name of the config, for messages.
+        otherwise: The error of the JSON parser.
     """
     gap = _NO_COMMA.search(outline)
     if gap and otherwise.msg != _UNCLOSED:
@@ -115,12 +113,12 @@ def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDeco
 
 
 def _blank(match: re.Match[str]) -> str:
-    """As long, with its line breaks."""
+    """Blanks of the same length, with the same line breaks."""
     return re.sub(r"[^\n]", _MASK if match["string"] else " ", match[0])
 
 
 def _instead(char: str) -> str | None:
-    """What to do about a character that looks like one of JSON's, or like nothing, and is none."""
+    """The remedy for a character that looks like one of JSON, or is invisible; None for others."""
     if char.isascii():
         return None
     if "QUOTATION MARK" in unicodedata.name(char, ""):
@@ -130,12 +128,12 @@ def _instead(char: str) -> str | None:
 
 
 def _in_words(text: str, at: int, problem: str) -> str:
-    """What is wrong at a place of a text, and where."""
+    """The line and the problem at a place of the text."""
     there = text[at:].partition("\n")[0][:_SHOWN].rstrip()
     if not text[at:].strip():
         return f"line {_line(text, at)}: it ends here, and a bracket is still open"
-    said = _PROBLEMS.get(problem, f"{problem} {{}}").format(there)
-    return f"line {_line(text, at)}: {said}"
+    described = _PROBLEMS.get(problem, f"{problem} {{}}").format(there)
+    return f"line {_line(text, at)}: {described}"
 
 
 def _line(text: str, at: int) -> int:
@@ -143,7 +141,7 @@ def _line(text: str, at: int) -> int:
 
 
 def _from_base64(text: str) -> str | None:
-    """What DeepSpeed's launcher makes of a config: JSON in URL-safe base64."""
+    """JSON from URL-safe base64, in which DeepSpeed's launcher passes a config, or None."""
     try:
         decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):

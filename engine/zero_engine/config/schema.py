@@ -1,8 +1,8 @@
 """The configuration as frozen dataclasses: DeepSpeed's names and defaults, and a few of ours.
 
-Owns which keys have an effect, their types, and what may not be combined. Must always hold: a
-`Config` that exists is consistent in itself; what depends on the world is checked where the
-world is known (`global_batch.resolve_batch`). `parse` fills it, `assembly` and `engine` read it.
+Owns the keys that have an effect, their types, and their forbidden combinations. Must always hold:
+a `Config` is consistent in itself; what depends on the world is checked when the world is known
+(`global_batch.resolve_batch`).
 
 Source: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8, for the defaults.
 """
@@ -88,7 +88,7 @@ class Fp16:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchAutocast:
-    """Run forward under torch.autocast; beside bf16, what it keeps in fp32 is computed in that."""
+    """Run forward under torch.autocast, also in bf16, for the operations that it runs in fp32."""
 
     enabled: bool = False
     """Whether forward runs under torch.autocast."""
@@ -108,7 +108,7 @@ class DataTypes:
     """The dtypes of parameters and buffers, where they differ from the rest."""
 
     param_dtype: str | None = None
-    """The dtype of the parameters. It must be what bf16.enabled and fp16.enabled come to."""
+    """The dtype of the parameters. It must be that of bf16.enabled or fp16.enabled, else fp32."""
     buffer_dtype: str | None = None
     """The dtype of floating-point buffers. Without it they have the dtype of the parameters in bf16
     and fp16 training, and their own in fp32 training."""
@@ -139,28 +139,28 @@ class LeafModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptimization:
-    """ZeRO: which state is divided among the ranks, and where it rests between uses."""
+    """ZeRO: which state is sharded over the ranks, and where it rests between uses."""
 
     stage: int = 0
-    """0 divides nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too."""
+    """0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters."""
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
     offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
     zero_hpz_partition_size: int = 1
-    """ZeRO++, at stage 3: this number of consecutive ranks, those of a node, keep all weights among
-    them from one use to the next. 1 keeps nothing."""
+    """ZeRO++, at stage 3: this number of consecutive ranks, those of a node, keep a secondary copy
+    of all weights, sharded over them. 1 keeps none."""
     zero_quantized_weights: bool = False
     """ZeRO++, at stage 3: gather weights as int8. The bits differ from those without it."""
     zero_quantized_nontrainable_weights: bool = False
-    """ZeRO++, at stage 3: gather as int8 only the weights that nothing trains."""
+    """ZeRO++, at stage 3: gather as int8 only the weights that are not trained."""
     zero_quantized_gradients: bool = False
     """ZeRO++: send gradients as int8. The bits differ from those without it."""
     sub_group_size: int = 1_000_000_000
-    """How many elements of offloaded state the optimizer steps at a time."""
+    """The number of elements of offloaded state that the optimizer steps at a time."""
     stage3_prefetch_bucket_size: int | None = None
-    """How many elements stage 3 gathers ahead of their use. Null is one module, 0 is nothing."""
+    """The number of elements that stage 3 prefetches. Null is one module, 0 is nothing."""
     stage3_max_live_parameters: int = 1_000_000_000
-    """Stage 3 gathers ahead only while fewer elements than this are whole in memory."""
+    """Stage 3 prefetches only while fewer elements than this are gathered."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -251,14 +251,14 @@ class WandbMonitor:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsProfiler:
-    """Count the floating-point operations of one step, and say which modules they are in."""
+    """Count the floating-point operations of one step, by module."""
 
     enabled: bool = False
     """Whether a step is profiled."""
     profile_step: int = 1
-    """How many steps come before the profiled one."""
+    """The number of steps before the profiled one."""
     module_depth: int = -1
-    """How deep the shown modules may be nested. -1 shows all."""
+    """The largest depth of the modules that are shown. -1 shows all."""
     detailed: bool = True
     """Whether each module is shown."""
     output_file: str | None = None
@@ -298,7 +298,7 @@ class Config:
     """Gradients are averaged over the ranks ("mean"), or summed ("sum") over the ranks of the run's
     first round."""
     communication_data_type: str | None = None
-    """The dtype in which gradients travel. Only the compute dtype or "fp32" is possible, because
+    """The dtype in which gradients are sent. Only the compute dtype or "fp32" is possible, because
     another one would round them."""
     seed: Seed = 42
     """Decides the order of samples and dropout. DeepSpeed does not have this key."""
@@ -361,12 +361,12 @@ class Config:
 
     @property
     def compute(self) -> str:
-        """What the model computes in: "fp32", "bf16" or "fp16"."""
+        """The dtype that the model computes in: "fp32", "bf16" or "fp16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     @property
     def master(self) -> str:
-        """What master weights rest in: "fp32", or what the model computes in."""
+        """The dtype in which master weights rest: "fp32", or that of the model."""
         low_precision = {
             "bf16": self.bf16.bf16_master_weights_and_grads,
             "fp16": self.fp16.fp16_master_weights_and_grads,
@@ -375,7 +375,7 @@ class Config:
 
     @property
     def moments(self) -> str:
-        """What the optimizer's state rests in: "fp32" or "bf16"."""
+        """The dtype in which the optimizer's state rests: "fp32" or "bf16"."""
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
 
     def _check_precision(self) -> None:
@@ -391,8 +391,8 @@ class Config:
         wire = self.communication_data_type
         if wire is not None and _DTYPE_NAMES.get(wire) not in ("fp32", self.compute):
             raise ConfigError(
-                f"communication_data_type: {wire!r} would round the gradients; they travel in "
-                f"{self.compute} here: remove it"
+                f"communication_data_type: {wire!r} would round the gradients, which are sent in "
+                f"{self.compute} here; remove it"
             )
 
 

@@ -1,1 +1,1 @@
-"""The engine itself: how it is made, what a step is, what a script calls."""
+"""The engine itself: `initialize`, the steps, and what a script calls."""

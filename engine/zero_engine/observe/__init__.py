@@ -1,1 +1,1 @@
-"""What a run shows of itself: lines, curves, operations; how much memory a config needs."""
+"""Reports of a run: log lines, monitors, operations; the memory that a config needs."""

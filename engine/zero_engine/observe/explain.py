@@ -1,6 +1,6 @@
-"""A config in words: what each key comes to, what it does not do, and the memory it takes.
+"""A config in words: the resolved values, the keys without effect, warnings, and the memory.
 
-Everything here is a pure function to lines of text; `__main__` prints them.
+Everything here is a pure function to lines of text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
 _GIB = 1 << 30
 _MODULES = 32
-"""Of equal size, in a model about which nothing is said."""
+"""The modules, of equal size, of a model whose largest module is not given."""
 
 
 def explain(
@@ -30,9 +30,9 @@ def explain(
 
     Args:
         config: The resolved config.
-        written: The JSON it was made from.
-        parameters: Trained parameters of the model that the memory is estimated for.
-        largest: Those of its largest module; None: a 32nd of all.
+        written: The JSON that the config was made from.
+        parameters: The trained parameters of the model, for the memory estimate.
+        largest: The trained parameters of its largest module; None: a 32nd of all.
     """
     yield "Resolved values (* from the file):"
     yield from _values(config, _leaves(written))
@@ -61,12 +61,12 @@ def explain(
 
 
 def resolved(config: Config) -> Iterator[str]:
-    """Every key and the value it comes to."""
+    """Every key and its resolved value."""
     return (line.strip() for line in _values(config, set()))
 
 
 def check_batch(config: Config) -> None:
-    """Raises ConfigError if a job can begin on no number of ranks."""
+    """Check that a job can begin on some number of ranks. Raises ConfigError."""
     batch, _ = _batch(config, 1)
     accumulation = config.gradient_accumulation_steps or 1
     samples = config.train_batch_size or batch.samples
@@ -85,7 +85,7 @@ def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
 def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
     fields = dataclasses.fields(record)
     if not getattr(record, "enabled", True):
-        fields = fields[:1]  # of a section that is off nothing else matters
+        fields = fields[:1]  # in a section that is off no other key matters
     for field in fields:
         path, value = f"{parent}{field.name}", getattr(record, field.name)
         if dataclasses.is_dataclass(value):
@@ -137,7 +137,17 @@ def _about_the_batch(config: Config) -> Iterator[str]:
                 "the batch depends on the number of ranks of the first start, and stays as it was "
                 "then; set train_batch_size and train_micro_batch_size_per_gpu to fix it here"
             )
-        yield from _about_accumulation(config)
+        samples, accumulation = config.train_batch_size, config.gradient_accumulation_steps
+        micro_batch = config.train_micro_batch_size_per_gpu
+        if samples is not None and micro_batch is not None and accumulation is not None:
+            # With all three of DeepSpeed's numbers a job can begin on one number of ranks only.
+            ranks, rest = divmod(samples, micro_batch * accumulation)
+            on_ranks = f"on {ranks} rank{'s' if ranks > 1 else ''} only"
+            yield (
+                f"gradient_accumulation_steps is {accumulation}: with both batch sizes the job can "
+                f"begin {'on no number of ranks' if rest else on_ranks}, and continue with any; "
+                "leave it out to begin with any as well"
+            )
     except ConfigError as error:
         yield str(error)
     if not config.managed_gradient_accumulation:
@@ -145,20 +155,6 @@ def _about_the_batch(config: Config) -> Iterator[str]:
             "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
             "the global batch follows from the script and the number of ranks"
         )
-
-
-def _about_accumulation(config: Config) -> Iterator[str]:
-    """All three of DeepSpeed's numbers say on how many ranks a job begins."""
-    samples, accumulation = config.train_batch_size, config.gradient_accumulation_steps
-    micro_batch = config.train_micro_batch_size_per_gpu
-    if samples is None or micro_batch is None or accumulation is None:
-        return
-    ranks, rest = divmod(samples, micro_batch * accumulation)
-    where = "on no number of ranks" if rest else f"on {ranks} rank{'s' if ranks > 1 else ''} only"
-    yield (
-        f"gradient_accumulation_steps is {accumulation}: with both batch sizes the job can begin "
-        f"{where}, and go on with any; leave it out to begin with any as well"
-    )
 
 
 def _about_the_optimizer(config: Config) -> Iterator[str]:
@@ -181,16 +177,14 @@ def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
         memory = estimate_for(config, parameters, world, largest)
         columns = (getattr(memory, name) for name in _COLUMNS)
         numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
-        yield f"  {world:5d} {numbers}   {_work(config, world)}"
-
-
-def _work(config: Config, world: int) -> str:
-    """The micro-steps of a step, and the part of them in which a rank is not idle."""
-    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-        return "no batch size is given"
-    try:
-        microbatches = _batch(config, world)[0].microbatches
-    except ConfigError:
-        return "this world does not divide the batch"
-    micro_steps = -(-microbatches // world)
-    return f"{micro_steps}, {microbatches / (world * micro_steps):.0%}"
+        # The micro-steps of a step, and the part of them in which a rank is not idle.
+        if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+            work = "no batch size is given"
+        else:
+            try:
+                microbatches = _batch(config, world)[0].microbatches
+                micro_steps = -(-microbatches // world)
+                work = f"{micro_steps}, {microbatches / (world * micro_steps):.0%}"
+            except ConfigError:
+                work = "this world does not divide the batch"
+        yield f"  {world:5d} {numbers}   {work}"

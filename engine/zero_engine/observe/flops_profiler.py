@@ -1,10 +1,8 @@
-"""How many floating-point operations one step takes, and at what rate this rank does them.
+"""The number of floating-point operations of one step, and the rate at which rank 0 does them.
 
-Owns the counting, which torch does by looking at the operations that it dispatches: matrix
-products, convolutions and attention, in forward and backward; nothing elementwise. Must always
-hold: it changes no result, and costs nothing but in the step that is profiled.
-
-Called by `engine`, on rank 0.
+Owns the counting, which torch does from the operations that it dispatches: matrix products,
+convolutions and attention, in forward and backward; nothing elementwise. Must always hold: counting
+changes no result, and costs nothing except in the profiled step.
 
 Source of the idea: DeepSpeed's flops profiler; torch.utils.flop_counter.
 """
@@ -28,29 +26,29 @@ from zero_engine.config.schema import FlopsProfiler
 _log = logging.getLogger(__name__)
 
 _TOTAL = "Global"
-"""What torch calls the sum over all modules."""
+"""torch's name for the sum over all modules."""
 
 
 class Profile:
-    """Counts one step of this rank."""
+    """Counts the operations of one step of rank 0."""
 
     def __init__(self, settings: FlopsProfiler, rank: int, device: torch.device) -> None:
         self._settings = settings
-        self._speaks = rank == 0
+        self._is_first_rank = rank == 0
         self._device = device
         self._flops: Counter[str] = Counter()
-        """In forward, in backward,"""
+        """Operations in forward and in backward."""
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._modules: Counter[str] = Counter()
-        """and in both together by module."""
+        """Operations of both by module."""
 
     def _is_due(self, steps_done: int) -> bool:
         settings = self._settings
-        return settings.enabled and self._speaks and steps_done == settings.profile_step
+        return settings.enabled and self._is_first_rank and steps_done == settings.profile_step
 
     @contextmanager
     def measure(self, part: str, steps_done: int) -> Iterator[None]:
-        """Count what is run inside, if the step that follows so many others is the one."""
+        """Count the operations in this context, if `steps_done` steps precede the profiled one."""
         if not self._is_due(steps_done):
             yield
             return
@@ -64,7 +62,7 @@ class Profile:
                 self._modules[module] += sum(operations.values())
 
     def watch_backward(self, loss: Tensor, steps_done: int) -> Tensor:
-        """`loss`, whose `.backward()`, called by the script, is measured in that step."""
+        """`loss`, whose plain `.backward()` is measured in the profiled step."""
         if not self._is_due(steps_done):
             return loss
 
@@ -81,7 +79,7 @@ class Profile:
         return perf_counter()
 
     def report(self, steps_done: int) -> None:
-        """Say what was counted, at the end of that step."""
+        """Log the counts at the end of the profiled step."""
         if not self._is_due(steps_done):
             return
         text = "\n".join(self.lines(steps_done + 1))
@@ -90,7 +88,7 @@ class Profile:
             Path(self._settings.output_file).write_text(text + "\n", encoding="utf-8")
 
     def lines(self, step: int) -> list[str]:
-        """The step in a line, then its modules if the config wants them, the largest first."""
+        """One line for the step, then one for each module, the largest first, if detailed."""
         parts = ", ".join(
             f"{part} {flops / 1e9:.3f} GFLOP in {self._spent_s[part] * 1e3:.1f} ms"
             for part, flops in self._flops.items()

@@ -1,10 +1,8 @@
-"""How much memory a rank needs for the state of training, before anything is allocated.
+"""The memory that a rank needs for the state of training, before anything is allocated.
 
 Owns the arithmetic, which follows `flat_unit`, `zero_optimizer`, `grad_reducer` and `tiers` line by
-line; tests hold it against what an engine really allocates. Left out: activations, and the
+line; tests compare it with what an engine really allocates. Activations are left out, as are the
 gradients of the module that backward is in.
-
-Called by `python -m zero_engine` and by `memory_needs`.
 """
 
 from __future__ import annotations
@@ -37,22 +35,22 @@ _STATES: dict[str, int] = {
     "rprop": 2,
     "sgd": 0,
 }
-"""Optimizer -> fp32 values that it keeps per parameter."""
+"""Optimizer -> the number of fp32 values that it keeps per parameter."""
 
 _OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
-"""Option -> the further values that it takes when it is on."""
+"""Option -> the number of further values when it is on."""
 
 _STEPPED_WHOLE = frozenset({"adafactor"})
-"""Optimizers that are given whole parameters, see `owner_steps`."""
+"""Optimizers that are given whole parameters; see `owner_steps`."""
 _WHOLES = 2
-"""Of each parameter that a rank owns, for a step: its weights and its gradient, in fp32."""
+"""The fp32 copies of a parameter on its owner during a step: weights and gradient."""
 
 _GATHERED = 2
-"""Units whose weights are there: the one that computes and the next one."""
+"""Units that are gathered at a time: the one that computes and the next one."""
 _REDUCED = 3
-"""Gradients of units: being filled, being sent, and what arrives in its place."""
+"""Gradients of units at a time: being filled, being sent, being received."""
 _PUTS = 2
-"""Writes of stepped weights that may be under way, see `tiers.nvme`."""
+"""Writes of stepped weights that may be under way; see `tiers.nvme`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +58,28 @@ class Estimate:
     """Bytes on one rank. Without a GPU, the device's memory and the host's are one."""
 
     weights: int
-    """On the device: what forward and backward read."""
+    """On the device: the weights that forward and backward read."""
     master: int
-    """On the device: fp32 weights beside those."""
+    """On the device: master weights beside those."""
     moments: int
-    """On the device."""
+    """On the device: the optimizer's state."""
     gradients: int
-    """On the device."""
+    """On the device: the sums of gradients."""
     host: int = 0
-    """In the host's memory: what rests there, and buffers of what rests on the disk."""
+    """In host memory: state that rests there, and buffers for state that rests on the disk."""
     disk: int = 0
     in_flight: int = 0
-    """On the device, at most: units being gathered and reduced, the root among them; or, in a step,
-    fp32 copies of what rests in 16 bits, or whole parameters with their gradients."""
+    """On the device, at most: units that are being gathered and reduced, with the root; or in a
+    step fp32 copies of state in 16 bits, or whole parameters with their gradients."""
 
     @property
     def total(self) -> int:
-        """All that stays on the device."""
+        """The sum of what stays on the device."""
         return self.weights + self.master + self.moments + self.gradients
 
     @property
     def without_gpu(self) -> int:
-        """All that is in memory where device and host are one."""
+        """The sum of all memory if device and host are one."""
         return self.total + self.host
 
 
@@ -99,29 +97,33 @@ def estimate(  # noqa: PLR0913 - a fact each
     gpu: bool = True,
     whole: bool = False,
 ) -> Estimate:
-    """The state of training `parameters` parameters.
+    """The bytes on one rank for the state of training.
 
     Args:
         parameters: Trained parameters of the whole model.
         stage: ZeRO stage.
         compute: "fp32", "bf16" or "fp16".
-        resting: What master weights and the optimizer's state rest in.
+        resting: The dtypes in which master weights and the optimizer's state rest.
         states: Values that the optimizer keeps per parameter.
-        world: Ranks.
-        zero: What is offloaded; None: nothing.
-        largest: Parameters of the largest unit; None: of all.
-        root: Parameters outside of these units, such as embeddings and the head: their weights are
-            there, and their gradients are collected, as long as a pass takes.
-        gpu: Whether the device's memory is not the host's.
+        world: The number of ranks.
+        zero: The config of the offload; None: no offload.
+        largest: Parameters of the largest unit; None: all of the model.
+        root: Parameters outside of these units, such as embeddings and the head: their weights stay
+            gathered, and their gradients are collected, during a whole pass.
+        gpu: Whether the device has separate memory.
         whole: Whether the optimizer is given whole parameters.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
-    ZeRO-Offload and ZeRO-Infinity for what is where.
+    ZeRO-Offload and ZeRO-Infinity for the tiers.
     """
     policy, size = STAGES[stage], _BYTES[compute]
     shard = -(-parameters // world)
     stepped = shard if policy.shards_optimizer else parameters
     unit = largest or parameters
+    # In elements. The root is reduced last, when the buffers of the units are still held.
+    under_way = _REDUCED * unit + (_REDUCED - 1) * root
+    if policy.shards_parameters:
+        under_way = max((_GATHERED + _REDUCED) * unit + 2 * root, under_way + root)
     zero = zero or ZeroOptimization(stage=stage)
     plan = _Resting(zero, compute, stepped, *resting, gpu=gpu)
     places = plan.master() + plan.moments(states) + plan.weights()
@@ -139,28 +141,20 @@ def estimate(  # noqa: PLR0913 - a fact each
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=max(
-            size * _in_flight(unit, root, shards_parameters=policy.shards_parameters),
+            size * under_way,
             plan.at(NONE, plan.widened(states, part)),
             _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
     )
 
 
-def _in_flight(unit: int, root: int, *, shards_parameters: bool) -> int:
-    """Elements. The root is reduced last, when the buffers of the units are still held."""
-    reduced = _REDUCED * unit + (_REDUCED - 1) * root
-    if not shards_parameters:
-        return reduced
-    return max((_GATHERED + _REDUCED) * unit + 2 * root, reduced + root)
-
-
 _Placed = list[tuple[str, float]]
-"""Device as the config names it -> bytes there."""
+"""(device as the config names it, bytes there)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Resting:
-    """Where the shards of all units rest together."""
+    """The bytes of the shards of all units, by the place where they rest."""
 
     zero: ZeroOptimization
     compute: str
@@ -174,7 +168,7 @@ class _Resting:
         return round(sum(bytes_ for place, bytes_ in places if place == device))
 
     def master(self) -> _Placed:
-        """Master weights, but where they are the buffer that the model computes with."""
+        """Master weights, unless they are the buffer that the model computes with."""
         home, away = self._parts()
         size, alike = _BYTES[self.master_in], self.compute == self.master_in
         shared = alike and not STAGES[self.zero.stage].shards_parameters
@@ -190,7 +184,7 @@ class _Resting:
         return [(NONE, size * home), (self._device, size * away)]
 
     def widened(self, states: int, unit_shard: int) -> _Placed:
-        """fp32 copies, for its step, of a sub-group that rests in 16 bits."""
+        """The fp32 copies, during its step, of a sub-group that rests in 16 bits."""
         if self.master_in == "fp32":
             return []
         count = min(self.zero.sub_group_size, unit_shard, MOST_WIDENED)
@@ -199,7 +193,7 @@ class _Resting:
         return [(CPU if on_host else NONE, float(_FP32_BYTES * rows * count))]
 
     def weights(self) -> _Placed:
-        """Of the part whose master weights are far: the copy that modules are gathered from."""
+        """The copy that modules are gathered from, of units whose master weights are far."""
         size, alike = _BYTES[self.compute], self.compute == self.master_in
         return [
             (device, 0 if alike and device == self._device else size * count)
@@ -207,7 +201,7 @@ class _Resting:
         ]
 
     def _gathered(self) -> _Placed:
-        """Elements, not bytes, of what is gathered from elsewhere than the master weights."""
+        """The elements, not bytes, that are gathered from a copy of the master weights."""
         _, away = self._parts()
         param = self.zero.offload_param
         near = self._device == NONE or (self._device == CPU and not self.gpu)
@@ -217,7 +211,7 @@ class _Resting:
         return [(CPU, in_cpu), (param.device, away - in_cpu)]
 
     def buffers(self, states: int, unit_shard: int) -> int:
-        """Host memory for what is on its way from and to the disk."""
+        """Host memory for transfers from and to the disk."""
         optimizer, param = self.zero.offload_optimizer, self.zero.offload_param
         size, total = _BYTES[self.compute], 0
         sub_group = min(self.zero.sub_group_size, unit_shard)
@@ -236,7 +230,7 @@ class _Resting:
         return self.zero.offload_optimizer.device
 
     def _parts(self) -> tuple[float, float]:
-        """Elements whose state stays on the device, and whose is offloaded."""
+        """The elements whose state stays on the device, and those whose state is offloaded."""
         if self._device == NONE:
             return self.stepped, 0.0
         away = self.zero.offload_optimizer.ratio * self.stepped
@@ -244,7 +238,7 @@ class _Resting:
 
 
 def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
-    """fp32 values per parameter; None if the optimizer is not in the config or not known."""
+    """The fp32 values per parameter; None if the optimizer is not in the config or unknown."""
     if optimizer is None:
         return None
     states = _STATES.get(optimizer.type.lower())

@@ -1,11 +1,11 @@
-"""Curves of a run: as CSV files, for TensorBoard, at Weights & Biases.
+"""Monitors: curves of a run as CSV files, for TensorBoard, and at Weights & Biases.
 
-Owns the writers, on rank 0. Must always hold: a curve never stops training, whatever happens to
-its disk or its package; after a restart a CSV curve goes on where the run does, and what was
-written of steps that are done again is replaced.
+Owns the writers, on rank 0. Must always hold: a monitor never stops training, whatever happens to
+its disk or its package; after a restart a CSV curve resumes at the step of the run, and the points
+of steps that are repeated are replaced.
 
-An event is (name, value, x), with DeepSpeed's names; x counts samples. `reporting` writes those of
-a step, scripts their own through `engine.monitor.write_events`.
+An event is (name, value, x), with DeepSpeed's names; x counts samples. Scripts add events through
+`engine.monitor.write_events`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Event = tuple[str, Any, int]
 
 
 class Writer(Protocol):
-    """One kind of curve."""
+    """One kind of monitor."""
 
     def write(self, event: Event) -> None:
         """Append a point."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End all curves."""
 
 
 class CsvCurves:
-    """One file per name, with a header, a point per line."""
+    """One CSV file per name, with a header and a point per line."""
 
     def __init__(self, config: FileMonitor) -> None:
         self._directory = Path(config.output_path, config.job_name)
@@ -44,33 +44,30 @@ class CsvCurves:
         self._begun: set[Path] = set()
 
     def write(self, event: Event) -> None:
-        """Append a point; the first of this process removes those that it is to replace."""
+        """Append a point; the first of this process removes later points of an earlier process."""
         name, value, x = event
         path = self._directory / (name.replace("/", "_").replace(" ", "_") + ".csv")
         if path not in self._begun:
-            self._begin(path, name.rpartition("/")[2], x)
+            rows = [["step", name.rpartition("/")[2]]]
+            if path.exists():
+                with path.open(newline="", encoding="utf-8") as file:
+                    # Whole points of earlier steps; a line cut short by a kill is none.
+                    points = (row for row in csv.reader(file) if len(row) == 2)
+                    rows += [row for row in points if row[0].isdecimal() and int(row[0]) < x]
+            partial = path.with_suffix(".partial")
+            with partial.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
+            os.replace(partial, path)
             self._begun.add(path)
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([x, value])
 
-    def _begin(self, path: Path, header: str, first: int) -> None:
-        rows = [["step", header]]
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                # Whole points of earlier steps; a line cut short by a kill is none.
-                points = (row for row in csv.reader(file) if len(row) == 2)
-                rows += [row for row in points if row[0].isdecimal() and int(row[0]) < first]
-        partial = path.with_suffix(".partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
-        os.replace(partial, path)
-
     def close(self) -> None:
-        """Nothing is open between two points."""
+        """Do nothing: no file is open between two points."""
 
 
 class TensorBoardCurves:
-    """An event file, by torch's own writer."""
+    """A TensorBoard event file, by torch's writer."""
 
     def __init__(self, config: FileMonitor) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -81,7 +78,7 @@ class TensorBoardCurves:
         self._writer: Any = None
 
     def write(self, event: Event) -> None:
-        """Append a point; the first of this process hides those that it replaces."""
+        """Append a point; the first of this process hides later points of an earlier process."""
         name, value, x = event
         self._writer = self._writer or self._make(x)
         self._writer.add_scalar(name, value, x)
@@ -118,7 +115,7 @@ _KINDS: dict[str, Callable[[Any], Writer]] = {
 
 
 class Monitors:
-    """What the config enables; none on other ranks than 0."""
+    """The monitors that the config enables, on rank 0; none on other ranks."""
 
     def __init__(self, config: Config, rank: int) -> None:
         enabled = [name for name in _KINDS if getattr(config, name).enabled and rank == 0]
@@ -130,7 +127,7 @@ class Monitors:
         return bool(self._writers)
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """Append points: (name, value, x). `flush` is for DeepSpeed's scripts."""
+        """Append points: (name, value, x). `flush` is accepted for DeepSpeed's signature."""
         del flush
         for name, writer in list(self._writers.items()):
             try:
@@ -141,7 +138,7 @@ class Monitors:
                 del self._writers[name]
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End all curves."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

@@ -1,9 +1,7 @@
-"""What a run says of its steps: lines in the log, curves, times.
+"""The reports of a run about its steps: log lines, monitors, times.
 
-Must always hold: rank 0 speaks for all, with numbers of the whole run; nothing here changes a
-result. Who has not configured logging and asks for lines in the config sees them on stderr.
-
-Called by `engine`.
+Must always hold: rank 0 reports for all ranks, with numbers of the whole run; nothing here changes
+a result. If the script has not configured logging and the config asks for lines, they go to stderr.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor
 from zero_engine.config import Config
 from zero_engine.observe.explain import resolved
-from zero_engine.observe.monitors import Event, Monitors
+from zero_engine.observe.monitors import Monitors
 
 _log = logging.getLogger(__name__)
 LOGGERS = ("zero_comm", "zero_checkpoint", "zero_data", "zero_engine", "zero_deepspeed")
@@ -28,7 +26,7 @@ LOGGERS = ("zero_comm", "zero_checkpoint", "zero_data", "zero_engine", "zero_dee
 
 
 class Stopwatch:
-    """Seconds spent in the parts of a step; does nothing unless it is on."""
+    """Measures the time of the parts of a step; does nothing unless it is on."""
 
     def __init__(self, device: torch.device, *, on: bool) -> None:
         self._device, self._on = device, on
@@ -36,7 +34,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the time of the block to a part."""
+        """Add the time of this context to a part."""
         if not self._on:
             yield
             return
@@ -45,7 +43,7 @@ class Stopwatch:
         self._spent_s[part] += self._now_s() - begin_s
 
     def take(self) -> dict[str, float]:
-        """The parts' milliseconds since the last call."""
+        """The milliseconds of each part since the last call."""
         taken = {part: 1000 * seconds for part, seconds in self._spent_s.items()}
         self._spent_s.clear()
         return taken
@@ -57,16 +55,16 @@ class Stopwatch:
 
 
 class Reporter:
-    """Speaks of one engine's steps."""
+    """Reports the steps of one engine."""
 
     def __init__(self, config: Config, rank: int, stopwatch: Stopwatch) -> None:
         self.monitors = Monitors(config, rank)
         self._config = config
-        self._speaks = rank == 0
+        self._reports = rank == 0
         self._stopwatch = stopwatch
-        if self._speaks:
+        if self._reports:
             _configure_logging(config)
-        if self._speaks and config.dump_state:
+        if self._reports and config.dump_state:
             for line in resolved(config):
                 _log.info("config: %s", line)
 
@@ -76,35 +74,26 @@ class Reporter:
         """Report a step that has ended."""
         times_ms = self._stopwatch.take()
         if self.monitors.enabled:
-            self.monitors.write_events(self._events(cursor, loss, norm, rates, scale, times_ms))
+            values = {"train_loss": loss, "lr": rates[0] if rates else 0.0, "grad_norm": norm}
+            if self._config.fp16.enabled:
+                values["loss_scale"] = scale
+            values |= {f"elapsed_time_ms_{part}": spent for part, spent in times_ms.items()}
+            self.monitors.write_events(
+                [(f"Train/Samples/{name}", value, cursor.samples) for name, value in values.items()]
+            )
         every = self._config.steps_per_print or (1 if times_ms else 0)
-        if not (self._speaks and every and cursor.step % every == 0):
+        if not (self._reports and every and cursor.step % every == 0):
             return
         if self._config.steps_per_print:
-            told = ", ".join(f"{rate:g}" for rate in rates)
-            _log.info("step %d: loss %.6g, norm %.4g, lr %s", cursor.step, loss, norm, told)
+            lr = ", ".join(f"{rate:g}" for rate in rates)
+            _log.info("step %d: loss %.6g, norm %.4g, lr %s", cursor.step, loss, norm, lr)
         if times_ms:
             parts = ", ".join(f"{part} {spent:.1f} ms" for part, spent in times_ms.items())
             _log.info("step %d: %s", cursor.step, parts)
 
-    def _events(
-        self,
-        cursor: Cursor,
-        loss: float,
-        norm: float,
-        rates: Sequence[float],
-        scale: float,
-        times_ms: dict[str, float],
-    ) -> list[Event]:
-        values = {"train_loss": loss, "lr": rates[0] if rates else 0.0, "grad_norm": norm}
-        if self._config.fp16.enabled:
-            values["loss_scale"] = scale
-        values |= {f"elapsed_time_ms_{part}": spent for part, spent in times_ms.items()}
-        return [(f"Train/Samples/{name}", value, cursor.samples) for name, value in values.items()]
-
 
 class _Unconfigured(logging.StreamHandler):  # type: ignore[type-arg]
-    """Speaks only as long as the script has not configured logging."""
+    """A handler that writes only as long as the script has not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line to stderr."""

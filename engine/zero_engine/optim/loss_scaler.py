@@ -1,12 +1,11 @@
 """The loss scale of fp16 training: a state machine without tensors.
 
-Owns what one step's overflow, or its absence, does to the scale. Must always hold: the next
-state depends on the state and the overflow alone, so ranks that see the same overflows have the
-same scale; the states are plain numbers, kept in checkpoints; every decision comes with its
-reason.
+Owns the change of the scale after a step with or without overflow. Must always hold: the next state
+depends on the state and the overflow alone, so ranks that see the same overflows have the same
+scale; the states are plain numbers, kept in checkpoints; every decision comes with its reason.
 
-Training without a scale (fp32, bf16) and with a fixed one are the same machine with `dynamic`
-off: then it only counts the skipped steps that it has no answer to. Called by `zero_optimizer`.
+Training without a scale (fp32, bf16) and with a fixed one are the same machine with `dynamic` off:
+then it only counts the skipped steps that it cannot react to.
 
 Source: the series is that of DeepSpeed's DynamicLossScaler: an overflow first uses up the
 hysteresis, then halves the scale; `window` steps without overflow double it.
@@ -26,22 +25,22 @@ _FACTOR = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleState:
-    """Where the machine is, between two steps."""
+    """The state of the machine between two steps."""
 
     scale: float
     hysteresis: int
-    """Overflows until the scale falls, this one included."""
+    """The number of overflows until the scale falls, this one included."""
     step: int = 0
-    """Steps seen, skipped ones included."""
+    """The number of steps, skipped ones included."""
     last_overflow: int = -1
     """The step of the last overflow; -1 before the first."""
     unanswered: int = 0
-    """Overflows in a row that left nothing to change."""
+    """The number of overflows in a row after which nothing could be changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """The rules; `after` is the machine."""
+    """The rules of the machine; `after` is its transition."""
 
     initial: float = 1.0
     dynamic: bool = False
@@ -52,7 +51,7 @@ class LossScaling:
 
     @classmethod
     def of(cls, fp16: Fp16) -> LossScaling:
-        """The rules that a config asks for."""
+        """The rules in a config."""
         if not fp16.enabled:
             return cls()
         if fp16.loss_scale:
@@ -71,11 +70,11 @@ class LossScaling:
         return ScaleState(scale=self.initial, hysteresis=self.hysteresis)
 
     def to_json(self, state: ScaleState) -> dict[str, Any]:
-        """A state for a checkpoint."""
+        """A state as JSON, for a checkpoint."""
         return {"dynamic": self.dynamic, **dataclasses.asdict(state)}
 
     def resume(self, saved: Mapping[str, Any]) -> ScaleState:
-        """The state of a checkpoint; its scale only if it was dynamic there, and is here."""
+        """The state of a checkpoint; its scale is used only if it is dynamic in both runs."""
         numbers = {key: value for key, value in saved.items() if key != "dynamic"}
         state = ScaleState(**numbers)
         if self.dynamic and saved["dynamic"]:
@@ -83,8 +82,8 @@ class LossScaling:
         return dataclasses.replace(state, scale=self.initial, hysteresis=self.hysteresis)
 
     def after(self, state: ScaleState, overflow: bool) -> tuple[ScaleState, str]:
-        """The state after a step, and what has changed, as a sentence; empty if nothing has."""
-        change, reason = self._overflow(state) if overflow else self._clean(state)
+        """The state after a step, and a sentence about the change; empty if there is none."""
+        change, reason = self._change(state, overflow)
         unanswered = state.unanswered + 1 if overflow and not change else 0
         last = state.step if overflow else state.last_overflow
         after = dataclasses.replace(
@@ -92,20 +91,18 @@ class LossScaling:
         )
         return after, reason
 
-    def _overflow(self, state: ScaleState) -> tuple[dict[str, Any], str]:
+    def _change(self, state: ScaleState, overflow: bool) -> tuple[dict[str, Any], str]:
         if not self.dynamic:
-            return {}, "there is no dynamic loss scale to lower"
-        if state.hysteresis > 1:
-            left = state.hysteresis - 1
-            return {"hysteresis": left}, f"loss scale {state.scale:g} stays, hysteresis {left} left"
-        lower = max(state.scale / _FACTOR, self.minimum)
-        if lower >= state.scale:
-            return {}, f"the loss scale is at its minimum of {state.scale:g}"
-        return {"scale": lower}, f"loss scale {state.scale:g} -> {lower:g}"
-
-    def _clean(self, state: ScaleState) -> tuple[dict[str, Any], str]:
-        if not self.dynamic:
-            return {}, ""
+            return {}, "there is no dynamic loss scale to lower" if overflow else ""
+        if overflow:
+            if state.hysteresis > 1:
+                left = state.hysteresis - 1
+                stays = f"loss scale {state.scale:g} stays, hysteresis {left} left"
+                return {"hysteresis": left}, stays
+            lower = max(state.scale / _FACTOR, self.minimum)
+            if lower >= state.scale:
+                return {}, f"the loss scale is at its minimum of {state.scale:g}"
+            return {"scale": lower}, f"loss scale {state.scale:g} -> {lower:g}"
         stable = state.step - state.last_overflow - 1
         grows = stable > 0 and stable % self.window == 0
         change: dict[str, Any] = {}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
-from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.collectives import Collectives, wait
 from zero_comm.objects import tell
 from zero_engine.optim.owner_exchange import (
     ExchangeGroup,
@@ -159,7 +159,15 @@ class StepByOwners:
             for tensor in tensors_in(self.state_of(each)):
                 if not tensor.is_contiguous():
                     tensor.data = tensor.contiguous()
-        going = [self._give_back(number, turn) for number, turn in enumerate(self._turns)]
+        going = []
+        for number, turn in enumerate(self._turns):
+            whole = torch.empty(0)
+            if turn.owned is not None:
+                param, dtype = turn.owned.param, turn.weights[0].mine.dtype
+                whole = param.data.to(dtype).contiguous().view(-1)
+                param.data, param.grad = _hollow(turn.owned.slot, param.device), None
+            what = f"new weights, exchange group {number}"
+            going.append(self._exchange.give_back(turn.weights, whole, what))
         for pending in going:
             wait(pending)
         self._agree()
@@ -194,16 +202,6 @@ class StepByOwners:
         """The tree specs of these parameters among the given ones, in their order."""
         known = {fqn: each for some in tree_specs for fqn, each in some.items()}
         return {fqn: known[fqn] for fqn in self._names if fqn in known}
-
-    def _give_back(self, number: int, turn: Turn) -> Pending:
-        whole = torch.empty(0)
-        if turn.owned is not None:
-            param, dtype = turn.owned.param, turn.weights[0].mine.dtype
-            whole = param.data.to(dtype).contiguous().view(-1)
-            param.data, param.grad = _hollow(turn.owned.slot, param.device), None
-        return self._exchange.give_back(
-            turn.weights, whole, f"new weights, exchange group {number}"
-        )
 
 
 def _shared(units: Sequence[FlatUnit], tensors: Sequence[Tensor]) -> Iterator[Shared]:

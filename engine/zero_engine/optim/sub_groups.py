@@ -200,7 +200,14 @@ class StepBySubGroups:
                     yield
                 self._take_back(sub_group, lease, directs=directs)
         finally:
-            self._show_whole(before)
+            # Point parameters and state to their parts of the rows again.
+            for segment in self._segments:
+                state = self._optimizer.state.get(segment.param, {})
+                whole = {*elementwise_keys(segment, state), *before[segment].keys}
+                rows = self._rows[segment.unit]
+                segment.param.grad = None
+                segment.param.data = rows.weights(segment)
+                state.update((key, rows.place(segment, key)) for key in sorted(whole))
         resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
         for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()
@@ -274,16 +281,6 @@ class StepBySubGroups:
             sub_group.unit.accept(sub_group.start, lease.rows[WEIGHTS])
         elif direction.device != total.device:
             total.copy_(direction, non_blocking=True)
-
-    def _show_whole(self, before: Mapping[Segment, Before]) -> None:
-        """Point parameters and state to their parts of the rows again."""
-        for segment in self._segments:
-            state = self._optimizer.state.get(segment.param, {})
-            keys = {*elementwise_keys(segment, state), *before[segment].keys}
-            rows = self._rows[segment.unit]
-            segment.param.grad = None
-            segment.param.data = rows.weights(segment)
-            state.update((key, rows.place(segment, key)) for key in sorted(keys))
 
 
 def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:

@@ -230,7 +230,22 @@ class ZeroOptimizer:
         culprit = "" if applied else self._culprit(ordered)
         if applied:
             self.changing = True
-            self._apply(norm, factor)
+            clip = self._clip / (norm + _NORM_EPSILON)
+            if self._clip > 0 and clip < 1:
+                factor *= clip
+            if factor != 1:
+                for total in self.totals:
+                    total.mul_(factor)
+            if not self._stage.shards_optimizer:
+                gathers = [
+                    self._collectives.all_gather(full, f"gradient sums of {unit.name}")
+                    for unit, full in zip(self.units, self._gradients, strict=True)
+                ]
+                for pending in gathers:
+                    wait(pending)
+            self.steps.step()
+            for pending in [unit.refresh() for unit in self.units]:
+                wait(pending)
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
@@ -254,25 +269,6 @@ class ZeroOptimizer:
         # A norm can overflow though its elements are finite: then the block's first parameter.
         where = start + int(torch.argmin(torch.isfinite(values).int()))
         return next(slot.fqn for slot in self.units[number].layout.slots if where < slot.stop)
-
-    def _apply(self, norm: float, factor: float) -> None:
-        """Step on the totals times `factor`, whose norm is `norm`, after clipping."""
-        clip = self._clip / (norm + _NORM_EPSILON)
-        if self._clip > 0 and clip < 1:
-            factor *= clip
-        if factor != 1:
-            for total in self.totals:
-                total.mul_(factor)
-        if not self._stage.shards_optimizer:
-            gathers = [
-                self._collectives.all_gather(full, f"gradient sums of {unit.name}")
-                for unit, full in zip(self.units, self._gradients, strict=True)
-            ]
-            for pending in gathers:
-                wait(pending)
-        self.steps.step()
-        for pending in [unit.refresh() for unit in self.units]:
-            wait(pending)
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:

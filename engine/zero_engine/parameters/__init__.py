@@ -1,1 +1,1 @@
-"""One parameter at any stage: its weights, gradient and state, whole or a share."""
+"""Access to single parameters at any stage: weights, gradient and optimizer state."""

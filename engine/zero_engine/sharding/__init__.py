@@ -1,1 +1,1 @@
-"""A module's parameters and gradients, in flat buffers that the ranks share."""
+"""A module's parameters and gradients, in flat buffers that are sharded over the ranks."""

@@ -100,7 +100,18 @@ def partition(
             that of the other floating-point ones.
     """
     modules = {**wrapped_modules(root), ROOT: root}
-    owners = _owners(root, modules)
+    # id(parameter) -> the unit module that alone uses it, else the root.
+    unit_of = {
+        f"{unit}.{name}": unit
+        for unit, module in modules.items()
+        if unit != ROOT
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+    users: dict[int, set[str]] = defaultdict(set)
+    for name, param in root.named_parameters(remove_duplicate=False):
+        external = hasattr(param, _EXTERNAL)
+        users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
+    owners = {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}
     units: dict[tuple[str, bool, torch.dtype], list[Member]] = defaultdict(list)
     for fqn, param in root.named_parameters():
         group = groups.get(id(param))
@@ -117,18 +128,3 @@ def partition(
         grouped = sorted(members, key=lambda member: -1 if member.group is None else member.group)
         specs.append(UnitSpec(name, modules[module], module == ROOT, tuple(grouped), dtype))
     return specs
-
-
-def _owners(root: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """id(parameter) -> the unit module that alone uses it, else the root."""
-    unit_of = {
-        f"{unit}.{name}": unit
-        for unit, module in modules.items()
-        if unit != ROOT
-        for name, _ in module.named_parameters(remove_duplicate=False)
-    }
-    users: dict[int, set[str]] = defaultdict(set)
-    for name, param in root.named_parameters(remove_duplicate=False):
-        external = hasattr(param, _EXTERNAL)
-        users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
-    return {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}

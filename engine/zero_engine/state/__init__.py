@@ -1,1 +1,1 @@
-"""The engine's state in checkpoints: when it is saved, as which pieces, and how it comes back."""
+"""The engine's state in checkpoints: its pieces when it is saved, and how it is loaded."""

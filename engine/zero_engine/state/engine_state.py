@@ -65,12 +65,22 @@ class EngineState:
             client: The script's own state, as JSON.
             exclude_frozen: Leave out the parameters that are not trained.
         """
+        groups: list[dict[str, Any]] = []
+        if self.zero is not None and self._optimizer is not None:
+            names, params = self.zero.names_by_group(), self.zero.optimizer.param_groups
+            for named, group, record in zip(names, params, self._optimizer.records(), strict=True):
+                options = {
+                    key: plain(value, f"param group option {key}")
+                    for key, value in group.items()
+                    if key != "params"
+                }
+                groups.append({"params": named, "hyperparameters": options, **record})
         scheduler = None
-        if self.scheduler is not None:  # a copy: the scheduler goes on changing what it returns
+        if self.scheduler is not None:  # a copy: the scheduler keeps changing what it returns
             scheduler = copy.deepcopy(self.scheduler.state_dict())
         engine = {
             **run,
-            "groups": self._groups(),
+            "groups": groups,
             "scheduler": scheduler,
             "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
             "excludes_frozen": exclude_frozen,
@@ -177,27 +187,6 @@ class EngineState:
                 yield Piece(TensorId(BUFFER, name), 0, buffer.view(-1))
 
     # ---- param groups ----
-
-    def _groups(self) -> list[dict[str, Any]]:
-        if self.zero is None or self._optimizer is None:
-            return []
-        return [
-            {
-                "params": names,
-                "hyperparameters": {
-                    key: plain(value, f"param group option {key}")
-                    for key, value in group.items()
-                    if key != "params"
-                },
-                **record,
-            }
-            for names, group, record in zip(
-                self.zero.names_by_group(),
-                self.zero.optimizer.param_groups,
-                self._optimizer.records(),
-                strict=True,
-            )
-        ]
 
     def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
         saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
