@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from zero_checkpoint.place import Place
+from zero_checkpoint.files.place import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,17 @@ from pathlib import Path
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.read_retry import patiently
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
 from zero_checkpoint.format.parse import (
+    MAX_MANIFEST_BYTES,
     ManifestError,
     NewerFormatError,
     RemovedError,
-    read_manifest,
+    parse,
 )
-from zero_checkpoint.place import Place
 
 _log = logging.getLogger(__name__)
 
@@ -208,3 +210,32 @@ def _age(path: Place) -> tuple[int, int, int]:
     except OSError:
         committed_ns = 0
     return (*age(path.name), committed_ns)
+
+
+def read_manifest(path: Place) -> Manifest:
+    """The manifest at `path`, wholly validated.
+
+    Raises:
+        ManifestError: The manifest is damaged, hostile or too new; the message says where.
+        OSError: The file could not be read (FileNotFoundError: the checkpoint is not committed).
+    """
+    text = patiently(_manifest_text, path)
+    try:
+        manifest = parse(text)
+    except ManifestError as error:
+        raise type(error)(f"{path}: {error}") from error
+    if manifest.directory != path.parent.name:
+        raise ManifestError(
+            f"{path}: written for the directory {manifest.directory!r}; "
+            "move it back there to use it"
+        )
+    return manifest
+
+
+def _manifest_text(path: Place) -> bytes:
+    """The bytes of a manifest; refuses files that cannot be one. Raises as `read_manifest`."""
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
+    if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
+        raise ManifestError(f"{path}: no regular file; not a manifest")
+    return path.read_bytes()

@@ -30,12 +30,12 @@ from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import Image, LiveImage, write_file
 from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
 from zero_checkpoint.format.manifest import MANIFEST, age, directory_name, file_name
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence, Header, Unsure, assemble, publish, vote_for, withdraw
 from zero_contract.errors import CommitRefused
 

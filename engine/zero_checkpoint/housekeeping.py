@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from zero_checkpoint.candidates import Rejected, examine, find
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
-from zero_checkpoint.place import Place
 from zero_checkpoint.retention import Best, abandoned, expired, remove, sweep
 
 _log = logging.getLogger(__name__)

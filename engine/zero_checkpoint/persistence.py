@@ -29,11 +29,11 @@ from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.memory.tier import InMemoryCheckpoints
 from zero_checkpoint.options import SKIP, Checkpoint
-from zero_checkpoint.place import Place
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
@@ -505,7 +505,8 @@ class Persistence:
         if self.ram is not None and loading.resumes:
             self._memory_root = directory if recovers else self._memory_root or directory
             step = loaded.manifest.step if loaded is not None else 0
-            self.ram.loaded(self._memory_root, loaded, step)
+            chosen = loaded.path.name if loaded is not None and loaded.in_memory else None
+            self.ram.loaded(self._memory_root, chosen, step)
         if loaded is None:
             return None, {}
         return str(loaded.path), self._go_on_from(loaded, loading)

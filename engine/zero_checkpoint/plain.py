@@ -28,11 +28,11 @@ from zero_checkpoint import commit, restore
 from zero_checkpoint.client_state import Stored, pack, unpack
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.place import Place, place
 from zero_comm.agent_link import current_round
 from zero_comm.distributed import group_store
 from zero_contract import worker as contract

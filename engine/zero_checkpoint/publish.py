@@ -19,13 +19,13 @@ import numpy as np
 from zero_checkpoint.candidates import LATEST
 from zero_checkpoint.consensus import Record
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.fragments import COLUMNS, Fragments, check_cover, from_lists
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, encode, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.format.table import canonical, table_of, uncollected
-from zero_checkpoint.place import Place
 
 _log = logging.getLogger(__name__)
 

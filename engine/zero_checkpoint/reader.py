@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files.fetches import Fetches
+from zero_checkpoint.files.place import Place, open_source
 from zero_checkpoint.files.source import Source, Span
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.dtypes import byte_view, host_bytes
@@ -34,7 +35,6 @@ from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import PARAM, Piece, State
 from zero_checkpoint.format.plan import READ_BYTES, Part, Read, cut, plan
 from zero_checkpoint.format.table import describe, extents, table_of, uncollected
-from zero_checkpoint.place import Place, open_source
 
 _log = logging.getLogger(__name__)
 

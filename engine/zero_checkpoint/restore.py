@@ -25,14 +25,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Rejected, quarantine, scan
+from zero_checkpoint.candidates import (
+    WAS_COMMITTED,
+    Candidate,
+    Rejected,
+    quarantine,
+    read_manifest,
+    scan,
+)
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
-from zero_checkpoint.format.parse import ManifestError, parse, read_manifest
+from zero_checkpoint.format.parse import ManifestError, parse
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemoryCheckpoint, MemorySearch
-from zero_checkpoint.place import Place
 from zero_checkpoint.reader import Copies, fill
 from zero_contract.errors import PeerLost
 

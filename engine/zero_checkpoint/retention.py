@@ -19,9 +19,9 @@ from typing import TypeGuard
 from zero_checkpoint.candidates import Candidate, Rejected, Why
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.manifest import MANIFEST
-from zero_checkpoint.place import Place
 
 FEWEST_KEPT = 2
 """With one, the damage of a single file would be the loss of the training."""

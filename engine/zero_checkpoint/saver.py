@@ -23,13 +23,13 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import two_memories
 from zero_checkpoint.files.direct import DirectDisk
 from zero_checkpoint.files.object_disk import disk_of
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import Image, LiveImage
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import Piece, State
 from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.options import Checkpoint
-from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
 from zero_checkpoint.staging import StagingBuffer

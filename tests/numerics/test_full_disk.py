@@ -18,8 +18,8 @@ from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find, persistence
 from zero_checkpoint.errors import DiskFull
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
-from zero_checkpoint.place import Place
 from zero_contract.worker import ExitCode
 
 

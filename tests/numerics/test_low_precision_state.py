@@ -16,7 +16,7 @@ from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool, one_result
 from zero_checkpoint import find
-from zero_checkpoint.place import place
+from zero_checkpoint.files.place import place
 from zero_contract.errors import ConfigError
 from zero_deepspeed.utils import safe_get_full_optimizer_state
 from zero_deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -17,7 +17,7 @@ from tests.unit.checkpoint.support import (
     saved,
 )
 from zero_checkpoint import find
-from zero_checkpoint.place import place
+from zero_checkpoint.files.place import place
 from zero_checkpoint.tools.cli import main
 
 pytestmark = pytest.mark.processes

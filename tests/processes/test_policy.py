@@ -160,7 +160,7 @@ def test_a_node_that_is_unfit_after_a_failure_is_replaced_by_a_spare_and_comes_b
         lambda: conditions(etcd_store, job).get("b") is Condition.UNHEALTHY, 150, "b is unhealthy"
     )
     wait_for(lambda: "runs on c" in job.output, 150, "the spare runs")
-    assert "said: no GPU" in job.events("health")[0]["text"]
+    assert "printed: no GPU" in job.events("health")[0]["text"]
     assert status.read(etcd_store, job.job).restarts == 1
     sick.unlink()
     wait_for(lambda: conditions(etcd_store, job).get("b") is Condition.SPARE, 150, "b is fit again")

@@ -21,8 +21,8 @@ from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
 from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import save
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
-from zero_checkpoint.place import Place
 
 DEADLINE_S = 60
 

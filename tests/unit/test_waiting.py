@@ -31,6 +31,13 @@ class Exchange:
             raise self.error
 
 
+class EndsOnceWaitedFor(Exchange):
+    """An exchange that is under way until somebody waits for it."""
+
+    def wait(self) -> None:
+        self.over.set()
+
+
 def nothing() -> None:
     """Look at nobody."""
 
@@ -99,10 +106,9 @@ def test_a_long_wait_is_looked_at_and_what_the_look_raises_ends_it(
 
 
 def test_the_thread_keeps_no_exchange_and_ends_with_its_waiter() -> None:
-    exchange = Exchange()
+    exchange = EndsOnceWaitedFor()
     gone = weakref.ref(exchange)
     waiter = Waiter(None)
-    threading.Timer(0.02, exchange.over.set).start()
     assert waiter.wait(works(exchange), nothing)
     thread = waiter._thread
     assert thread is not None

@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, cast
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.objects import ObjectPath, as_os_errors, file_system
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import DISK, Disk
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
-from zero_checkpoint.place import Place
 
 _log = logging.getLogger(__name__)
 

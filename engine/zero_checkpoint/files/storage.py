@@ -16,8 +16,8 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST
-from zero_checkpoint.place import Place
 
 _BUFFER_BYTES = 1 << 20
 """Small pieces are gathered into writes of this size; larger ones go straight to the kernel."""

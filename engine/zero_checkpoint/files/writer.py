@@ -20,10 +20,10 @@ import numpy as np
 import xxhash
 
 from zero_checkpoint.files.chunks import copies, two_memories
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import Digests, FileRecord
-from zero_checkpoint.place import Place
 
 
 class Image(Protocol):

@@ -13,13 +13,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.read_retry import patiently
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.fragments import (
     COLUMNS,
@@ -47,7 +45,6 @@ from zero_checkpoint.format.table import (
     table_of,
     uncollected,
 )
-from zero_checkpoint.place import Place
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
@@ -71,41 +68,12 @@ class RemovedError(ManifestError):
     """A tombstone is in the manifest's place: the checkpoint is being deleted."""
 
 
-def read_manifest(path: Place) -> Manifest:
-    """The manifest at `path`, wholly validated.
-
-    Raises:
-        ManifestError: The manifest is damaged, hostile or too new; the message says where.
-        OSError: The file could not be read (FileNotFoundError: the checkpoint is not committed).
-    """
-    text = patiently(_text, path)
-    try:
-        manifest = parse(text)
-    except ManifestError as error:
-        raise type(error)(f"{path}: {error}") from error
-    if manifest.directory != path.parent.name:
-        raise ManifestError(
-            f"{path}: written for the directory {manifest.directory!r}; "
-            "move it back there to use it"
-        )
-    return manifest
-
-
-def _text(path: Place) -> bytes:
-    """The bytes of a manifest; refuses files that cannot be one. Raises as `read_manifest`."""
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
-    if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end
-        raise ManifestError(f"{path}: no regular file; not a manifest")
-    return path.read_bytes()
-
-
 @uncollected()
 def parse(text: bytes) -> Manifest:
     """The manifest in a text, wholly validated.
 
     Raises:
-        ManifestError: See `read_manifest`; the message lacks the path.
+        ManifestError: It is damaged, hostile or too new; the message says where.
     """
     if text == TOMBSTONE:
         raise RemovedError("this checkpoint is being removed")

@@ -26,6 +26,7 @@ from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.commit import MemoryOff, MemorySave, NotKept, commit_in_memory
@@ -33,9 +34,7 @@ from zero_checkpoint.memory.node import MemoryNode, home_of
 from zero_checkpoint.memory.peers import SameHostPeers
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.options import NodeMemory
-from zero_checkpoint.place import Place
 from zero_checkpoint.publish import Fence
-from zero_checkpoint.restore import Loaded
 from zero_checkpoint.staging import FrozenImage, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
@@ -121,13 +120,18 @@ class InMemoryCheckpoints:
         for staging in self._stagings:
             staging.forget()
 
-    def loaded(self, root: Place, loaded: Loaded | None, step: int) -> None:
-        """Go on from what a load has found; give back all that it has not chosen."""
+    def loaded(self, root: Place, chosen: str | None, step: int) -> None:
+        """Continue from what a load has found; free every checkpoint that it has not chosen.
+
+        Args:
+            root: Of the checkpoints on disk that the run continues.
+            chosen: The name of the in-memory checkpoint that was loaded, if one was.
+            step: Of the loaded checkpoint; 0 without one.
+        """
         self._settle(root)
         self._last_step = step
-        self._kept_step = step if loaded is not None and loaded.in_memory else None
+        self._kept_step = step if chosen is not None else None
         search, self._search = self._search or MemorySearch(self._node), None
-        chosen = loaded.path.name if loaded is not None and loaded.in_memory else None
         search.forget_others(home_of(root), chosen)
 
     def _settle(self, root: Place) -> None:

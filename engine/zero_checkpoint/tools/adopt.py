@@ -18,9 +18,9 @@ from torch import Tensor
 from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.place import Place
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.tools.foreign import Foreign
 from zero_checkpoint.weight_hash import weight_hash

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.place import Place, place
+from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.tools import arguments, convert, locate, output, upkeep
 from zero_checkpoint.tools.compare import Relation, compare
 from zero_checkpoint.tools.describe import describe

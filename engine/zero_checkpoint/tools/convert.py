@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.place import place
+from zero_checkpoint.files.place import place
 from zero_checkpoint.tools import adopt, arguments, export, locate, output
 from zero_checkpoint.tools.deepspeed import read_deepspeed
 from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch

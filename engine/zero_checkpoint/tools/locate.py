@@ -20,12 +20,12 @@ from zero_checkpoint.candidates import (
     Why,
     examine,
     is_ours,
+    read_manifest,
     scan,
 )
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.manifest import MANIFEST
-from zero_checkpoint.format.parse import read_manifest
-from zero_checkpoint.place import Place, place
 
 _log = logging.getLogger(__name__)
 

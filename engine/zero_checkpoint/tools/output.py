@@ -32,8 +32,8 @@ from rich.tree import Tree
 
 from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.files.objects import ObjectPath
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import BUFFER, PARAM
-from zero_checkpoint.place import Place
 from zero_checkpoint.tools.compare import Difference, Relation
 from zero_checkpoint.tools.listing import Row, Status
 from zero_checkpoint.tools.upkeep import Action, Plan

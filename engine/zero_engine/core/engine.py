@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from zero_checkpoint.files.place import place
 from zero_checkpoint.persistence import NOTES, ClientSource, Persistence
-from zero_checkpoint.place import place
 from zero_checkpoint.tags import agree_on_tag
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank

@@ -22,10 +22,10 @@ from typing import Any
 from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemorySearch
-from zero_checkpoint.place import Place
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending

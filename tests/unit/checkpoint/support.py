@@ -15,10 +15,10 @@ from zero_checkpoint import Manifest, StoreConsensus
 from zero_checkpoint.commit import save
 from zero_checkpoint.files.object_disk import ObjectDisk
 from zero_checkpoint.files.objects import ObjectPath, file_system
+from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.dtypes import DTYPES, byte_view
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.place import Place
 from zero_checkpoint.restore import Loaded, load
 
 T = TypeVar("T")

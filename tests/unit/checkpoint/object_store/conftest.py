@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from zero_checkpoint.place import place
+from zero_checkpoint.files.place import place
 
 _roots = itertools.count()
 

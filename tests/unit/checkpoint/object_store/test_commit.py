@@ -20,8 +20,8 @@ from tests.unit.checkpoint.support import (
 )
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import OBJECTS, _create
+from zero_checkpoint.files.place import place
 from zero_checkpoint.format.manifest import MANIFEST
-from zero_checkpoint.place import place
 from zero_contract.errors import CommitRefused
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)

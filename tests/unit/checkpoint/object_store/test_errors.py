@@ -11,7 +11,7 @@ import pytest
 from tests.unit.checkpoint.support import adam_state, blank, load_all, save_all, saved
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.objects import ObjectPath
-from zero_checkpoint.place import place
+from zero_checkpoint.files.place import place
 from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)

@@ -25,7 +25,7 @@ from zero_checkpoint.candidates import Why
 from zero_checkpoint.commit import save
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files import objects
-from zero_checkpoint.place import open_source, place
+from zero_checkpoint.files.place import open_source, place
 from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
