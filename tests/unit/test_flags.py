@@ -9,8 +9,9 @@ import re
 import pytest
 from torch.distributed.run import get_args_parser
 
-from zero_agent.command.command_line import _find, parse
+from zero_agent.command.command_line import _find, make_parser, parse
 from zero_agent.command.flags import FLAGS, OURS
+from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
 
 TORCHRUNS = {
@@ -135,3 +136,9 @@ def test_the_help_names_every_flag_once():
         parse(["--help"], {})
     named = re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w-]+)", shown.getvalue(), re.MULTILINE)
     assert sorted(named) == sorted(["help", *FLAGS])
+
+
+def test_the_help_names_every_exit_code_of_the_agent_and_no_other():
+    epilog = make_parser().epilog
+    named = re.findall(r"(?:: |, )(\d+) ", epilog[epilog.index("Exit codes") :])
+    assert sorted(map(int, named)) == sorted(AgentExit)

@@ -1,1 +1,1 @@
-"""zero-agent: what was typed, and what it comes to."""
+"""The command line of zero-agent, and the start of an agent from it."""

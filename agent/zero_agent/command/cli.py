@@ -1,8 +1,8 @@
-"""`zero-agent`: what was typed, into a running agent, into an exit code.
+"""`zero-agent`: from a command line to a running agent and its exit code.
 
-`command_line.py` reads it, `mistakes.py` says what is wrong, `resolve.py` what it means,
-`meeting.py` where the agents meet; here they are put together, and whatever goes wrong becomes one
-message and a code.
+`command_line.py` parses the flags, `mistakes.py` finds what is wrong with them, `resolve.py` makes
+the configuration, `meeting.py` finds the etcd. This module puts them together; every error becomes
+one message and an exit code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zero")
 
 _CODES = ((StoreError, AgentExit.NO_STORE), (SpecMismatch, AgentExit.MISMATCH))
-"""Of errors that are not a wrong command line."""
+"""Exit codes by class of error; any other ZeroError is a wrong command line."""
 _FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
 
 
@@ -68,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _run(sys.argv[1:] if argv is None else argv)
     except ZeroError as error:
         log.error("%s", error)
-        code = _code_of(error)
+        if isinstance(error, AgentFailed):
+            code = error.code
+        else:
+            codes = (code for kind, code in _CODES if isinstance(error, kind))
+            code = next(codes, AgentExit.USAGE)
         if code != AgentExit.USAGE:
             leave_error_file(os.environ.get(ENV_ERROR_FILE), str(error), "", code)
     except KeyboardInterrupt:
@@ -82,14 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _code_of(error: ZeroError) -> int:
-    if isinstance(error, AgentFailed):
-        return error.code
-    return next((code for kind, code in _CODES if isinstance(error, kind)), AgentExit.USAGE)
-
-
 def _sign_lines(node: str) -> None:
-    """Begin every line with the time, and the node if its agent is one of several."""
+    """Begin every log line with the time, and the node if the job has several."""
     signature = f" {node}" if node else ""
     form = "[zero %(asctime)s%(signature)s] %(message)s"
     for handler in log.handlers:
@@ -100,29 +98,32 @@ def _run(argv: Sequence[str]) -> int:
     line = command_line.read(argv, os.environ)
     with named_as_set(line.args.variables):
         mistakes.refuse(line, os.environ)
-        return _obey(line.args)
-
-
-def _obey(args: argparse.Namespace) -> int:
-    backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
-    way, note = meeting.choose(args)
-    given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.STATIC)
-    with joined(args, os.environ, given=given, wanted=wanted) as joining:
-        if args.preflight:
-            return preflight(args, conf)
-        return _meet(args, conf, way, (backend, note), joining)
+        args = line.args
+        backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
+        way, note = meeting.choose(args)
+        given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.STATIC)
+        with joined(args, os.environ, given=given, wanted=wanted) as joining:
+            if args.preflight:
+                return preflight(args, conf)
+            return _meet(args, conf, way, (backend, note), joining)
 
 
 def _meet(
     args: argparse.Namespace, conf: RdzvConf, way: Way, notes: Sequence[str], joining: Joining
 ) -> int:
-    """Find the other agents, and take part."""
+    """Find the other agents, and take part in the job."""
     backend, note = notes
     access = Access.of(args, conf, args.rdzv_endpoint)
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
     backend = backend if way is Way.NAMED else ""
-    for sentence in filter(None, (backend, note, *conf.notes, _threads(config), oom.group_note())):
+    threads = ""
+    if config.slots > 1 and "OMP_NUM_THREADS" not in os.environ:  # as torchrun, in one line
+        threads = (
+            f"OMP_NUM_THREADS is not set: each of the {config.slots} workers gets 1 thread; "
+            "set it for more"
+        )
+    for sentence in filter(None, (backend, note, *conf.notes, threads, oom.group_note())):
         log.info("%s", sentence)
     came: list[int] = []
     signals.install(partial(_end_start, came, numbers), numbers)
@@ -131,7 +132,13 @@ def _meet(
         _endpoint(args, way, world, joining) as (where, front),
     ):
         access = dataclasses.replace(access, endpoints=where)
-        config = _placed(config, args, world)
+        if world is not None:  # this node's place in the fixed world
+            config = dataclasses.replace(
+                config,
+                job=config.job or "static",
+                node_id=meeting.static_id(world.rank),
+                etcd_grace_s=meeting.STATIC_GRACE_S if args.etcd_grace is None else args.etcd_grace,
+            )
         if front is not None:
             config = dataclasses.replace(config, show_store=front.show_store)
         if args.node_id or config.spec.max_nodes > 1:
@@ -139,30 +146,20 @@ def _meet(
         with access.store() as store:
             if way is Way.NAMED:
                 _await_etcd(args, access, store, numbers)
-            # Only now: the route to a name that nobody knows yet is unknown as well.
+            # Not before etcd answers: until its name resolves, the route to it is unknown.
             address = config.address or address_towards(access.first)
             config = dataclasses.replace(config, address=address)
             try:
                 return _take_part(config, store, numbers, came, world, health)
-            finally:  # what is left is short, and the exit code is known: no signal changes it
+            finally:  # the rest is short, and no signal may change the exit code any more
                 signals.ignore(numbers)
-
-
-def _threads(config: AgentConfig) -> str:
-    """Say what torchrun says about threads, in one line."""
-    if config.slots == 1 or "OMP_NUM_THREADS" in os.environ:
-        return ""
-    return (
-        f"OMP_NUM_THREADS is not set: each of the {config.slots} workers gets 1 thread; "
-        "set it for more"
-    )
 
 
 @contextlib.contextmanager
 def _endpoint(
     args: argparse.Namespace, way: Way, world: Static | None, joining: Joining
 ) -> Iterator[tuple[str, Front | None]]:
-    """Where etcd is, for as long as this agent needs it; and the port that others know here."""
+    """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0."""
     if world is not None:
         with meeting.static_server(world, joining) as found:
             yield found
@@ -181,34 +178,41 @@ def _await_etcd(
     store: KeyValueStore,
     numbers: Sequence[signal.Signals],
 ) -> None:
-    """Return when the etcd that the user has named answers; a signal ends the wait."""
-    question = Keys(args.rdzv_id).round  # a key of the job's, or the login may not allow it
+    """Return when the etcd that the user has named answers; a signal ends the wait.
+
+    Raises:
+        AgentFailed: A signal has come.
+        StoreError: Etcd has not answered within --etcd-wait, or refuses.
+    """
+    question = Keys(args.rdzv_id).round  # a key of this job: the login may not allow others
 
     def ask() -> None:
         if not access.is_secure:
             check_is_etcd(args)
         store.get(question)
 
+    def compare_clocks() -> None:
+        if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
+            log.warning("%s", wrong)
+
     number = signals.call_until_signal(lambda: access.await_answer(ask, args.etcd_wait), numbers)
     if number is not None:
         name = signal.Signals(number).name
         why = f"{name}: etcd has not answered yet, this node has not joined"
         raise AgentFailed(128 + number, why)
-    threading.Thread(target=_compare_clocks, args=(access,), daemon=True).start()
-
-
-def _compare_clocks(access: Access) -> None:
-    if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
-        log.warning("%s", wrong)
+    threading.Thread(target=compare_clocks, daemon=True).start()
 
 
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
-    """No worker runs; what this process has started or made goes on the way out.
+    """Handle a signal that comes while no worker runs: end, and clean up on the way out.
 
     Args:
-        came: Takes note of the signal: what is raised here is lost if it comes within a `__del__`.
-        numbers: Are not heard on the way out, which is short.
-        number: Of the signal.
+        came: Records the signal: an exception raised here is lost if it comes within a `__del__`.
+        numbers: The signals to ignore from now on: the way out is short.
+        number: The signal.
+
+    Raises:
+        SystemExit: Always, with 128 + the signal's number.
     """
     signals.ignore(numbers)
     came.append(number)
@@ -216,20 +220,8 @@ def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) 
     raise SystemExit(128 + number)
 
 
-def _placed(config: AgentConfig, args: argparse.Namespace, world: Static | None) -> AgentConfig:
-    """The configuration with this node's place in a fixed world, if it is in one."""
-    if world is None:
-        return config
-    return dataclasses.replace(
-        config,
-        job=config.job or "static",
-        node_id=meeting.static_id(world.rank),
-        etcd_grace_s=meeting.STATIC_GRACE_S if args.etcd_grace is None else args.etcd_grace,
-    )
-
-
 def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
-    """Whether another agent of the job is alive, as far as etcd can tell."""
+    """Whether another agent of the job is alive; True if etcd does not answer."""
     try:
         job = job or standing_run(store, name)
         return job is not None and bool(store.range(Keys(job).nodes, limit=1).items)
@@ -246,14 +238,14 @@ def _take_part(
     health: Health | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
-    tell = health.waits if health is not None else lambda why: None
+    on_unhealthy = health.waits if health is not None else lambda why: None
     target = config.program.target
     stem = target if config.program.is_module else Path(target).stem
     name = command_name(stem, config.spec.command)
     await_fit(
         config.surroundings(os.environ),
         config.join_timeout_s,
-        tell,
+        on_unhealthy,
         max_nodes=config.spec.max_nodes,
         others=partial(_runs_elsewhere, store, config.job, name),
     )
@@ -270,7 +262,7 @@ def _take_part(
                     agent.on_signal(number)
                 code = agent.run()
         if config.job is None and agent.ended and not agent.took_part:
-            continue  # that run ended between the look at it and the joining: start the next
+            continue  # that run ended before this agent joined it: start the next
         if world is not None and world.rank == 0:
             meeting.see_off(store, job)
         if code in _FAILED and (cause := agent.root_cause):

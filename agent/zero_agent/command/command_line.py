@@ -1,17 +1,17 @@
-"""A command line of `zero-agent`, read by the table in `flags.py`.
+"""Parser of the command line of `zero-agent`, by the table in `flags.py`.
 
-Each flag can be written with `-` or `_` between its words, shortened to any beginning that only
-it has here or in torchrun, and set by torchrun's environment variable `PET_<FLAG>`; the command
-line wins over the environment.
+Each flag can be written with `-` or `_` between its words, abbreviated to any prefix that is unique
+here or in torchrun, and set by torchrun's environment variable `PET_<FLAG>`; the command line wins
+over the environment.
 
-Must always hold: what follows the script belongs to the script, to the letter, whatever it looks
-like.
+Must always hold: everything after the script belongs to the script, unchanged, even if it looks
+like a flag.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,15 @@ _HELP = ("-h", "--help")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A command line as far as it can be read."""
+    """A parsed command line, with its errors."""
 
     args: argparse.Namespace
-    """All flags with their values, and `script`, `arguments` and `variables`: which of the flags
-    were set by which variable of the environment. A flag that is wrong has its default."""
+    """All flags with their values, and `script`, `arguments` and `variables`: the environment
+    variable of each flag that was set by one. A flag that is wrong has its default."""
     wrong: tuple[str, ...]
-    """What is wrong, a line each."""
+    """The errors, one line each."""
     about: frozenset[str]
-    """The flags that are wrong, or may be others than they look; `script` may be among them."""
+    """The flags that are wrong, or may be misread because of an error; may include `script`."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class _Wrong:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """The flags of a line, see `Line`.
+    """Parse a command line; returns the flags, see `Line.args`.
 
     Raises:
-        SpecError: Flags that do not exist, values they cannot have, or no script; all of the
-            wrong ones are named, one a line.
+        SpecError: Flags do not exist or have invalid values, or there is no script. The message
+            has one line for each error.
     """
     line = read(argv, environ)
     with named_as_set(line.args.variables):
@@ -64,11 +64,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
-    """What a command line says, and what is wrong with it by itself; flags are called `--flag`."""
+    """Parse a command line and collect its errors; errors name a flag as `--flag`."""
     flags, command, wrong = _split(argv)
     typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
-    variables = {name: it for name in FLAGS if name not in typed and (it := _set_by(name, environ))}
-    args = _values([*_from_environment(variables, environ, wrong), *flags], wrong)
+    variables, set_flags = _from_environment(typed, environ, wrong)
+    parser, right = make_parser(), []
+    for flag in (*set_flags, *flags):  # each by itself: an error must not hide the next one
+        try:
+            parser.parse_args([flag])
+            right.append(flag)
+        except SpecError as error:
+            wrong.add(str(error), flag.partition("=")[0].removeprefix("--"))
+    args = parser.parse_args(right)
     args.variables = variables
     if not command and not args.preflight and not wrong.lines:
         wrong.add(f"no script is given; write {USAGE}; --help lists the flags", "script")
@@ -77,22 +84,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
     return Line(args=args, wrong=tuple(wrong.lines), about=frozenset(about))
 
 
-def _values(flags: Sequence[str], wrong: _Wrong) -> argparse.Namespace:
-    """The values of flags that are written in full, `--name` or `--name=value` each."""
-    parser, right = make_parser(), []
-    for flag in flags:
-        try:
-            parser.parse_args([flag])
-            right.append(flag)
-        except SpecError as error:
-            wrong.add(str(error), flag.partition("=")[0].removeprefix("--"))
-    return parser.parse_args(right)
-
-
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
-    """The flags, written in full as `--name=value`; the program with its arguments; what is wrong.
+    """Split a command line into its flags, in full as `--name=value`, the program, and the errors.
 
-    Whether a value follows a flag that does not exist is a guess, by the one that was meant.
+    Whether a flag that does not exist has a value is a guess, by the nearest flag that exists.
     """
     flags: list[str] = []
     wrong = _Wrong()
@@ -101,7 +96,9 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
         token = rest.pop(0)
         if token == "--":
             break
-        name, equals, value = _taken_apart(token)
+        name, equals, value = token.partition("=")
+        if not token.startswith("--") and len(name) > 2:  # `-t3`
+            name, equals, value = token[:2], "", token[2:]
         if name in _HELP:
             flags.append(name)
             continue
@@ -120,7 +117,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
 
 
 def _in_full(token: str, flag: Flag, value: str, rest: list[str]) -> tuple[str, str]:
-    """`--name=value` of a flag, whose value may be the first of the rest; or what is wrong."""
+    """`--name=value` of a flag, whose value may be the next argument, `rest[0]`; or an error."""
     if flag.kind is None:
         problem = f"{token}: a switch; write it without a value" if value else ""
         return f"--{flag.name}", problem
@@ -131,18 +128,11 @@ def _in_full(token: str, flag: Flag, value: str, rest: list[str]) -> tuple[str, 
     return f"--{flag.name}={rest.pop(0)}", ""
 
 
-def _taken_apart(token: str) -> tuple[str, str, str]:
-    """`--tee=3`, `-t=3` and `-t3` into name, `=` if there, and value."""
-    name, equals, value = token.partition("=")
-    if token.startswith("--") or len(name) == 2:
-        return name, equals, value
-    return token[:2], "", token[2:]
-
-
 def _find(name: str) -> tuple[Flag | None, str]:
-    """The flag of this name, in either spelling, or of this unique beginning of one.
+    """Find a flag by its name, in either spelling, or by a unique prefix.
 
-    Otherwise what is wrong, with the flag that may have been meant.
+    Returns:
+        The flag and no error; or an error, with the flag that was probably meant.
     """
     if name in _SHORT:
         return _SHORT[name], ""
@@ -162,34 +152,41 @@ def _find(name: str) -> tuple[Flag | None, str]:
     return meant, f"{name}: there is no such flag; {remedy}"
 
 
-def _set_by(name: str, environ: Mapping[str, str]) -> str | None:
-    """The variable that sets a flag, if one does."""
-    candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
-    return next((candidate for candidate in candidates if environ.get(candidate)), None)
-
-
 _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
-"""Variables under which torchrun's agent looks for what is a flag here."""
+"""Other variables of torchrun's agent, by the flag that they set here."""
 
 
 def _from_environment(
-    variables: Mapping[str, str], environ: Mapping[str, str], wrong: _Wrong
-) -> list[str]:
-    """`PET_MAX_RESTARTS=3` as `--max-restarts=3`; a switch that is neither 0 nor 1 is wrong."""
-    found = []
-    for name, variable in variables.items():
-        value = environ[variable]
+    typed: Collection[str], environ: Mapping[str, str], wrong: _Wrong
+) -> tuple[dict[str, str], list[str]]:
+    """`PET_MAX_RESTARTS=3` becomes `--max-restarts=3`; a switch must be 0 or 1.
+
+    Args:
+        typed: The flags of the command line, which win over variables.
+        environ: The environment.
+        wrong: Receives the errors.
+
+    Returns:
+        The variable of each flag that is set by one, and those flags in full.
+    """
+    variables, found = {}, []
+    for name in FLAGS:
+        candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
+        variable = next((candidate for candidate in candidates if environ.get(candidate)), None)
+        if variable is None or name in typed:
+            continue
+        variables[name], value = variable, environ[variable]
         if FLAGS[name].kind is not None:
             found.append(f"--{name}={value}")
         elif value == "1":
             found.append(f"--{name}")
         elif value != "0":
             wrong.add(f"{variable}={value}: write 1 for yes or 0 for no", name)
-    return found
+    return variables, found
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains as the rest of us does: in one line, through the log."""
+    """Raises SpecError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> Any:
         raise SpecError(message.removeprefix("argument "))
@@ -201,31 +198,29 @@ def make_parser() -> argparse.ArgumentParser:
         prog="zero-agent",
         usage=USAGE,
         description="Run a training script on this node, elastically: nodes come and go, "
-        "the job goes on.",
-        epilog="A flag may be written with - or _, shortened, or set as PET_<FLAG> in the "
-        "environment. Exit codes: 0 done, 1 job failed, 2 wrong usage, 3 etcd out of reach, "
-        "4 too few nodes, 5 job stopped, 6 node drained, 7 no progress, 8 node not fit, "
-        "128+N ended by signal N.",
+        "the job continues.",
+        epilog="A flag may be written with - or _, abbreviated, or set as PET_<FLAG> in the "
+        "environment. Exit codes: 0 job done, 2 wrong usage, 3 etcd out of reach, 4 too few nodes, "
+        "5 job stopped, 6 node drained, 7 job failed without progress, 8 node unhealthy, 9 another "
+        "specification or version than the job's, 70 internal error of this agent, 91 job failed, "
+        "128+N ended by signal N. docs/exit-codes.md has the details.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add(group, flag)
+            names = [name for name in (flag.short, f"--{flag.name}") if name]
+            if flag.kind is None:
+                group.add_argument(*names, action="store_true", help=flag.help)
+                continue
+            usual = METAVARS.get(flag.kind, flag.name.rpartition("-")[2].upper())
+            group.add_argument(
+                *names,
+                type=flag.kind,
+                default=flag.default,
+                choices=flag.choices,
+                metavar=flag.metavar or usual,
+                help=flag.help,
+            )
     return parser
-
-
-def _add(group: Any, flag: Flag) -> None:
-    names = [name for name in (flag.short, f"--{flag.name}") if name]
-    if flag.kind is None:
-        group.add_argument(*names, action="store_true", help=flag.help)
-        return
-    group.add_argument(
-        *names,
-        type=flag.kind,
-        default=flag.default,
-        choices=flag.choices,
-        metavar=flag.metavar or METAVARS.get(flag.kind, flag.name.rpartition("-")[2].upper()),
-        help=flag.help,
-    )

@@ -1,7 +1,7 @@
 """The flags of `zero-agent`: one table, in the order and groups in which `--help` prints it.
 
-Every flag of torchrun is here with its meaning, beside ours. `command_line.py` reads a line of
-them.
+Every flag of torchrun is here with torchrun's meaning, beside the flags that torchrun does not
+have. `command_line.py` parses a command line by this table.
 
 Source of the names: torch.distributed.run.
 """
@@ -25,7 +25,7 @@ from zero_orchestrator.arguments import seconds
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 LAST_PORT = 65535
 FEWEST_PORTS = 4
-"""The ring, the memory for checkpoints, and the stores of two rounds, one of which ends."""
+"""Ports of the ring, of peer memory, and of the TCPStores of two rounds, one of which ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class Flag:
     """One flag."""
 
     name: str
-    """Its words, with `-` between them."""
+    """The name without `--`, with `-` between its words."""
     help: str
     default: Any = ""
     short: str = ""
     kind: Callable[[str], Any] | None = str
-    """Makes a value of its text; None for a switch, which has none."""
+    """Parses the value; None for a switch, which has no value."""
     metavar: str = ""
     choices: tuple[str, ...] | None = None
 
@@ -82,7 +82,7 @@ def _port(text: str) -> int:
 
 
 def _host(text: str) -> str:
-    """A name or an IP address, without brackets: what others can connect to; or nothing."""
+    """A host name or an IP address that others can connect to, without brackets; or empty."""
     host = text.removeprefix("[").removesuffix("]")
     try:
         known = not ipaddress.ip_address(host).is_unspecified
@@ -97,7 +97,11 @@ def _host(text: str) -> str:
 
 
 def parse_ports(text: str) -> range:
-    """`29600-29699` as those ports; any, for nothing. Raises ValueError."""
+    """`29600-29699` as a range of ports; any port for an empty text.
+
+    Raises:
+        ValueError: The text is no such range, or the range has too few ports.
+    """
     if not text:
         return ANY_PORT
     low, _, high = text.partition("-")
@@ -122,7 +126,7 @@ _size_bytes = argument_type(lambda text: Size(text).size_bytes)
 
 
 def _items(text: str) -> tuple[str, ...]:
-    """`a,b` -> (a, b); a doubled comma stands for a comma."""
+    """`a,b` -> (a, b); a doubled comma is a literal comma."""
     parts = text.replace(",,", "\0").split(",")
     return tuple(part.replace("\0", ",") for part in parts if part)
 
@@ -180,7 +184,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="stop-exit-code",
             kind=_exit_code,
             default=int(AgentExit.STOPPED),
-            help="exit code of this agent after `zero-ctl stop` (default 5); use 0 where a cluster "
+            help="exit code of this agent after `zero-ctl stop` (default 5); use 0 if the cluster "
             "takes every other code for a failure",
         ),
         Flag(
@@ -235,7 +239,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="rdzv-backend",
             default="static",
-            help="accepted: the rendezvous is always etcd v3, see --rdzv-endpoint",
+            help="no effect: the rendezvous is always etcd v3, see --rdzv-endpoint",
         ),
         Flag(
             name="rdzv-endpoint",
@@ -279,21 +283,21 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="machine",
             metavar="NAME",
-            help="name of the machine that an exclusion of this node is about (default: --node-id "
-            "if given, else the host name)",
+            help="name of the machine that an exclusion of this node applies to (default: "
+            "--node-id if given, else the host name)",
         ),
         Flag(
             name="local-addr",
             metavar="HOST",
-            help="address of this machine on which it listens for other nodes (default: the one "
-            "that routes to etcd)",
+            help="address of this machine on which the agent listens for other nodes (default: "
+            "the one that routes to etcd)",
         ),
         Flag(
             name="advertise-addr",
             kind=_host,
             metavar="HOST",
-            help="address at which other nodes reach this one if it is not its own, as behind NAT "
-            "(default: --local-addr)",
+            help="address at which other nodes reach this node if that is another one, as behind "
+            "NAT (default: --local-addr)",
         ),
         Flag(
             name="port-range",
@@ -346,7 +350,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="etcd-grace",
             kind=seconds,
             default=None,
-            help="seconds that workers go on while etcd does not answer (default 600)",
+            help="seconds that workers continue while etcd does not answer (default 600)",
         ),
     ),
     "output": (
@@ -445,8 +449,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="ram-budget",
             kind=_size_bytes,
             default=None,
-            help="largest size of in-memory checkpoints in /dev/shm, such as 16Gi (default: what "
-            "the config says, else half of what is free)",
+            help="largest size of in-memory checkpoints in /dev/shm, such as 16Gi (default: that "
+            "of the config, else half of the free memory)",
         ),
         Flag(
             name="preflight",
@@ -498,7 +502,7 @@ OURS = frozenset(
         *("ram-budget", "preload", "stop-exit-code", "machine", "port-range", "advertise-addr"),
     }
 )
-"""Those that torchrun has not: a beginning that is one flag's alone there is that flag's here."""
+"""Flags that torchrun does not have: a prefix that is unique in torchrun means the same here."""
 METAVARS: Mapping[object, str] = {
     seconds: "SECONDS",
     _some_seconds: "SECONDS",
@@ -508,4 +512,4 @@ METAVARS: Mapping[object, str] = {
     _size_bytes: "SIZE",
     Path: "FILE",
 }
-"""What a value is called in the help, by its kind."""
+"""The name of a value in the help, by the function that parses it."""

@@ -1,11 +1,10 @@
-"""All that is wrong with a command line, told at once: a line for each mistake.
+"""Validation of a command line: all errors at once, one line for each.
 
-`command_line.py` knows flags that do not exist and values of the wrong kind. Here is what takes
-more to see: values that mean nothing, names of what is not there, and flags that contradict each
-other.
+`command_line.py` finds flags that do not exist and values of the wrong type. This module finds
+values without a meaning, names of things that do not exist, and flags that contradict each other.
 
-Must always hold: nothing is started and, but for --log-dir, nothing made; what is said of a flag is
-not the consequence of another mistake.
+Must always hold: nothing is started and, except for --log-dir, nothing made; no error is only the
+consequence of another one.
 """
 
 from __future__ import annotations
@@ -30,40 +29,44 @@ from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 
 @dataclass(frozen=True, kw_only=True)
 class Typed:
-    """What there is to look at."""
+    """The flags and the environment that are validated."""
 
     args: argparse.Namespace
     environ: Mapping[str, str]
 
     @property
     def conf(self) -> RdzvConf:
-        """What --rdzv-conf says. Raises SpecError."""
+        """The settings of --rdzv-conf.
+
+        Raises:
+            SpecError: A setting does not exist, or has an invalid value.
+        """
         return parse_rdzv_conf(self.args.rdzv_conf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """One way to be wrong."""
+    """One check of the command line."""
 
     at: tuple[str, ...]
-    """The flags that are wrong then."""
+    """The flags that are wrong if the check fails."""
     beside: tuple[str, ...] = ()
-    """Those that it takes to see that: if one of all these is wrong already, nothing is said, since
-    it might follow from that alone."""
+    """Further flags that the check reads. If any flag of `at` or `beside` is wrong already, the
+    check is skipped: it might fail only because of that."""
     find: Callable[[Typed], object]
-    """Raises SpecError."""
+    """The check; raises SpecError."""
 
 
 def refuse(line: Line, environ: Mapping[str, str]) -> None:
-    """Return if the command line can be obeyed, as far as that can be seen before a start.
+    """Return if the command line is valid, as far as that is known before a start.
 
     Args:
-        line: As it was read.
-        environ: Of this process.
+        line: The parsed command line.
+        environ: The environment of this process.
 
     Raises:
-        SpecError: All that is wrong, one a line. With --preflight only what cannot be read: the
-            other flags are a part of what is looked at.
+        SpecError: The command line is wrong: the message has one line for each error. With
+            --preflight only parse errors count, since --preflight checks the other flags itself.
     """
     found, wrong = list(line.wrong), set(line.about)
     for look in () if line.args.preflight else LOOKS:
@@ -84,11 +87,6 @@ def _count(name: str, typed: Typed) -> None:
     JobSpec(min_nodes=1, max_nodes=1, **{name: getattr(typed.args, name)})
 
 
-def _unit(typed: Typed) -> None:
-    low, high = parse_nnodes(typed.args.nnodes)
-    JobSpec(min_nodes=low, max_nodes=high, node_unit=typed.args.node_unit)
-
-
 def _name(flag: str, typed: Typed) -> None:
     if name := getattr(typed.args, flag.replace("-", "_")):
         check_name(f"--{flag}", name)
@@ -103,23 +101,7 @@ def _standalone(typed: Typed) -> None:
         )
 
 
-def _own_device(typed: Typed) -> None:
-    slots = typed.args.nproc_per_node
-    if typed.args.virtual_local_rank and slots.isdecimal():
-        own_device(typed.environ, int(slots) - 1)
-
-
 # ---- where the nodes meet ----
-
-
-def _fixed_world(typed: Typed) -> None:
-    if meeting.choose(typed.args)[0] is Way.STATIC:
-        Static.of(typed.args, join_timeout_s=0.0)
-
-
-def _endpoint(typed: Typed) -> None:
-    if meeting.choose(typed.args)[0] is Way.NAMED:
-        _ = Access(endpoints=typed.args.rdzv_endpoint).first
 
 
 def _local_address(typed: Typed) -> None:
@@ -171,7 +153,15 @@ LOOKS: tuple[Look, ...] = (
     Look(at=("nnodes",), find=lambda typed: parse_nnodes(typed.args.nnodes)),
     Look(at=("nproc-per-node",), find=lambda typed: resolve.check_slots(typed.args.nproc_per_node)),
     *(Look(at=(name.replace("_", "-"),), find=partial(_count, name)) for name in _COUNTS),
-    Look(at=("node-unit",), beside=("nnodes",), find=_unit),
+    Look(
+        at=("node-unit",),
+        beside=("nnodes",),
+        find=lambda typed: JobSpec(
+            min_nodes=parse_nnodes(typed.args.nnodes)[0],
+            max_nodes=parse_nnodes(typed.args.nnodes)[1],
+            node_unit=typed.args.node_unit,
+        ),
+    ),
     Look(at=("standalone",), beside=("nnodes",), find=_standalone),
     Look(at=("rdzv-id",), find=partial(_name, "rdzv-id")),
     Look(at=_PROGRAM, find=lambda typed: resolve.program_of(typed.args, typed.environ)),
@@ -184,8 +174,22 @@ LOOKS: tuple[Look, ...] = (
     ),
     Look(at=("rdzv-backend",), find=lambda typed: check_backend(typed.args.rdzv_backend)),
     Look(at=("rdzv-conf",), find=lambda typed: typed.conf),
-    Look(at=_WAY, beside=("advertise-addr", "local-addr"), find=_fixed_world),
-    Look(at=("rdzv-endpoint",), beside=_WAY, find=_endpoint),
+    Look(
+        at=_WAY,
+        beside=("advertise-addr", "local-addr"),
+        find=lambda typed: (
+            meeting.choose(typed.args)[0] is not Way.STATIC
+            or Static.of(typed.args, join_timeout_s=0.0)
+        ),
+    ),
+    Look(
+        at=("rdzv-endpoint",),
+        beside=_WAY,
+        find=lambda typed: (
+            meeting.choose(typed.args)[0] is not Way.NAMED
+            or Access(endpoints=typed.args.rdzv_endpoint).first
+        ),
+    ),
     Look(at=("node-id",), find=partial(_name, "node-id")),
     Look(at=("local-addr",), find=_local_address),
     *(
@@ -216,6 +220,14 @@ LOOKS: tuple[Look, ...] = (
         at=("signals-to-handle",),
         find=lambda typed: resolve.signals_to_handle(typed.args.signals_to_handle),
     ),
-    Look(at=("virtual-local-rank",), beside=("nproc-per-node",), find=_own_device),
+    Look(
+        at=("virtual-local-rank",),
+        beside=("nproc-per-node",),
+        find=lambda typed: (
+            typed.args.virtual_local_rank
+            and typed.args.nproc_per_node.isdecimal()
+            and own_device(typed.environ, int(typed.args.nproc_per_node) - 1)
+        ),
+    ),
 )
-"""In the order in which `--help` prints the flags."""
+"""Every check, in the order in which `--help` prints the flags."""

@@ -1,4 +1,4 @@
-"""`zero-agent --preflight`: every check of this node, as a table, and nothing else."""
+"""`zero-agent --preflight`: runs every health check, prints a table, and starts nothing."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _PIPE_COLUMNS = 250
 
 
 def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
-    """Check this node as it is before a job begins; 0 if it is fit, 1 if not.
+    """Check this node before a job begins; returns the exit code.
 
     Args:
         args: The flags with which the agent is to be started; a script is not needed.
-        conf: Those in --rdzv-conf.
+        conf: The settings of --rdzv-conf.
 
     Raises:
-        SpecError: A flag that decides about a check is wrong.
+        SpecError: A flag that a check uses is wrong.
     """
     access = Access.of(args, conf, args.rdzv_endpoint)
     named = meeting.choose(args)[0] is meeting.Way.NAMED
     findings = examine(
         Surroundings(
-            # That there is no GPU for any worker is a finding of its own.
+            # Without any GPU, count_slots would raise; the check of the GPUs reports it instead.
             slots=1 if args.nproc_per_node == "gpu" else count_slots(args.nproc_per_node),
             gpus=wants_gpus(args),
             address=args.local_addr or (address_towards(access.first) if named else ""),
@@ -58,7 +58,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
 
 
 def _asking(access: Access, job: str) -> Callable[[], str]:
-    question = Keys(job).round  # a key of the job's, or the login may not allow it
+    question = Keys(job).round  # a key of this job: the login may not allow others
 
     def ask() -> str:
         try:
@@ -81,14 +81,14 @@ def _own_etcd() -> str:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print a table of them, for people."""
+    """Print the findings as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("check", "", "found"):
         table.add_column(column)
     for finding in findings:
         verdict = Text("ok", "green") if finding.fit else Text("NOT FIT", "bold red")
-        said = finding.found + (f"; {finding.remedy}" if finding.remedy else "")
-        table.add_row(finding.check, verdict, Text(said))
+        text = finding.found + (f"; {finding.remedy}" if finding.remedy else "")
+        table.add_row(finding.check, verdict, Text(text))
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_COLUMNS

@@ -1,4 +1,4 @@
-"""From flags to an `AgentConfig`: what the words on the command line mean on this machine."""
+"""From flags to an `AgentConfig`: what the command line means on this machine."""
 
 from __future__ import annotations
 
@@ -39,24 +39,29 @@ SHUTDOWN_TIMEOUT_S = 30.0
 SHORTEST_LEASE_S = 2
 LONGEST_LEASE_S = 15
 NODES_PER_LEASE_S = 200
-"""So many more nodes have leases that are one second longer."""
+"""The default lease is one second longer for each of so many nodes: etcd has more to refresh."""
 NO_FILES = Path(os.devnull)
-"""As --log-dir: everything is shown and nothing kept, as with torchrun."""
+"""--log-dir=/dev/null: output is shown and not kept, as with torchrun."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
 def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]) -> AgentConfig:
-    """The whole configuration, but for `address`, which takes the endpoint to know.
+    """The whole configuration; `address` may be empty, since only the endpoint of etcd decides it.
 
     Raises:
-        SpecError: Something cannot be as it was written.
+        SpecError: A flag is wrong.
+        AgentFailed: This node has no GPU, and --nproc-per-node=gpu.
     """
     program = program_of(args, environ)
     streams = _streams(args, environ)
-    spec, lease_ttl_s = _job_spec(args), _lease_ttl_s(args, conf)
+    spec, usual = _job_spec(args), Timing()
+    # Each node refreshes its lease three times in that time: a large job needs longer leases.
+    _, nodes = parse_nnodes(args.nnodes)
+    usual_s = min(AgentConfig.lease_ttl_s + nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
+    lease_ttl_s = int(args.lease_ttl or conf.lease_ttl_s or usual_s)
     slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
-        own_device(environ, slots - 1)  # or there is an error, now rather than in the workers
+        own_device(environ, slots - 1)  # an error is raised now rather than in the workers
     return AgentConfig(
         spec=spec,
         program=program,
@@ -67,7 +72,12 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         address=args.local_addr,
         advertised=args.advertise_addr,
         ports=parse_ports(args.port_range),
-        timing=_timing(args, conf, lease_ttl_s),
+        timing=Timing(  # a lost peer shows within the time to live of its lease, and a moment
+            settle_s=_first(conf.settle_s, usual.settle_s),
+            grow_every_s=args.grow_every,
+            symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
+            return_within_s=max(usual.return_within_s, lease_ttl_s + 1.0),
+        ),
         role=args.role,
         gpus=wants_gpus(args),
         health_check=args.health_check,
@@ -87,13 +97,6 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     )
 
 
-def _lease_ttl_s(args: argparse.Namespace, conf: RdzvConf) -> int:
-    """As given, or as many nodes need: each keeps its lease alive three times in that long."""
-    _, nodes = parse_nnodes(args.nnodes)
-    usual_s = min(AgentConfig.lease_ttl_s + nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
-    return int(args.lease_ttl or conf.lease_ttl_s or usual_s)
-
-
 def check_lease_ttl(ttl_s: int | None) -> None:
     """Raise SpecError if etcd has no such leases."""
     if ttl_s is not None and ttl_s < SHORTEST_LEASE_S:
@@ -102,22 +105,11 @@ def check_lease_ttl(ttl_s: int | None) -> None:
         )
 
 
-def _timing(args: argparse.Namespace, conf: RdzvConf, lease_ttl_s: int) -> Timing:
-    """A lost peer is expected to show within the time to live of its lease, and a moment."""
-    usual = Timing()
-    return Timing(
-        settle_s=_first(conf.settle_s, usual.settle_s),
-        grow_every_s=args.grow_every,
-        symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
-        return_within_s=max(usual.return_within_s, lease_ttl_s + 1.0),
-    )
-
-
 def signals_to_handle(text: str) -> list[signal.Signals]:
     """`SIGTERM,SIGUSR1` as signals.
 
     Raises:
-        SpecError: No such signal, or one that no process can handle.
+        SpecError: There is no such signal, or no process can handle it.
     """
     found = []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -136,7 +128,11 @@ def _first(*values: float | None) -> float:
 
 
 def shutdown_timeout_s(flag_s: float | None, environ: Mapping[str, str]) -> float:
-    """The flag, or torchelastic's own variable, or the default. Raises SpecError."""
+    """The flag, or torchelastic's environment variable, or the default.
+
+    Raises:
+        SpecError: The variable is no number.
+    """
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     try:
         from_environment = float(environ[name]) if environ.get(name) else None
@@ -166,7 +162,11 @@ def _job_spec(args: argparse.Namespace) -> JobSpec:
 
 
 def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
-    """What the workers run. Raises SpecError if it is not there, or not to be run like that."""
+    """The program that the workers run.
+
+    Raises:
+        SpecError: The program does not exist, or the flags that describe it contradict each other.
+    """
     if args.no_python and not args.run_path:
         if args.module:
             raise SpecError("--no-python with --module: a module is run by Python; leave one out")
@@ -182,7 +182,12 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
             command=[args.script, *args.arguments],
         )
     if args.module:
-        _check_module(args.script)
+        sys.path.insert(0, os.getcwd())  # as `python -m`
+        found = None
+        with contextlib.suppress(ModuleNotFoundError, ValueError):
+            found = find_spec(args.script)
+        if found is None:
+            raise SpecError(f"-m {args.script}: there is no such module; give its full dotted name")
     elif not Path(args.script).is_file():
         raise SpecError(
             f"{args.script}: there is no such script; give its path, or -m for a module"
@@ -200,7 +205,11 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
 
 
 def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
-    """What is imported before workers are forked from it. Raises SpecError."""
+    """The modules that the forkserver imports before it forks workers.
+
+    Raises:
+        SpecError: A module does not exist, or workers are not forked.
+    """
     flag = f"--preload={','.join(wanted)}"
     if program.command:
         if wanted:
@@ -215,14 +224,6 @@ def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
                 f"{flag}: there is no module {module}; install it, or leave it to the script"
             )
     return (*AgentConfig.preload, *wanted)
-
-
-def _check_module(name: str) -> None:
-    sys.path.insert(0, os.getcwd())  # as `python -m`
-    with contextlib.suppress(ModuleNotFoundError, ValueError):
-        if find_spec(name) is not None:
-            return
-    raise SpecError(f"-m {name}: there is no such module; give its full dotted name")
 
 
 # ---- output ----
@@ -247,21 +248,25 @@ def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
 
 
 def _log_dir(path: Path | None, streams: Streams) -> Path | None:
-    """Where files go; a new directory if there must be one and none is named.
+    """The directory of log files; a new one if one is needed and --log-dir names none.
 
     Raises:
-        SpecError: It cannot be written to.
+        SpecError: The directory cannot be made.
     """
     if path == NO_FILES or (path is None and not streams.needs_files):
         return None
     if path is None:
-        return Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's: people look there
+        return Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's name: users look there
     make_log_dir(path)
     return path
 
 
 def make_log_dir(path: Path | None) -> None:
-    """The directory that --log-dir names, if it names one. Raises SpecError."""
+    """Make the directory that --log-dir names, if it names one.
+
+    Raises:
+        SpecError: The directory cannot be made.
+    """
     if path in (None, NO_FILES):
         return
     try:
@@ -276,31 +281,46 @@ def make_log_dir(path: Path | None) -> None:
 
 
 def wants_gpus(args: argparse.Namespace) -> bool:
-    """Whether each worker is to have a GPU."""
+    """Whether each worker needs its own GPU."""
     return bool(args.nproc_per_node == "gpu")
 
 
 def count_slots(text: str) -> int:
-    """`--nproc-per-node`: a number, or what the machine has."""
+    """The number of workers for `--nproc-per-node`: a number, or what the machine has.
+
+    Raises:
+        SpecError: The text is invalid.
+        AgentFailed: The text is `gpu`, and there is none.
+    """
     check_slots(text)
-    gpus = _gpus() if text in {"auto", "gpu"} else 0
+    gpus = 0
+    if text in {"auto", "gpu"} and list(Path("/dev").glob("nvidia[0-9]*")):
+        # Counted in another process, since the agent never imports torch.
+        answer = subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        gpus = int(answer.stdout) if answer.stdout.strip().isdecimal() else 0
     cpus = len(os.sched_getaffinity(0))
     by_name = {"auto": gpus or cpus, "cpu": cpus, "gpu": gpus}
     if text == "gpu" and not gpus:
-        # A fault of this machine, perhaps: other nodes of the job may well have GPUs.
+        # Perhaps a fault of this machine: other nodes of the job may have GPUs.
         why = "--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number"
         raise AgentFailed(AgentExit.UNHEALTHY, why)
     return by_name[text] if text in by_name else int(text)
 
 
 def check_slots(text: str) -> None:
-    """Raise SpecError if --nproc-per-node cannot be that."""
+    """Raise SpecError if --nproc-per-node is invalid."""
     if text not in {"auto", "cpu", "gpu"} and not (text.isdecimal() and int(text) > 0):
         raise SpecError(f"--nproc-per-node={text}: write a number from 1, or auto, cpu, gpu")
 
 
 def _cpus(mode: str, slots: int, environ: Mapping[str, str]) -> tuple[numa.Cpus, ...]:
-    """The CPUs of each worker, by local rank; none if they are not to be bound."""
+    """The CPUs of each worker, by local rank; empty if workers are not bound."""
     if not mode:
         return ()
     machine = numa.read_machine(visible=environ.get("CUDA_VISIBLE_DEVICES"))
@@ -311,14 +331,3 @@ def _cpus(mode: str, slots: int, environ: Mapping[str, str]) -> tuple[numa.Cpus,
         log.info("--numa-binding=%s: this machine has one NUMA node; nothing to bind", mode)
         return ()
     return tuple(numa.cpus_of(mode, machine, local, slots) for local in range(slots))
-
-
-def _gpus() -> int:
-    """GPUs that torch can use; asked in another process, since the agent never imports torch."""
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
-        return 0
-    question = "import torch; print(torch.cuda.device_count())"
-    answer = subprocess.run(
-        [sys.executable, "-c", question], capture_output=True, text=True, timeout=120, check=False
-    )
-    return int(answer.stdout) if answer.stdout.strip().isdecimal() else 0
