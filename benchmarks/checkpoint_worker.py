@@ -28,7 +28,7 @@ import zero_deepspeed
 from zero_checkpoint import StoreConsensus, find
 from zero_checkpoint.memory.commit import MemorySave, commit_in_memory
 from zero_checkpoint.memory.node import MemoryNode
-from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.memory.peers import ReplicaPeers
 from zero_checkpoint.staging import StagingBuffer
 from zero_checkpoint.staging_memory import SharedStaging
 from zero_comm.distributed import group_store
@@ -99,7 +99,7 @@ class Bench:
         self._staging = random_bytes(self.own_bytes)
         self._source = random_bytes(self.own_bytes)
         self._node = node
-        self._neighbours = SameHostPeers(node.key)
+        self._neighbours = ReplicaPeers(node.key)
         self._consensus = StoreConsensus(
             group_store("benchmark"), dist.get_rank(), dist.get_world_size()
         )

@@ -144,7 +144,7 @@ class Lineage:
         self.round = round
         """What the next checkpoint is named with, at least."""
 
-    def goes_on_from(self, name: str) -> None:
+    def advance_to(self, name: str) -> None:
         """A checkpoint of this name was saved or loaded."""
         self.round = max(self.round, age(name)[0])
 

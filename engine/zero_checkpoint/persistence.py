@@ -23,7 +23,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from zero_checkpoint.background import Outcome
 from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
@@ -39,6 +38,7 @@ from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.siblings import BESIDE, Moment, inconsistent
+from zero_checkpoint.staging import Outcome
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
@@ -513,7 +513,7 @@ class Persistence:
 
     def _go_on_from(self, loaded: Loaded, loading: Loading) -> dict[str, Any]:
         """Finish a load on this rank; the client state."""
-        self._lineage.goes_on_from(loaded.path.name)
+        self._lineage.advance_to(loaded.path.name)
         run = loaded.manifest.meta["engine"]
         loading.adopt(run)
         if loading.takes_position:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from zero_checkpoint.background import Background, Outcome
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
@@ -32,7 +31,7 @@ from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
-from zero_checkpoint.staging import StagingBuffer
+from zero_checkpoint.staging import Background, Outcome, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
 from zero_contract.errors import CommitRefused
 
@@ -218,7 +217,7 @@ class Saver:
             disk=disk_of(request.root, self.disk),
             image=image,
         )
-        self._lineage.goes_on_from(path.name)
+        self._lineage.advance_to(path.name)
         if self._rank == 0:
             digest = request.state.meta["engine"]["weight_hash"]
             _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")

@@ -1,15 +1,12 @@
 """Where a staging buffer's memory comes from: this process alone, or a file others can link to.
 
 A save to disk needs it only while its process lives: `PrivateStaging` is plain memory in huge
-pages, which is copied into and written from the fastest, and as large as the machine's, whatever
-the size of /dev/shm. A checkpoint in memory outlives its process: `SharedStaging` is a file in a
-tmpfs.
+pages, the fastest to copy into and to write from, and limited by the machine's memory, not by the
+size of /dev/shm. A checkpoint in memory outlives its process: `SharedStaging` is a file in a tmpfs.
 
 Must always hold: a shared file is locked for as long as its process lives. The kernel drops the
-lock with the process, whatever ends it, so `sweep` removes exactly what the dead have left, of any
-job and in any pid namespace.
-
-Called by `staging`.
+lock with the process, whatever ends it, so `sweep` removes exactly the files of dead processes, of
+any job and in any pid namespace.
 """
 
 from __future__ import annotations
@@ -35,21 +32,21 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class NoStagingMemory(Exception):
-    """There is not enough memory; the message says how much, where, and the remedy."""
+    """There is too little memory; the message says how much, where, and the remedy."""
 
 
 class StagingMemory(Protocol):
-    """Reserves one piece of memory at a time."""
+    """Allocates one piece of memory at a time."""
 
     @property
     def path(self) -> Path | None:
         """The file of the memory, if it has one."""
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """Memory in place of what was reserved before. Raises NoStagingMemory."""
+        """Allocate memory, after freeing the piece before. Raises NoStagingMemory."""
 
     def release(self) -> None:
-        """Give it back; what is still mapped stays until it is not."""
+        """Free the memory; pages that are still mapped stay until they are unmapped."""
 
 
 class PrivateStaging:
@@ -58,7 +55,7 @@ class PrivateStaging:
     path = None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """As `StagingMemory.reserve`; nothing is taken from the machine before it is written to."""
+        """Allocate memory; the kernel allocates each page when it is written to."""
         free = _available_bytes()
         if free < size_bytes:
             raise NoStagingMemory(
@@ -68,18 +65,18 @@ class PrivateStaging:
         return zeros(size_bytes)
 
     def release(self) -> None:
-        """The memory goes when nobody maps it any more."""
+        """Do nothing: the memory is freed when it is unmapped."""
 
 
 class SharedStaging:
     """A file in a tmpfs."""
 
     def __init__(self, job: str, rank: int, directory: Path) -> None:
-        """Nothing is reserved yet.
+        """No memory is allocated yet.
 
         Args:
-            job: With `rank`, what the file is called: people see whose memory it is.
-            rank: Of this worker.
+            job: The name of the job; the name of the file contains it, for people.
+            rank: The rank of this worker; it is in the name of the file as well.
             directory: A tmpfs.
         """
         self._name = f"{_PREFIX}{re.sub(r'[^0-9A-Za-z_-]', '-', job)[:64]}.r{rank:05d}"
@@ -88,9 +85,25 @@ class SharedStaging:
         self._remove: Callable[[], object] = lambda: None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """As `StagingMemory.reserve`; allocates the pages: a full tmpfs is an error, no SIGBUS."""
+        """Allocate memory with all its pages: a full tmpfs is an error now, and no SIGBUS later.
+
+        Raises:
+            NoStagingMemory: The tmpfs or the machine has too little memory.
+        """
         self.release()
-        self._check_room(size_bytes)
+        try:
+            room = os.statvfs(self._directory)
+        except OSError:
+            free = 0
+        else:
+            # A tmpfs may be larger than the memory, and the kernel then kills processes.
+            free = min(room.f_bavail * room.f_frsize, _available_bytes())
+        if free < size_bytes:
+            raise NoStagingMemory(
+                f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "
+                f"{size_bytes >> 20} MiB; enlarge it (mount -o remount,size=..., docker "
+                "--shm-size, an emptyDir with medium: Memory)"
+            )
         try:
             path, descriptor = self._create()
         except OSError as error:
@@ -107,18 +120,8 @@ class SharedStaging:
             raise NoStagingMemory(f"{path}: {size_bytes >> 20} MiB: {error.strerror}") from error
 
     def release(self) -> None:
-        """As `StagingMemory.release`: the file goes at once, but not its other links."""
+        """Remove the file; its other links, and what is mapped, stay."""
         self._remove()
-
-    def _check_room(self, size_bytes: int) -> None:
-        """A tmpfs may promise more than there is memory, and the kernel then kills processes."""
-        free = _free_bytes(self._directory)
-        if free < size_bytes:
-            raise NoStagingMemory(
-                f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "
-                f"{size_bytes >> 20} MiB; enlarge it (mount -o remount,size=..., docker "
-                "--shm-size, an emptyDir with medium: Memory)"
-            )
 
     def _create(self) -> tuple[Path, int]:
         """A new file and its descriptor, locked."""
@@ -135,44 +138,31 @@ def sweep(directory: Path) -> None:
     """Remove the staging buffers of processes that are dead; never raises."""
     with suppress(OSError):
         for path in directory.glob(f"{_PREFIX}*"):
-            _remove_if_dead(path)
-
-
-def _remove_if_dead(path: Path) -> None:
-    with suppress(OSError):  # gone meanwhile, or another user's
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if lock(descriptor):
-                path.unlink()
-                _log.info("removed %s, left by a process that died", path)
-        finally:
-            os.close(descriptor)
+            with suppress(OSError):  # gone meanwhile, or another user's
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if lock(descriptor):
+                        path.unlink()
+                        _log.info("removed %s, left by a process that died", path)
+                finally:
+                    os.close(descriptor)
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
-    """Unlink and unlock, in the process that made it: forked children inherit this, too."""
+    """Unlink and unlock, but only in the process that made the file: children inherit this."""
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _free_bytes(directory: Path) -> int:
-    """What the file system and the machine can spare."""
-    try:
-        room = os.statvfs(directory)
-    except OSError:
-        return 0
-    return min(room.f_bavail * room.f_frsize, _available_bytes())
-
-
 def _available_bytes() -> int:
-    """What this process can still have: of the machine, and of the container that it is in."""
+    """The memory that this process can still allocate: the machine's, or its container's rest."""
     words = Path("/proc/meminfo").read_text(encoding="ascii").split()
     left = int(words[words.index("MemAvailable:") + 1]) * 1024
     with suppress(OSError, ValueError):  # no cgroup v2, or no limit in it
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
         facts = (CGROUP / "memory.stat").read_text().split()
-        cache = int(facts[facts.index("inactive_file") + 1])  # it goes when memory is wanted
+        cache = int(facts[facts.index("inactive_file") + 1])  # freed when memory is needed
         left = min(left, max(limit - used + cache, 0))
     return left

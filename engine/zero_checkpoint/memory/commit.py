@@ -1,21 +1,21 @@
 """Commits a checkpoint in the memory of the nodes: the same votes as on disk, no file written.
 
-    all ranks                                       vote: where their node's memory is
-    rank 0 names the checkpoint                     verdict: the name, and everybody's address
+    all ranks                                       vote: the address of their node's memory
+    rank 0 names the checkpoint                     verdict: the name, and all addresses
     each rank seals its image, hashes it, and
-    sends it to the neighbours                      vote: size, digests, fragments; or its error
+    sends it to the replica peers                   vote: size, digests, fragments; or its error
     rank 0 assembles the manifest, ASKS THE FENCE,
     and keeps the manifest                          verdict: the manifest, or why not
-    each rank keeps the manifest and gives back
-    what is older
+    each rank keeps the manifest and frees older
+    checkpoints
 
 Must always hold: a manifest is on a node only after every rank has sealed and the fence has
-agreed; until then nothing older is given back. A copy that a neighbour did not take makes the
-checkpoint poorer, not invalid: it still survives every worker. Who dies at any line leaves the
-checkpoint before, or this one, whole.
+agreed; until then no older checkpoint is freed. A copy that a replica peer did not take makes the
+checkpoint poorer, not invalid: it still survives the death of every worker. A process that dies at
+any line leaves the checkpoint before, or this one, whole.
 
-Called by `tier` on every rank, on the thread of its saves. Source of the idea: Gemini (SOSP
-2023) and NVRx keep checkpoints in the memory of peers; theirs load at the same world size only.
+Source of the idea: Gemini (SOSP 2023) and NVRx keep checkpoints in the memory of peers; theirs load
+at the same world size only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zero_checkpoint.format.layout import block_bytes_for
 from zero_checkpoint.format.manifest import FileRecord, directory_name, encode, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.node import MemoryNode, home_of, keep_manifest, seal
-from zero_checkpoint.memory.peers import SameHostPeers, replica_peers
+from zero_checkpoint.memory.peers import ReplicaPeers, replica_peers
 from zero_checkpoint.publish import Fence, Header, assemble, vote_for
 from zero_checkpoint.staging import FrozenImage
 from zero_contract.errors import CommitRefused
@@ -44,11 +44,11 @@ from zero_contract.errors import CommitRefused
 _log = logging.getLogger(__name__)
 
 Newest = Callable[[], tuple[int, int] | None]
-"""(round, step) of the newest checkpoint that is there already; asked on rank 0."""
+"""Returns (round, step) of the newest existing checkpoint; called on rank 0."""
 
 
 class MemoryOff(Exception):
-    """Checkpoints in memory are not possible in this group; the message says where and why."""
+    """In-memory checkpoints are not possible in this group; the message says where and why."""
 
 
 class NotKept(CheckpointError):
@@ -60,12 +60,12 @@ class MemorySave:
     """One checkpoint to be made. `state.meta` must not change any more."""
 
     root: object
-    """Where the run's checkpoints on disk are; of rank 0's, what they are kept for."""
+    """The directory of the run's checkpoints on disk; rank 0's counts for all ranks."""
     state: State
     image: FrozenImage | None
-    """A copy of the pieces; None if this rank has none, and then:"""
+    """A snapshot of the pieces; None if this rank has none."""
     problem: str
-    """why, which switches it off for all ranks."""
+    """Why there is no image, which switches in-memory checkpoints off for all ranks."""
     step: int
     tag: str
     round: int
@@ -80,22 +80,25 @@ class Kept:
 
     name: str
     poorer: tuple[str, ...]
-    """The copies that it lacks, and why, from all ranks."""
+    """The missing copies and their causes, from all ranks."""
 
 
 def commit_in_memory(
-    save: MemorySave, consensus: StoreConsensus, node: MemoryNode | None, peers: SameHostPeers
+    save: MemorySave, consensus: StoreConsensus, node: MemoryNode | None, peers: ReplicaPeers
 ) -> Kept:
     """Commit on all ranks or on none; every rank calls it.
 
     Raises:
         MemoryOff: A rank cannot take part, now or later. On every rank.
-        CommitRefused: The fence said no. On every rank.
+        CommitRefused: The fence refused. On every rank.
         NotKept: A rank failed. On every rank.
         CheckpointError: No verdict came, and the outcome is unknown.
-        PeerLost: The store of the store consensus is gone.
+        PeerLost: The store of the votes is gone.
     """
-    opened = consensus.ask(_join(save, node), partial(_open, save))
+    joining: Record = {"problem": save.problem}
+    if save.image is not None and node is not None:
+        joining = {"address": node.address}
+    opened = consensus.ask(joining, partial(_open, save))
     if "off" in opened:
         raise MemoryOff(opened["off"])
     _raise_problem(opened)
@@ -112,17 +115,8 @@ def commit_in_memory(
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
 
 
-# ---- joining ----
-
-
-def _join(save: MemorySave, node: MemoryNode | None) -> Record:
-    if save.image is None or node is None:
-        return {"problem": save.problem}
-    return {"address": node.address}
-
-
 def _open(save: MemorySave, votes: list[Record | None]) -> Record:
-    """Rank 0: name the checkpoint; or switch it all off, or say who is missing."""
+    """Rank 0: the name of the checkpoint; or why all is switched off, or which rank is missing."""
     try:
         for rank, vote in enumerate(votes):
             if vote is None:
@@ -139,25 +133,26 @@ def _open(save: MemorySave, votes: list[Record | None]) -> Record:
         return {"problem": f"rank 0: {error or type(error).__name__}"}
 
 
-# ---- sealing ----
-
-
 def _seal_own(
     save: MemorySave,
     rank: int,
     node: MemoryNode,
-    peers: SameHostPeers,
+    peers: ReplicaPeers,
     place: str,
     roster: Sequence[str],
 ) -> Record:
-    """Seal, hash and copy this rank's image; the vote tells how that went."""
-    image = save.image
+    """Seal, hash and copy this rank's image; the vote holds the result, or the error."""
+    image, name = save.image, file_name(rank)
     assert image is not None
-    path = f"{place}/{file_name(rank)}"
+    path = f"{place}/{name}"
     try:
         seal(image, node.directory / path)
         block_bytes = block_bytes_for(save.state.tensors)
-        file = _hashed(image, file_name(rank), block_bytes)
+        hasher = BlockHasher(block_bytes)
+        for chunk in image.chunks():
+            hasher.update(chunk)
+        size, head = image.layout.size_bytes, len(image.layout.head)
+        file = FileRecord(name, size, head, hasher.digests())
         poorer = [
             f"rank {rank}: {why}"
             for address in replica_peers(roster, node.address, save.replicas)
@@ -166,16 +161,6 @@ def _seal_own(
         return {**vote_for(save.state, image.layout, file), "poorer": poorer}
     except Exception as error:
         return {"problem": f"rank {rank}: {node.directory / path}: {error or type(error).__name__}"}
-
-
-def _hashed(image: FrozenImage, name: str, block_bytes: int) -> FileRecord:
-    hasher = BlockHasher(block_bytes)
-    for chunk in image.chunks():
-        hasher.update(chunk)
-    return FileRecord(name, image.layout.size_bytes, len(image.layout.head), hasher.digests())
-
-
-# ---- judging ----
 
 
 def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
@@ -191,7 +176,7 @@ def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record
         text, digest = encode(assemble(save.state, header, votes))
         if save.fence is not None:
             save.fence(digest)
-        keep_manifest(directory, text)  # at once: one node that has it is enough
+        keep_manifest(directory, text)  # at once: one node with the manifest is enough
     except CommitRefused as error:
         return {"problem": str(error), "refused": True}
     except Exception as error:

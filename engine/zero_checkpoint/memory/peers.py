@@ -1,9 +1,7 @@
-"""Copies of images on other nodes: sent to the neighbours, read back by ranges.
+"""Copies of images on other nodes: sent to the replica peers, read back by ranges.
 
-Must always hold: a copy counts only when its receiver has verified every block; no call here
-waits longer than its limits, whatever the other node does.
-
-Called by `commit` and `search`. `zero_agent.node.memory_server` is the other end.
+Must always hold: a copy counts only when its receiver has verified every block; every call here is
+bounded by its limits, whatever the other node does. The agent of the other node is the server.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ from zero_contract import peer_memory
 from zero_contract.peer_memory import Get, Put
 
 PUSH_LIMIT_S = 30.0
-"""A neighbour that takes longer for one image is too slow to keep one."""
+"""A replica peer that takes longer for one image is too slow to keep one."""
 AVOID_S = 30.0
-"""A neighbour that has failed is not asked again for so long."""
+"""No copy is sent to a replica peer for this long after its last failure."""
 LEAVING_S = 3.0
-"""What a copy may still take when its worker wants to leave."""
+"""The time that a copy may still take when its worker wants to leave."""
 _AHEAD = 16
-"""Requests under way on one connection: enough to hide the network's latency."""
+"""Requests in flight on one connection: enough to hide the network's latency."""
 
 
 def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
-    """Who keeps copies of a node's images: the next nodes, in the order of ranks.
+    """The nodes that keep copies of a node's images: the next ones in rank order.
 
     Args:
         roster: The address of each rank's node, by rank.
         own: This node's address.
-        replicas: How many copies; fewer if there are not so many other nodes.
+        replicas: The number of copies; fewer if there are fewer other nodes.
     """
     nodes = list(dict.fromkeys(roster))
     at = nodes.index(own)
@@ -47,57 +45,52 @@ def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class SameHostPeers:
-    """Sends images to neighbours, and remembers which of them could not take one."""
+class ReplicaPeers:
+    """Sends images to replica peers, and avoids those that have failed."""
 
     key: str
     _avoid_until_s: dict[str, float] = field(default_factory=dict)
     _leave_at_s: float = field(default=math.inf, init=False)
 
     def set_deadline(self, limit_s: float = LEAVING_S) -> None:
-        """This worker wants to leave: copies that are under way after so long are given up."""
+        """This worker wants to leave: give up copies that are still in flight after `limit_s`."""
         self._leave_at_s = time.monotonic() + limit_s
 
     def send(
         self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
     ) -> str:
-        """Have a neighbour keep a copy of an image.
+        """Send a copy of an image to a replica peer.
 
         Args:
-            address: The neighbour's.
-            path: Where, see `peer_memory.FILE`.
+            address: The address of the peer's memory.
+            path: The path of the copy there, see `peer_memory.FILE`.
             image: The bytes.
             file: Their size and digests.
             block: Bytes that each digest covers.
 
         Returns:
-            Why it does not, or "".
+            Why the peer has no copy, or "".
         """
         if time.monotonic() < self._avoid_until_s.get(address, 0.0):
             return f"{address} is left out for {AVOID_S:g} s after its last failure"
         try:
-            self._push(address, path, image, file, block)
+            limit_s = time.monotonic() + PUSH_LIMIT_S
+            digests = file.digests.astype(">u8").tobytes().hex()
+            put = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
+            with closing(peer_memory.dial(address, self.key)) as connection:
+                peer_memory.send(connection, put)
+                _expect_consent(connection)
+                for chunk in image.chunks():
+                    if time.monotonic() > self._leave_at_s:
+                        raise TimeoutError("it was not done when this worker wanted to leave")
+                    if time.monotonic() > limit_s:
+                        raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
+                    connection.sendall(chunk)
+                _expect_consent(connection)
         except (OSError, EOFError) as error:
             self._avoid_until_s[address] = time.monotonic() + AVOID_S
             return f"{address} took no copy: {error}"
         return ""
-
-    def _push(
-        self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
-    ) -> None:
-        limit_s = time.monotonic() + PUSH_LIMIT_S
-        digests = file.digests.astype(">u8").tobytes().hex()
-        wish = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
-        with closing(peer_memory.dial(address, self.key)) as connection:
-            peer_memory.send(connection, wish)
-            _expect_consent(connection)
-            for chunk in image.chunks():
-                if time.monotonic() > self._leave_at_s:
-                    raise TimeoutError("it was not done when this worker wanted to leave")
-                if time.monotonic() > limit_s:
-                    raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
-                connection.sendall(chunk)
-            _expect_consent(connection)
 
 
 def _expect_consent(connection: socket.socket) -> None:
@@ -124,7 +117,8 @@ def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
     """A file of another node as a `source.Source`.
 
     Raises:
-        OSError: ENOENT: it is not there; EIO: the node cannot be reached, or fails meanwhile.
+        OSError: ENOENT: the node has no such file; EIO: the node cannot be reached, or fails
+            meanwhile.
     """
     try:
         with closing(peer_memory.dial(address, key)) as connection:
@@ -132,48 +126,46 @@ def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise
-        # Whatever the cause, this copy is of no use: others may be.
+        # Whatever the cause, this copy is of no use; another one may be.
         raise OSError(errno.EIO, f"{address} does not deliver it: {error}") from error
 
 
 class RemoteFile:
-    """Ranges of a file over one connection; what is expected is asked for ahead."""
+    """Ranges of a file over one connection; expected ranges are requested ahead."""
 
     def __init__(self, connection: socket.socket, path: str) -> None:
         self._connection = connection
         self._path = path
         self._later: Iterator[Span] = iter(())
-        self._asked: list[Span] = []
+        self._requested: list[Span] = []
 
     def expect(self, spans: Sequence[Span]) -> None:
-        """Ask for the first few; each one that is read makes room for the next."""
-        assert not self._asked, "what was expected before must be read first"
+        """Request the first ranges; after each one that is read, the next is requested."""
+        assert not self._requested, "the ranges that were expected before must be read first"
         self._later = iter(spans)
-        self._ask(_AHEAD)
+        self._request(_AHEAD)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """See `source.Source`; in the order that was expected, or unexpectedly."""
+        """See `source.Source`; expected ranges in their order, or any range if none is expected."""
         length = sum(map(len, buffers))
-        if not self._asked:
+        if not self._requested:
             self._later = iter([(offset, length)])
-            self._ask(1)
-        assert self._asked.pop(0) == (offset, length), "not what was expected"
+            self._request(1)
+        assert self._requested.pop(0) == (offset, length), "not the range that was expected"
         reply = peer_memory.hear_reply(self._connection)
         if not reply.ok:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
         if reply.length > length:
             raise peer_memory.WireError(f"{reply.length} bytes instead of {length}")
-        self._receive(buffers, reply.length)
-        self._ask(1)
-        return length - reply.length
-
-    def _ask(self, count: int) -> None:
-        for offset, length in islice(self._later, count):
-            peer_memory.send(self._connection, Get(path=self._path, offset=offset, length=length))
-            self._asked.append((offset, length))
-
-    def _receive(self, buffers: Sequence[memoryview], left: int) -> None:
+        left = reply.length
         for buffer in buffers:
             part = buffer[: min(len(buffer), left)]
             peer_memory.receive_into(self._connection, part)
             left -= len(part)
+        self._request(1)
+        return length - reply.length
+
+    def _request(self, count: int) -> None:
+        for offset, length in islice(self._later, count):
+            peer_memory.send(self._connection, Get(path=self._path, offset=offset, length=length))
+            self._requested.append((offset, length))

@@ -1,14 +1,12 @@
-"""Which checkpoints the memory of the nodes holds, and where each file of them is.
+"""Which checkpoints the memory of the nodes holds, and which nodes hold each file of them.
 
-Each rank says what its node holds; rank 0 puts that together, and `restore` offers what it finds
-beside the checkpoints on disk, in one order. A checkpoint in memory is a candidate if some node
-has its manifest and every file of it is on some node: the survivors' own images and, for the
-nodes that are lost, the copies that their neighbours keep.
+Each rank reports the files on its node; rank 0 gathers the reports, and `restore` offers the
+checkpoints found beside those on disk, in one order. A checkpoint in memory is a candidate if some
+node has its manifest and every file of it is on some node: the survivors' own images and, for lost
+nodes, the copies on their replica peers.
 
-Must always hold: nothing that a node says about its holdings is believed beyond where to look;
-manifest and blocks are verified as those from disk are.
-
-Called by `restore`.
+Must always hold: a node's report decides only where to look; manifest and blocks are verified as
+those from disk are.
 """
 
 from __future__ import annotations
@@ -36,28 +34,36 @@ Places = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCheckpoint:
-    """A checkpoint in memory as one rank sees it: what is on its own node, and on others."""
+    """A checkpoint in memory as one rank sees it: files on its own node, and on others."""
 
     node: MemoryNode | None
-    """None: this node keeps nothing, and cannot reach what others keep."""
+    """None: this node keeps nothing, and cannot reach the memory of others."""
     home: str
     name: str
     places: Places
 
     @property
     def path(self) -> Path:
-        """Where this node's part of it is, or would be."""
+        """The directory of this node's part of the checkpoint; it may be missing."""
         directory = self.node.directory if self.node is not None else Path("memory")
         return directory / self.home / self.name
 
     def read_manifest(self) -> Manifest:
-        """The manifest from the nearest node that has a good one.
+        """The manifest from the nearest node that has a valid one.
 
         Raises:
-            DamagedCheckpoint: None has.
+            DamagedCheckpoint: No node has a valid one.
         """
-        problem = "nobody holds it any more"
-        for read in self._manifests():
+        own, node = self.path / MANIFEST, self.node
+        sources: list[Callable[[], bytes]] = [own.read_bytes] if own.exists() else []
+        if node is not None:
+            path = self._wire_path(MANIFEST)
+            sources += [
+                partial(read_whole, address, node.key, path, MAX_MANIFEST_BYTES)
+                for address in self._others(MANIFEST)
+            ]
+        problem = "no node holds it any more"
+        for read in sources:
             try:
                 manifest = parse(read())
                 if manifest.directory == self.name:
@@ -77,14 +83,6 @@ class MemoryCheckpoint:
             for address in self._others(file)
         ]
         return [partial(open_file, own), *remote] if own.exists() else remote
-
-    def _manifests(self) -> Iterator[Callable[[], bytes]]:
-        own = self.path / MANIFEST
-        if own.exists():
-            yield own.read_bytes
-        for address in self._others(MANIFEST) if self.node is not None else ():
-            key = self.node.key if self.node is not None else ""
-            yield partial(read_whole, address, key, self._wire_path(MANIFEST), MAX_MANIFEST_BYTES)
 
     def _others(self, file: str) -> list[str]:
         own = self.node.address if self.node is not None else ""
@@ -112,24 +110,36 @@ class MemorySearch:
         return {}
 
     def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:
-        """On rank 0, those that are whole, newest first; what is not is said."""
+        """On rank 0, the checkpoints that are whole, newest first; logs why others are not."""
         home = home_of(root)
         places = self._places(home)
         for name in sorted(places, key=age, reverse=True):
-            kept = MemoryCheckpoint(node=self._node, home=home, name=name, places=places[name])
+            kept = self.open(home, name, places[name])
             if MANIFEST not in kept.places:
                 continue  # never committed
             try:
-                yield kept, _whole(kept)
+                manifest = kept.read_manifest()
             except CheckpointError as error:
                 _log.warning("a checkpoint in memory cannot be loaded: %s", error)
+                continue
+            lost = [file.name for file in manifest.files if file.name not in kept.places]
+            if not lost:
+                yield kept, manifest
+                continue
+            _log.warning(
+                "a checkpoint in memory cannot be loaded: step %d: %s went with the nodes that "
+                "held %s; with more checkpoint.ram.replicas more nodes may be lost at once",
+                manifest.step,
+                ", ".join(lost),
+                "it" if len(lost) == 1 else "them",
+            )
 
     def open(self, home: str, name: str, places: Places) -> MemoryCheckpoint:
-        """What rank 0 offers, as this rank sees it."""
+        """A checkpoint that rank 0 offers, as this rank sees it."""
         return MemoryCheckpoint(node=self._node, home=home, name=name, places=places)
 
     def forget_others(self, home: str, loaded: str | None) -> None:
-        """Give back what this node held when the search began, but for what was loaded."""
+        """Free the checkpoints that this node held when the search began, except the loaded one."""
         if self._node is not None:
             self._node.forget(home, self._holdings.get(home, {}).keys() - {loaded})
 
@@ -143,16 +153,3 @@ class MemorySearch:
                     if vote is not None and vote["address"] not in addresses:
                         addresses.append(vote["address"])
         return found
-
-
-def _whole(kept: MemoryCheckpoint) -> Manifest:
-    """The manifest of a checkpoint of which every file is somewhere. Raises CheckpointError."""
-    manifest = kept.read_manifest()
-    lost = [file.name for file in manifest.files if file.name not in kept.places]
-    if lost:
-        raise CheckpointError(
-            f"step {manifest.step}: {', '.join(lost)} went with the nodes that held "
-            f"{'it' if len(lost) == 1 else 'them'}; with more checkpoint.ram.replicas more nodes "
-            "may be lost at once"
-        )
-    return manifest

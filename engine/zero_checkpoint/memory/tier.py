@@ -1,15 +1,13 @@
-"""Checkpoints in the memory of the nodes: when one is made, and in which of two staging buffers.
+"""In-memory checkpoints: when one is made, and in which of two staging buffers.
 
-At the end of a step the state is copied into a staging buffer, and training goes on; a thread
-commits it with the other ranks (`memory.commit`). A worker that dies afterwards has lost nothing:
-the staging buffer lies in the agent's directory, and the next round loads it from there.
+At the end of a step the state is copied into a staging buffer, and training continues; a thread
+commits the copy with the other ranks (`memory.commit`). A worker that dies afterwards has lost
+nothing: the staging buffer is in the agent's directory, and the next round loads it from there.
 
 Must always hold: the staging buffer of the newest committed checkpoint is not written to; all ranks
-begin the same saves, decided from the consensus of a step; a save that is under way is never waited
-for: steps go without one until it is done. What cannot work here is said once, and training goes on
-with checkpoints on disk alone.
-
-Called by `persistence`.
+begin the same saves, decided from the consensus of a step; training never waits for a save in
+flight: steps have no checkpoint until it is done. If in-memory checkpoints cannot work, that is
+logged once, and training continues with checkpoints on disk alone.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from collections.abc import Callable, MutableMapping
 from functools import cache, partial
 from pathlib import Path
 
-from zero_checkpoint.background import Background
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
@@ -31,11 +28,11 @@ from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.commit import MemoryOff, MemorySave, NotKept, commit_in_memory
 from zero_checkpoint.memory.node import MemoryNode, home_of
-from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.memory.peers import ReplicaPeers
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.options import NodeMemory
 from zero_checkpoint.publish import Fence
-from zero_checkpoint.staging import FrozenImage, StagingBuffer
+from zero_checkpoint.staging import Background, FrozenImage, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
 from zero_contract.worker import PeerMemoryReply
@@ -45,7 +42,7 @@ _log = logging.getLogger(__name__)
 STAGINGS = 2
 """One holds the newest committed checkpoint while the other is filled."""
 REMIND_S = 600.0
-"""What is wrong with checkpoints in memory is said again after so long."""
+"""A problem of in-memory checkpoints is logged again after this long."""
 _KEPT, _POORER, _REFUSED, _OFF = "kept", "poorer", "refused", "off"
 
 
@@ -63,13 +60,13 @@ class InMemoryCheckpoints:
         """Nothing is kept yet.
 
         Args:
-            config: How often, and how many copies.
-            consensus: The votes of these checkpoints alone; its `on_wait` says when the group is
+            config: Interval, number of copies and budget.
+            consensus: The votes of these checkpoints alone; its `on_wait` raises when the group is
                 lost.
-            lineage: Shared with all that keeps checkpoints of this run.
-            reply: The node's memory, as its agent gives it; or why there is none, and then there
-                will be no such checkpoints.
-            needs: How many bytes of it each tier of this process needs; shared by all of them.
+            lineage: Shared by all savers of this run.
+            reply: The node's memory, as its agent grants it; or why there is none: then no
+                in-memory checkpoints are made.
+            needs: Bytes of it that each engine of this process needs; shared by all of them.
         """
         self._problem = reply.reason
         self._node: MemoryNode | None = None
@@ -93,7 +90,7 @@ class InMemoryCheckpoints:
         self._needs = needs
         self._consensus = consensus
         self._background = Background()
-        self._peers = SameHostPeers(reply.key)
+        self._peers = ReplicaPeers(reply.key)
         self._search: MemorySearch | None = None
         self._root: Place | None = None
         self._newest: Callable[[], tuple[int, int] | None] = lambda: None
@@ -101,32 +98,32 @@ class InMemoryCheckpoints:
         self._off = False
         self._last_step = 0
         self._kept_step: int | None = None
-        """The newest that is in memory, as far as this worker knows."""
-        self._said, self._said_s = "", 0.0
+        """The newest step in memory, as far as this worker knows."""
+        self._logged, self._logged_s = "", 0.0
 
     # ---- loading ----
 
     def search(self) -> MemorySearch:
-        """What this node holds now, for a load by all ranks; `prepare` comes first."""
+        """Search this node's memory, for a load by all ranks; call `prepare` first."""
         self._search = MemorySearch(self._node)
         return self._search
 
     def prepare(self) -> None:
-        """Before a load: nothing is being copied or committed any more."""
+        """Before a load: wait until nothing is being copied or committed."""
         self._take_outcome()
 
     def forget(self) -> None:
-        """Let go of the tensors of the last saves, but not of the memory for the next."""
+        """Drop the references to the tensors of the last saves; the staging buffers stay."""
         for staging in self._stagings:
             staging.forget()
 
     def loaded(self, root: Place, chosen: str | None, step: int) -> None:
-        """Continue from what a load has found; free every checkpoint that it has not chosen.
+        """Continue from the checkpoint that a load has chosen; free all others.
 
         Args:
-            root: Of the checkpoints on disk that the run continues.
-            chosen: The name of the in-memory checkpoint that was loaded, if one was.
-            step: Of the loaded checkpoint; 0 without one.
+            root: The directory of the run's checkpoints on disk.
+            chosen: The name of the in-memory checkpoint that was loaded; None: it was on disk.
+            step: The step of the loaded checkpoint; 0 without one.
         """
         self._settle(root)
         self._last_step = step
@@ -135,7 +132,7 @@ class InMemoryCheckpoints:
         search.forget_others(home_of(root), chosen)
 
     def _settle(self, root: Place) -> None:
-        """From now on, checkpoints here are those of the run whose disk is `root`."""
+        """From now on, keep checkpoints of the run whose checkpoints on disk are in `root`."""
         self._root = root
         self._newest = cache(partial(newest_committed, root))
 
@@ -143,16 +140,16 @@ class InMemoryCheckpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in flight."""
         return self._background.busy
 
     def due(self, step: int, *, some_rank_busy: bool) -> bool:
-        """Whether to save after this step; all ranks answer alike.
+        """Whether to save after this step; equal on all ranks.
 
         Args:
-            step: Done.
-            some_rank_busy: Whether a save was under way anywhere, by the consensus of this step.
-                If not, every rank knows how the last one has ended.
+            step: The step that is done.
+            some_rank_busy: Whether a save was in flight on any rank, by the consensus of this step.
+                If not, every rank knows how the last save has ended.
         """
         if self._off or some_rank_busy:
             return False
@@ -169,10 +166,10 @@ class InMemoryCheckpoints:
         """Copy the state, and begin to commit it; when this returns, the tensors may change.
 
         Args:
-            root: Where the run's checkpoints on disk are.
+            root: The directory of the run's checkpoints on disk.
             state: This rank's share. Its `meta` must not change any more.
-            lay_out: Gives the layout of this rank's file; may raise CheckpointError.
-            fence: From step and tag to what is asked before the commit, see `commit.save`.
+            lay_out: Returns the layout of this rank's file; may raise CheckpointError.
+            fence: From step and tag to the fence of the commit, see `commit.save`.
         """
         if root != self._root:
             self._settle(root)
@@ -193,20 +190,20 @@ class InMemoryCheckpoints:
         self._background.start(step, partial(self._commit, save))
 
     def give_up(self, reason: str) -> None:
-        """Make no more checkpoints in memory; every rank says so at the same step."""
+        """Make no more checkpoints in memory; every rank calls it at the same step."""
         if not self._off:
             self._off = True
-            self._say(_OFF, f"no checkpoints in memory, only on disk: {reason}")
+            self._report(_OFF, f"no checkpoints in memory, only on disk: {reason}")
 
     def disown(self, reason: str) -> None:
-        """As `give_up`, and nobody goes on from those that were made: they lack something."""
+        """Make no more checkpoints in memory, and free those that were made: they lack state."""
         self._take_outcome()
         self.give_up(reason)
         if self._root is not None:
             MemorySearch(self._node).forget_others(home_of(self._root), None)
 
     def close(self) -> None:
-        """Finish the save under way, soon; what is committed stays with the agent."""
+        """Finish the save in flight, soon; committed checkpoints stay with the agent."""
         if self.busy:
             self._peers.set_deadline()  # a copy given up for it is reported as missing
         self._take_outcome()
@@ -214,7 +211,7 @@ class InMemoryCheckpoints:
             staging.close()
 
     def _snapshot(self, state: State, lay_out: Callable[[State], FileLayout]) -> FrozenImage | None:
-        """A copy of this rank's share; None, and the problem, if there can be none."""
+        """A copy of this rank's share; None if there can be none: then `_problem` says why."""
         if self._node is None:
             return None
         try:
@@ -234,7 +231,7 @@ class InMemoryCheckpoints:
         """On the thread of the saves."""
         kept = commit_in_memory(save, self._consensus, self._node, self._peers)
         assert self._node is not None
-        self._lineage.goes_on_from(kept.name)
+        self._lineage.advance_to(kept.name)
         if self._rank == 0:
             _log.debug("step %d is in memory", save.step)
             text = (
@@ -242,13 +239,13 @@ class InMemoryCheckpoints:
                 f"each node, {self._node.budget_bytes >> 20} MiB at most"
             )
             if kept.poorer:
-                self._say(_POORER, f"{text}; without some copies: {'; '.join(kept.poorer)}")
+                self._report(_POORER, f"{text}; without some copies: {'; '.join(kept.poorer)}")
             else:
-                self._say(_KEPT, text, level=logging.INFO)
+                self._report(_KEPT, text, level=logging.INFO)
         return self._node.directory_of(home_of(save.root), kept.name)
 
     def _take_outcome(self) -> None:
-        """Wait for the save under way, and act on how it has ended."""
+        """Wait for the save in flight, and act on how it has ended."""
         outcome = self._background.wait()
         match outcome.error if outcome is not None else None:
             case None if outcome is not None:
@@ -258,45 +255,42 @@ class InMemoryCheckpoints:
                 pass
             case CommitRefused() | NotKept() as error:
                 assert outcome is not None
-                self._say(_REFUSED, f"step {outcome.step} is not in memory, {self._kept}: {error}")
+                kept = "and nothing else is"
+                if self._kept_step is not None:
+                    kept = f"step {self._kept_step} still is"
+                self._report(_REFUSED, f"step {outcome.step} is not in memory, {kept}: {error}")
             case MemoryOff() as error:
                 self.give_up(str(error))
             case error:
-                # Nobody knows whether it was committed, so neither staging buffer may be written
+                # It is unknown whether it was committed, so neither staging buffer may be written
                 # to.
                 self._off = True
-                self._say(_OFF, f"no more checkpoints in memory in this round: {error}")
+                self._report(_OFF, f"no more checkpoints in memory in this round: {error}")
 
-    def _say(self, news: str, text: str, level: int = logging.WARNING) -> None:
-        """Say how it stands when that has changed, and what is wrong now and then again."""
+    def _report(self, news: str, text: str, level: int = logging.WARNING) -> None:
+        """Log news when they have changed, and a problem again every `REMIND_S`."""
         now_s = time.monotonic()
-        is_due = level >= logging.WARNING and now_s - self._said_s >= REMIND_S
-        if news == self._said and not is_due:
+        is_due = level >= logging.WARNING and now_s - self._logged_s >= REMIND_S
+        if news == self._logged and not is_due:
             return
         if self._rank == 0:
             _log.log(level, "%s", text)
-        self._said, self._said_s = news, now_s
-
-    @property
-    def _kept(self) -> str:
-        if self._kept_step is None:
-            return "and nothing else is"
-        return f"step {self._kept_step} still is"
+        self._logged, self._logged_s = news, now_s
 
 
 def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
-    """What checkpoints in memory take of a node.
+    """The bytes of a node's memory that in-memory checkpoints need.
 
     Args:
-        image_bytes: Of one worker; those of the other nodes are taken to be as large.
-        workers: On this node.
-        replicas: How many nodes' copies this node keeps.
+        image_bytes: The image of one worker; images of other nodes are assumed to be as large.
+        workers: The workers of this node.
+        replicas: The number of nodes whose copies this node keeps.
     """
     return STAGINGS * image_bytes * workers * (1 + replicas)
 
 
 def over_budget(needed: int, budget: int) -> str:
-    """Why a node's budget does not allow so many bytes, or ""."""
+    """Why `needed` bytes exceed a node's budget, or ""."""
     if needed <= budget:
         return ""
     return (

@@ -13,7 +13,7 @@ from zero_checkpoint import StoreConsensus
 from zero_checkpoint.commit import own_layout
 from zero_checkpoint.memory.commit import Kept, MemorySave, commit_in_memory
 from zero_checkpoint.memory.node import MemoryNode, home_of
-from zero_checkpoint.memory.peers import SameHostPeers
+from zero_checkpoint.memory.peers import ReplicaPeers
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.restore import Loaded, load
 from zero_checkpoint.staging import StagingBuffer
@@ -33,7 +33,7 @@ class Cluster:
         self.agents: dict[str, NodeMemory] = {}
         self.nodes: dict[str, MemoryNode] = {}
         self.stagings: dict[str, list[StagingBuffer]] = {}
-        self.peers: dict[str, SameHostPeers] = {}
+        self.peers: dict[str, ReplicaPeers] = {}
 
     def add(self, *names: str, secret: str = "secret") -> None:
         for name in names:
@@ -51,7 +51,7 @@ class Cluster:
             self.stagings[name] = [
                 StagingBuffer(SharedStaging("job", 0, Path(reply.directory))) for _ in range(2)
             ]
-            self.peers[name] = SameHostPeers(reply.key)
+            self.peers[name] = ReplicaPeers(reply.key)
 
     def lose(self, *names: str) -> None:
         for name in names:
