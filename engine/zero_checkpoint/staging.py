@@ -21,8 +21,8 @@ from pathlib import Path
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import Copy, chunks_of, copies, halves
-from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.files.place import Place
+from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.staging_memory import StagingMemory
 
 _GRAIN_BYTES = 2 << 20
