@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +37,20 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     """
     access = Access.of(args, conf, args.rdzv_endpoint)
     named = meeting.choose(args)[0] is meeting.Way.NAMED
+
+    def ask_etcd() -> str:
+        try:
+            if not named:
+                return f"the agent starts {find_etcd()}"
+            question = Keys(args.rdzv_id).round  # a key of this job: the login may not allow others
+            with access.store() as store:
+                store.get(question)  # connects and logs in
+                began_s = time.monotonic()
+                store.get(question)
+        except (SpecError, StoreError) as error:
+            raise HealthCheckFailed(str(error)) from error
+        return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"
+
     findings = examine(
         Surroundings(
             # Without any GPU, count_slots would raise; the check of the GPUs reports it instead.
@@ -46,7 +60,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
             log_dir=None if args.log_dir == NO_FILES else args.log_dir,
             command=args.health_check,
             command_timeout_s=args.health_check_timeout,
-            ask_etcd=_asking(access, args.rdzv_id) if named else _own_etcd,
+            ask_etcd=ask_etcd,
             ask_clock=(lambda: etcd_clock.complaint(etcd_clock.offset_s(access)))
             if named
             else None,
@@ -55,29 +69,6 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     )
     show(findings)
     return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNHEALTHY
-
-
-def _asking(access: Access, job: str) -> Callable[[], str]:
-    question = Keys(job).round  # a key of this job: the login may not allow others
-
-    def ask() -> str:
-        try:
-            with access.store() as store:
-                store.get(question)  # connects and logs in
-                began_s = time.monotonic()
-                store.get(question)
-        except StoreError as error:
-            raise HealthCheckFailed(str(error)) from error
-        return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"
-
-    return ask
-
-
-def _own_etcd() -> str:
-    try:
-        return f"the agent starts {find_etcd()}"
-    except SpecError as error:
-        raise HealthCheckFailed(str(error)) from error
 
 
 def show(findings: Sequence[Finding]) -> None:

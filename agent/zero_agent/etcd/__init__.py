@@ -1,1 +1,1 @@
-"""Which etcd a job meets at, and one of this machine's own."""
+"""The etcd at which the agents of a job meet: the user's, or a server that agents start."""

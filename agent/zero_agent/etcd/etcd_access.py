@@ -1,8 +1,8 @@
-"""How this agent talks to etcd: endpoints, TLS and login, and what to do when that fails.
+"""This agent's connection to etcd: endpoints, TLS and login, and the remedies when they fail.
 
 Must always hold: no password is on a command line, in a log or in an error; a refusal is one
-message with the flag that mends it, and nothing is tried again; an etcd that is not there yet is
-waited for, within a limit.
+message with the flag that remedies it, and is not retried; the wait for an etcd that does not
+answer yet is bounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("zero")
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How to reach etcd, and as whom."""
+    """The endpoints of etcd, and the credentials of this agent."""
 
     endpoints: str
     timeout_s: float = 5.0
@@ -44,16 +44,17 @@ class Access:
 
     @property
     def is_secure(self) -> bool:
-        """Whether anything but the endpoints was given."""
+        """Whether there is any certificate or user name."""
         return bool(self.ca or self.cert or self.key or self.user)
 
     @classmethod
     def of(cls, args: argparse.Namespace, conf: RdzvConf, endpoints: str) -> Access:
-        """As the flags say; `--rdzv-conf` may name the files of TLS as well.
+        """Make it from the flags; `--rdzv-conf` may name the files of TLS as well.
 
         Raises:
-            SpecError: A file that cannot be read, or half of a pair.
+            SpecError: A file cannot be read, or half of a pair is missing.
         """
+        password_file = args.etcd_password_file
         access = cls(
             endpoints=endpoints,
             timeout_s=conf.read_timeout_s or cls.timeout_s,
@@ -61,7 +62,9 @@ class Access:
             cert=readable("--etcd-cert", given("etcd-cert", args, conf)),
             key=readable("--etcd-key", given("etcd-key", args, conf)),
             user=args.etcd_user or None,
-            password=_password(args.etcd_password_file),
+            password=None  # else the first line of the file
+            if password_file is None
+            else _read("--etcd-password-file", password_file).partition("\n")[0].rstrip("\r"),
         )
         for one, other in PAIRS:
             check_pair(one, other, args, conf)
@@ -73,9 +76,9 @@ class Access:
         """The first endpoint, `HOST:PORT`.
 
         Raises:
-            SpecError: Written wrongly.
+            SpecError: --rdzv-endpoint is malformed.
         """
-        _etcd()  # as silent as it is to stay
+        _etcd()  # the first import sets gRPC's verbosity
         from zero_orchestrator.store.etcd.connection import parse_endpoints
 
         try:
@@ -85,10 +88,10 @@ class Access:
 
     @contextlib.contextmanager
     def store(self) -> Iterator[EtcdStore]:
-        """A store; what it refuses is explained in terms of our flags.
+        """A connection to etcd; errors in this context name the flag that remedies them.
 
         Raises:
-            StoreError: As the body; it cannot be reached, or does not let this user in.
+            StoreError: Etcd cannot be reached, does not let this user in, or the body raised it.
         """
         etcd = _etcd()
         who = etcd.Credentials(
@@ -103,18 +106,18 @@ class Access:
             store.close()
 
     def await_answer(self, ask: Callable[[], object], wait_s: float) -> None:
-        """Return when etcd answers; that it does not yet is said once, at once.
+        """Return when etcd answers; the first failure is logged at once.
 
         Args:
-            ask: A question to it.
-            wait_s: How long to go on asking.
+            ask: Sends a request to etcd.
+            wait_s: How long to retry, seconds.
 
         Raises:
-            StoreUnavailable: It has not answered in time.
-            StoreRefused: It said no, or no waiting could help.
+            StoreUnavailable: Etcd has not answered in time.
+            StoreRefused: Etcd refused, or waiting cannot help.
         """
 
-        def say(state: tenacity.RetryCallState) -> None:
+        def log_first(state: tenacity.RetryCallState) -> None:
             if state.attempt_number == 1 and state.outcome:
                 why = explain(str(state.outcome.exception()), self.is_secure)
                 log.warning("%s; trying again for %g s (--etcd-wait)", why, wait_s)
@@ -127,14 +130,14 @@ class Access:
                     raise StoreRefused(str(error)) from error
                 raise
 
-        retry.within(wait_s).copy(before_sleep=say)(ask_once)
+        retry.within(wait_s).copy(before_sleep=log_first)(ask_once)
 
 
 def _etcd() -> Any:
-    """The client, imported only when flags are right, and with gRPC told to be silent.
+    """Import the client, which is needed only if the flags are right, with gRPC's log off.
 
-    Its errors come to us as exceptions; what it prints beside them helps nobody. The variable is
-    read at the import, and is taken back before a worker could inherit it.
+    gRPC's errors arrive as exceptions; its log repeats them. gRPC reads the variable at the import,
+    and it is removed before a worker could inherit it.
     """
     silent = {} if "GRPC_VERBOSITY" in os.environ else {"GRPC_VERBOSITY": "NONE"}
     os.environ.update(silent)
@@ -165,20 +168,20 @@ _REMEDIES = {
     "permission denied": "grant the role of --etcd-user readwrite on the prefix /zero/, or with "
     "--rdzv-id=JOB on /zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/",
 }
-"""What etcd or its TLS says, and what to do about it; the first that fits."""
+"""Remedy by a part of the error of etcd or of TLS; the first entry that matches counts."""
 
 
 def mistake(message: str) -> str:
-    """What no waiting mends, as its remedy; empty: etcd may be there in a moment.
+    """The remedy of an error that waiting cannot cure; empty if etcd may answer in a moment.
 
-    An etcd that is being started looks like a closed port, a silent host or a name that nobody
-    knows; certificates and logins stay as they were given.
+    An etcd that is being started looks like a closed port, a host that does not answer or a name
+    that does not resolve; wrong certificates and logins stay wrong.
     """
     return next((remedy for known, remedy in _REMEDIES.items() if known in message), "")
 
 
 def explain(message: str, is_secure: bool) -> str:
-    """An error of etcd with its remedy in terms of our flags."""
+    """An error of etcd with its remedy, in terms of the flags of zero-agent."""
     remedy = mistake(message)
     if not remedy and ("cannot reach" in message or "did not answer" in message):
         remedy = "is it running there? --rdzv-endpoint names it"
@@ -192,10 +195,10 @@ def explain(message: str, is_secure: bool) -> str:
 
 
 def check_is_etcd(args: argparse.Namespace) -> None:
-    """Tell users of c10d, whose endpoint was a TCPStore yet to be opened, what is needed.
+    """Explain to users of c10d, whose endpoint is a TCPStore, that an etcd is needed.
 
     Raises:
-        StoreUnavailable: Nothing that is etcd answers at the first endpoint.
+        StoreUnavailable: No etcd answers at the first endpoint.
     """
     endpoint = args.rdzv_endpoint.partition(",")[0]
     if args.rdzv_backend == "c10d" and ":" in endpoint and probe(endpoint) is not Found.ETCD:
@@ -210,7 +213,7 @@ PAIRS = (("etcd-cert", "etcd-key"), ("etcd-user", "etcd-password-file"))
 
 
 def given(flag: str, args: argparse.Namespace, conf: RdzvConf) -> Any:
-    """What a flag about etcd says, or --rdzv-conf in its place; None: nothing."""
+    """The value of a flag about etcd, or else that of --rdzv-conf; None if neither is given."""
     of_conf = getattr(conf, flag.removeprefix("etcd-"), None)
     return getattr(args, flag.replace("-", "_")) or of_conf
 
@@ -222,25 +225,22 @@ def check_pair(one: str, other: str, args: argparse.Namespace, conf: RdzvConf) -
 
 
 def check_authority(args: argparse.Namespace, conf: RdzvConf) -> None:
-    """Raise SpecError if there is a certificate, but none for etcd to be known by."""
+    """Raise SpecError if there is a client certificate, but no authority for etcd's."""
     if given("etcd-cert", args, conf) and not given("etcd-ca", args, conf):
-        raise SpecError("--etcd-cert: give --etcd-ca as well, who signed etcd's certificate")
+        raise SpecError(
+            "--etcd-cert: give --etcd-ca as well, the authority that signed etcd's certificate"
+        )
 
 
 def readable(flag: str, path: Path | None) -> Path | None:
-    """The path itself, if there is one and it can be read. Raises SpecError."""
+    """Return the path unchanged.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
     if path is not None:
         _read(flag, path)
     return path
-
-
-def _password(path: Path | None) -> str | None:
-    """The first line of the file."""
-    return (
-        None
-        if path is None
-        else _read("--etcd-password-file", path).partition("\n")[0].rstrip("\r")
-    )
 
 
 def _read(flag: str, path: Path) -> str:

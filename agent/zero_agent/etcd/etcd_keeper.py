@@ -1,13 +1,13 @@
-"""The keeper of the shared etcd: a process of its own, which belongs to no agent.
+"""The keeper of the shared etcd: a daemon that belongs to no agent.
 
 Run as `python -m zero_agent.etcd.etcd_keeper --client-port 2379 --directory DIR`. The command goes
 into the background and returns when the server serves (0) or has failed (1). The keeper is the
-server's parent: it starts it again when it crashes, and ends it, and itself, when no node has
-been alive in any job for a while. When the keeper is killed its server dies with it
-(`dying_with_parent`), and the next agent starts a new keeper on the same data.
+server's parent: it starts the server again after a crash, and ends the server and itself when no
+node has been alive in any job for the idle timeout. When the keeper is killed its server dies with
+it (`dying_with_parent`), and the next agent starts a new keeper on the same data.
 
 Must always hold: one keeper per directory; it ends its server only while it holds the lock
-under which agents are given the server, so no agent is handed one that is about to go.
+under which agents get the server, so no agent gets a server that is about to end.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _LOOKS = 20
 _LONGEST_LOOK_S = 5.0
 _DECIDE_S = 10.0
 _CRASHES = 5
-"""The keeper gives up after so many crashes of the server in a row..."""
+"""The keeper gives up after more crashes of the server in a row than this."""
 _SOUND_S = 10.0
-"""...not counting those after it had run for so long."""
+"""A crash does not count as one in a row if the server had run for longer than this."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobView:
-    """What the keeper sees of the use that is made of its server."""
+    """What the keeper sees of the jobs on its server."""
 
     revision: int
     nodes: bool
-    """Some node holds a lease: a job is running."""
+    """Whether any node holds a lease: a job is running."""
     handed_out_ns: int
-    """When an agent was last given the server (a file's time: compared, never subtracted)."""
+    """When an agent last got the server (a file's time: compared, never subtracted)."""
 
 
 class Idleness:
-    """For how long nothing has used the server; a change of anything counts as use."""
+    """How long nothing has used the server; a change of anything counts as use."""
 
     def __init__(self, now: float) -> None:
         self._used = now
         self._seen: JobView | None = None
 
     def look(self, job_view: JobView, now: float) -> float:
-        """Take note that it was seen; returns the seconds of idleness up to `now`."""
+        """Record what was seen; returns the seconds of idleness up to `now`."""
         if job_view.nodes or job_view != self._seen:
             self._used = now
         self._seen = job_view
@@ -68,7 +68,11 @@ class Idleness:
 
 
 def look(store: KeyValueStore, directory: SharedDirectory) -> JobView:
-    """The use that is made of the server now. Raises StoreError."""
+    """Read what uses the server now.
+
+    Raises:
+        StoreError: The server does not answer.
+    """
     jobs = store.range(JOBS_PREFIX)
     nodes = any(item.lease for item in jobs.items)
     handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
@@ -90,7 +94,7 @@ class Keeper:
         from zero_orchestrator.store.etcd.client import EtcdStore
 
         self._store = EtcdStore(member.endpoint)
-        # Nobody else looks after the data of this server, which lasts.
+        # The data of this server lasts, and no other process collects its garbage.
         try:
             for doomed in collect(self._store, now_s=time.time(), lost=True):
                 _log.info("job %s is deleted: %s", doomed.remains.job, doomed.reason)
@@ -101,7 +105,8 @@ class Keeper:
         """Watch over the server until it is idle.
 
         Raises:
-            StoreUnavailable: The server crashes again and again.
+            ZeroError: The server crashes again and again.
+            StoreUnavailable: The server does not start again.
         """
         while not self._end_if_idle():
             if self._process.wait(self._look_s):
@@ -126,13 +131,13 @@ class Keeper:
             return False
         try:
             with self._directory.deciding(_DECIDE_S):
-                # Look again: now no agent can be given the server.
+                # Look again: under the lock no agent can get the server.
                 if self._idle_s() < self._idle_timeout_s:
                     return False
                 _log.info("no node for %g s: the server ends", self._idle_timeout_s)
                 self._process.stop()
                 return True
-        except StoreError as error:  # an agent is at it: not idle after all
+        except StoreError as error:  # an agent holds the lock: not idle after all
             _log.info("%s", error)
             return False
 
@@ -145,22 +150,18 @@ class Keeper:
 
 
 def main(arguments: list[str]) -> int:
-    """Start a keeper in the background; 0 when its server serves."""
+    """Start a keeper in the background; returns 0 when its server serves, 1 if it fails."""
     parser = argparse.ArgumentParser(prog="python -m zero_agent.etcd.etcd_keeper")
     parser.add_argument("--client-port", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S)
     options = parser.parse_args(arguments)
-    ready, tell_ready = os.pipe()
+    ready_read, ready_write = os.pipe()
     if os.fork():
-        os.close(tell_ready)
-        return 0 if os.read(ready, 1) else 1  # the end of the keeper closes the pipe
-    os.close(ready)
+        os.close(ready_write)
+        return 0 if os.read(ready_read, 1) else 1  # the end of the keeper closes the pipe
+    os.close(ready_read)
     os.setsid()
-    return _keep(options, tell_ready)
-
-
-def _keep(options: argparse.Namespace, tell_ready: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     directory = SharedDirectory(options.directory)
     member = Member(data=directory.data, client_port=options.client_port)
@@ -169,8 +170,8 @@ def _keep(options: argparse.Namespace, tell_ready: int) -> int:
             if not alone:
                 raise ZeroError(f"another keeper runs on {directory.path}")
             keeper = Keeper(member, directory, options.idle_timeout_s)
-            os.write(tell_ready, b"1")
-            os.close(tell_ready)
+            os.write(ready_write, b"1")
+            os.close(ready_write)
             keeper.run()
     except ZeroError as error:
         _log.error("%s", error)

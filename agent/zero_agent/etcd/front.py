@@ -1,12 +1,12 @@
-"""One port for all that other nodes look for on node 0: `--master-port`, which firewalls open.
+"""TCP proxy at `--master-port`, the one port of node 0 that firewalls open.
 
-torchrun's workers find their store there. Here the agents meet there too, in etcd, so this listens
-at the port and passes each connection on by its first byte: a client of a TCPStore begins with a
-zero, which neither HTTP nor TLS does. What is passed on is not looked at. Each round has a store on
-a port of its own; the next round's takes its place here.
+torchrun's workers find their TCPStore at that port. Here the agents meet there too, in etcd. So
+this proxy listens at the port and forwards each connection by its first byte: a client of a
+TCPStore begins with a zero byte, which neither HTTP nor TLS does. The other bytes are not
+interpreted. Each round has a TCPStore at another local port, to which the proxy then forwards.
 
-Must always hold: who says nothing, or whose target is gone, costs a connection and nothing else; a
-slow reader holds up its own connection alone.
+Must always hold: a client that sends nothing, or whose target is gone, costs a connection and
+nothing else; a slow reader blocks only its own connection.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from zero_orchestrator.addresses import host_port, split_host_port
 FIRST_BYTE_S = 30.0
 CONNECT_S = 5.0
 WAITING = 4096
-"""So many workers may connect at once."""
+"""Backlog: how many workers may connect at once."""
 _STORES = b"\0"
-"""How a client of a TCPStore begins: `VALIDATE` of torch's `TCPStoreBackend.hpp`."""
+"""The first byte of a client of a TCPStore: `VALIDATE` of torch's `TCPStoreBackend.hpp`."""
 _CHUNK_BYTES = 1 << 16
 
 
 class Front:
-    """Passes connections on until closed, on a thread of its own."""
+    """Forwards connections on a daemon thread until it is closed."""
 
     def __init__(self, address: str, listeners: Sequence[socket.socket], etcd: str) -> None:
-        """Begin; there is no store yet.
+        """Begin to forward; there is no TCPStore yet.
 
         Args:
-            address: Under which the other nodes know this port, `host:port`.
-            listeners: Sockets that listen there; they belong to this object from now on.
-            etcd: `host:port` of this node's etcd; empty: nobody meets there.
+            address: `host:port` by which other nodes reach the listeners.
+            listeners: Listening sockets, which belong to this object from now on.
+            etcd: `host:port` of this node's etcd; empty: connections to etcd are closed.
         """
         self.address = address
         self._etcd, self._store = etcd, ""
@@ -51,12 +51,12 @@ class Front:
         started.wait()
 
     def show_store(self, port: int) -> str:
-        """From now on workers reach this machine's store at a port here; its address for them."""
+        """Forward workers to the TCPStore at a local port; returns the address for workers."""
         self._store = host_port(LOOPBACK, port)
         return self.address
 
     def close(self) -> None:
-        """Stop listening and hang up; safe to call once."""
+        """Stop listening and close all connections; may be called once."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -97,7 +97,7 @@ async def _all(*work: object) -> None:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All that one side says, and its end, to the other."""
+    """Copy all bytes of one side, and its end, to the other side."""
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
         await writer.drain()

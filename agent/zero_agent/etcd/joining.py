@@ -1,8 +1,7 @@
-"""What a process of the job makes of the join token in its environment.
+"""Certificates from the job's join token (ZERO_JOIN_TOKEN) for this process.
 
-Must always hold: no worker inherits the token, and no certificate outlives this process for longer
-than until the next one starts; certificates that the user names come before the token's. Who calls
-it: `cli.py`; `meeting` and `local_etcd` are given what comes of it.
+Must always hold: no worker inherits the token; the certificates are removed with this process, or
+by the next one if it was killed; certificates that the user names win over the token's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, TlsFiles, write_c
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """The token, and this process's certificate of it; neither, where none was given."""
+    """The token and this process's certificates; both empty if no token was given."""
 
     token: str = ""
     tls: TlsFiles | None = None
@@ -28,16 +27,16 @@ class Joining:
 def joined(
     args: argparse.Namespace, environ: MutableMapping[str, str], *, given: bool, wanted: bool
 ) -> Iterator[Joining]:
-    """Take the token out of the environment, and let the flags name the certificates of it.
+    """Remove the token from the environment, and set the flags to the certificates made from it.
 
     Args:
-        args: The flags of etcd among others; changed where there is a token.
-        environ: Of this process and all that it starts.
-        given: The user names certificates.
-        wanted: There is an etcd on the network to be reached.
+        args: The flags; those of etcd's certificates are changed if there is a token.
+        environ: The environment, which children inherit; the token is removed.
+        given: Whether the user names certificates.
+        wanted: Whether the etcd is on the network.
 
     Raises:
-        SpecError: The token could be guessed.
+        SpecError: The token is too easy to guess.
     """
     token = environ.pop(ENV_JOIN_TOKEN, "")
     if not token or given or not wanted:

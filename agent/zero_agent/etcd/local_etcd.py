@@ -1,12 +1,12 @@
-"""The etcd servers an agent brings along when the user names none.
+"""The etcd servers that agents start if the user names none.
 
-`private_server` belongs to one agent: `--standalone`, and jobs of one node. Its data is
-temporary and it dies with the agent, even when that is killed. `shared_server` belongs to no
-agent: all agents of this machine that name no endpoint meet there. The first one starts it, as
-a detached keeper (`etcd_keeper`) whose data lasts, so a finished job stays finished.
+`private_server` belongs to one agent: `--standalone`, and jobs of one node. Its data is temporary,
+and the server dies with the agent, even if the agent is killed. `shared_server` belongs to no
+agent: all agents of this machine that name no endpoint meet there. The first one starts it, with a
+daemon (`etcd_keeper`). Its data lasts, so a finished job stays finished.
 
-Must always hold: of any number of agents starting at once exactly one starts the shared server;
-a port held by something else is an error that names the remedy; every wait has a deadline. Call it
+Must always hold: of any number of agents that start at once exactly one starts the shared server;
+a port of another program is an error that names the remedy; every wait has a deadline. Call both
 from the main thread.
 """
 
@@ -39,7 +39,7 @@ from zero_agent.node.signals import held
 from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
+from zero_orchestrator.store.join_token import LOCAL_NAMES, write_certificates
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 
@@ -47,72 +47,60 @@ DEFAULT_ENDPOINT = host_port(LOOPBACK, 2379)
 IDLE_TIMEOUT_S = 300.0
 
 SILENT_S = 5.0
-"""Whatever listens and has not answered for so long is no etcd that begins, or is being killed."""
+"""A process that listens and has not answered for this long is no etcd that starts or ends."""
 _PORT_TRIES = 3
 _POLL_S = 0.05
 
 
-# ---- a server of one's own ----
+# ---- a server of one agent ----
 
 
 @contextlib.contextmanager
 def private_server(
     addresses: Sequence[str] = (), port: int = 0, *, token: str = "", names: Sequence[str] = ()
 ) -> Iterator[str]:
-    """A new etcd that goes when the calling process does; the endpoint.
+    """A new etcd that ends with the calling process; its endpoint.
 
     Enter it from the main thread.
 
     Args:
         addresses: IP addresses on which other machines reach it, beside the loopback.
-        port: 0: a free one.
-        token: The job's: nobody without it gets in. Empty: everybody does.
-        names: Of this machine, under which others reach it, beside the addresses.
+        port: Its port; 0: a free one.
+        token: The job's join token, without which no client is admitted; empty: all clients are.
+        names: Names and addresses by which other machines reach it, for its certificate.
 
     Raises:
-        SpecError: No etcd is installed; the token could be guessed.
-        StoreUnavailable: It does not start; with the end of its log.
+        SpecError: No etcd is installed, or the token is too easy to guess.
+        StoreUnavailable: The server does not start; with the end of its log.
     """
     binary = find_etcd()
     made = contextlib.ExitStack()
     try:
-        # What a killed agent leaves is large: etcd sets 64 MiB aside, often in memory.
+        # A killed agent leaves a large directory, often in memory: etcd preallocates 64 MiB.
         scratch = made.enter_context(contextlib.closing(Scratch("zero-etcd-")))
         directory = scratch.path
         known_as = (*LOCAL_NAMES, *addresses, *names)
         tls = write_certificates(directory, token, known_as) if token else None
-        yield _start(made, directory, binary, addresses, port, tls).endpoint
+        scheme, hosts = "https" if tls else "http", (LOOPBACK, *addresses)
+        # Another process may take a free port first: then another port is tried.
+        for left in reversed(range(1 if port else _PORT_TRIES)):
+            chosen = port or free_port()
+            urls = ",".join(f"{scheme}://{host_port(host, chosen)}" for host in hosts)
+            options = (f"--listen-client-urls={urls}",)
+            member = Member(data=directory / "data", client_port=chosen, options=options, tls=tls)
+            process = EtcdProcess(member, directory / "etcd.log", binary=binary)
+            made.callback(process.kill)  # its data is not needed any more
+            process.start()
+            try:
+                process.wait_healthy()
+                break
+            except StoreUnavailable:
+                if not left or process.running:
+                    raise
+        yield member.endpoint
     finally:
         with held():
             made.close()
-
-
-def _start(
-    made: contextlib.ExitStack,
-    directory: Path,
-    binary: Path,
-    addresses: Sequence[str],
-    port: int,
-    tls: TlsFiles | None,
-) -> Member:
-    """Another process may take a free port first: then another one is tried."""
-    for left in reversed(range(1 if port else _PORT_TRIES)):
-        chosen = port or free_port()
-        scheme = "https" if tls else "http"
-        urls = ",".join(f"{scheme}://{host_port(host, chosen)}" for host in (LOOPBACK, *addresses))
-        options = (f"--listen-client-urls={urls}",)
-        member = Member(data=directory / "data", client_port=chosen, options=options, tls=tls)
-        process = EtcdProcess(member, directory / "etcd.log", binary=binary)
-        made.callback(process.kill)  # nothing it could still write is of use to anyone
-        process.start()
-        try:
-            process.wait_healthy()
-        except StoreUnavailable:
-            if not left or process.running:
-                raise
-        else:
-            return member
-    raise AssertionError("the last try returns or raises")
 
 
 # ---- a server for all agents of this machine ----
@@ -120,37 +108,37 @@ def _start(
 
 @dataclass(frozen=True)
 class SharedDirectory:
-    """Where the shared server of one port keeps its data, locks and log."""
+    """The directory of the shared server of one port: its data, locks and log."""
 
     path: Path
 
     @staticmethod
     def of_port(port: int) -> SharedDirectory:
-        """The directory of this user, on this machine: home directories are often shared."""
+        """The directory of this user on this machine: home directories are often shared."""
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         return SharedDirectory(Path(state, "zero-elastic", f"etcd-{socket.gethostname()}-{port}"))
 
     @property
     def data(self) -> Path:
-        """The server's own."""
+        """The server's data directory."""
         return self.path / "data"
 
     @property
     def log(self) -> Path:
-        """The keeper's and the server's messages."""
+        """The log file of the keeper and the server."""
         return self.path / "log"
 
     @property
     def used(self) -> Path:
-        """Touched by each agent that was given the server: it is not idle yet."""
+        """The file that each agent touches when it gets the server, which then is not idle."""
         return self.path / "used"
 
     @contextlib.contextmanager
     def deciding(self, timeout_s: float) -> Iterator[None]:
-        """Hold the right to start the server, to hand it out, and to end it.
+        """Hold the lock under which the server is started, used and ended.
 
         Raises:
-            StoreUnavailable: Another process held it all the time.
+            StoreUnavailable: Another process held the lock all the time.
         """
         with self._lock_file("deciding") as lock:
             if not owned_dir.lock(lock.fileno(), timeout_s):
@@ -162,7 +150,7 @@ class SharedDirectory:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[bool]:
-        """Be the keeper, if there is no other; whether there is none."""
+        """Hold the keeper's lock, if it is free; whether it was free."""
         with self._lock_file("keeper") as lock:
             yield owned_dir.lock(lock.fileno())
 
@@ -189,16 +177,16 @@ def shared_server(
 
     Args:
         endpoint: HOST:PORT on the loopback interface.
-        idle_timeout_s: A server started here ends after so long without a live node of any job.
-        timeout_s: For the whole.
+        idle_timeout_s: A server started here ends after this time without a live node of any job.
+        timeout_s: The limit of the whole call.
 
     Raises:
-        SpecError: Something else listens there, or no etcd is installed.
+        SpecError: Another program listens there, or no etcd is installed.
         StoreUnavailable: The server does not start; with the end of its log.
     """
     directory = SharedDirectory.of_port(int(endpoint.rpartition(":")[2]))
     if not directory.path.exists() and probe(endpoint) is Found.ETCD:
-        return endpoint  # the machine's own: we have no part in it
+        return endpoint  # an etcd of the machine, which agents neither start nor end
     deadline = time.monotonic() + timeout_s
     with directory.deciding(timeout_s):
         directory.used.touch()
@@ -207,7 +195,7 @@ def shared_server(
             now = time.monotonic()
             if found is Found.OTHER or (found is Found.SILENT and now > silent_until):
                 raise SpecError(
-                    f"something listens on {endpoint} that does not answer as etcd does; stop it, "
+                    f"a program listens on {endpoint} that does not answer as etcd does; stop it, "
                     "or name an etcd with --rdzv-endpoint HOST:PORT"
                 )
             if now > deadline:
@@ -222,7 +210,7 @@ def shared_server(
 def _start_unless_kept(
     endpoint: str, directory: SharedDirectory, idle_timeout_s: float, timeout_s: float
 ) -> None:
-    """A keeper that is there starts its server again by itself."""
+    """Start a keeper, unless there is one: it starts its server again itself."""
     with directory.keeping() as unkept:
         pass
     if unkept:

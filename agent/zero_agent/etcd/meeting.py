@@ -1,11 +1,11 @@
-"""Where the agents of a job meet: which etcd, and whose it is.
+"""The choice of the etcd at which the agents of a job meet.
 
-Four ways, chosen by `choose`: an etcd that the user names; one of this agent's own (one node);
-the one that all agents of this machine share; or, when the nodes are given ranks and the address
-of node 0 as to torchrun's static rendezvous, one that node 0 runs at that address for as long as
-the job lasts. In that last way the world is fixed and the nodes keep the order they were given.
+Four ways, chosen by `choose`: an etcd that the user names; a private one of this agent (one node);
+the one that all agents of this machine share; or, if the nodes are given ranks and the address of
+node 0 as with torchrun's static rendezvous, one that node 0 runs at that address for as long as the
+job lasts. In that last way the world is fixed, and the nodes keep their given order.
 
-Must always hold: every wait ends; a server of our own ends with its agent.
+Must always hold: every wait is bounded; a server that an agent starts ends with the agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 import time
@@ -38,11 +37,11 @@ from zero_orchestrator.store.kv import KeyValueStore
 log = logging.getLogger("zero")
 
 SHARED_ENDPOINT = host_port(LOOPBACK, 2379)
-"""etcd's own port: where agents without an endpoint meet on one machine."""
+"""etcd's default port: agents without an endpoint meet there on one machine."""
 STATIC_PORT = 29500
-"""torchrun's."""
+"""The default of --master-port, as torchrun's."""
 STATIC_GRACE_S = 30.0
-"""Without node 0 there is no etcd any more: nobody waits for it as long as for a cluster's."""
+"""--etcd-grace of a fixed world: its etcd is lost with node 0, unlike that of a cluster."""
 SEE_OFF_S = 15.0
 _POLL_S = 0.05
 
@@ -57,7 +56,7 @@ class Way(StrEnum):
 
 
 def choose(args: argparse.Namespace) -> tuple[Way, str]:
-    """The way these flags ask for, and which of them have no effect then (empty: all have)."""
+    """The way that these flags select, and a note on flags without effect; empty: there are none."""
     static = [name for name in _STATIC if getattr(args, name) not in (None, "")]
     if args.standalone:
         named = ["rdzv_endpoint"] if args.rdzv_endpoint else []
@@ -81,7 +80,7 @@ def _without_effect(because_of: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """A node's place in a world that does not change."""
+    """A node's rank in a fixed world."""
 
     rank: int
     nodes: int
@@ -89,24 +88,24 @@ class Static:
     port: int
     join_timeout_s: float
     own_address: str = ""
-    """Of node 0, where it listens, if it has not `address` itself: behind NAT."""
+    """The address on which node 0 listens, if that is not `address`: behind NAT."""
 
     @property
     def endpoint(self) -> str:
-        """Where node 0's etcd is, for the others."""
+        """`host:port` by which the other nodes reach node 0's etcd."""
         return host_port(self.address, self.port)
 
     @property
     def listens_on(self) -> str:
-        """Of node 0."""
+        """The address on which node 0 listens."""
         return self.own_address or self.address
 
     @classmethod
     def of(cls, args: argparse.Namespace, join_timeout_s: float) -> Static:
-        """As the flags say.
+        """Make it from the flags.
 
         Raises:
-            SpecError: The number of nodes is not fixed, or the rank is none of them.
+            SpecError: The number of nodes is not fixed, or the rank is out of range.
         """
         low, high = parse_nnodes(args.nnodes)
         if low != high:
@@ -132,24 +131,36 @@ class Static:
 
 @contextlib.contextmanager
 def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front | None]]:
-    """The etcd of node 0: run here by node 0, waited for by the others; with node 0 its port.
+    """The endpoint of node 0's etcd: node 0 runs it, the other nodes wait for it.
 
     Args:
-        world: This node's place.
-        access: Who is let in; everybody without a token.
+        world: This node's rank.
+        access: The join token; without one every client is admitted.
+
+    Yields:
+        The endpoint, and on node 0 its port.
 
     Raises:
         SpecError: Node 0 cannot listen there.
         AgentFailed: Node 0 has not come in time.
     """
     if world.rank > 0:
-        _await_node_0(world, access)
+        deadline = time.monotonic() + world.join_timeout_s
+        while probe(world.endpoint, access.tls) is not Found.ETCD:
+            if time.monotonic() > deadline:
+                raise AgentFailed(
+                    AgentExit.NO_NODES,
+                    f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} "
+                    "s; start it with --node-rank=0 and the same --master-addr, --master-port and "
+                    f"{ENV_JOIN_TOKEN} (if any node has one, all have the same)",
+                )
+            time.sleep(_POLL_S)
         yield world.endpoint, None
         return
     names = [world.address, world.listens_on, *(others := _addresses(world.address))]
     if others and not access.token:
         log.warning(
-            "the etcd of this job is open to everybody who reaches %s, and so is its secret: set "
+            "the etcd of this job is open to every host that reaches %s, and so is its secret: set "
             "%s to the same random characters on all nodes",
             world.endpoint,
             ENV_JOIN_TOKEN,
@@ -164,7 +175,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front |
 
 @contextlib.contextmanager
 def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
-    """The port of the only node's workers, if one is named.
+    """The port of the only node's workers, if --master-port names one.
 
     Raises:
         SpecError: This node cannot listen there.
@@ -184,28 +195,29 @@ def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
 def _listening(world: Static) -> Iterator[list[socket.socket]]:
     """Sockets at the port of node 0, on all of its addresses."""
     with contextlib.ExitStack() as made:
-        addresses = {LOOPBACK, *_addresses(world.listens_on)}
-        yield [made.enter_context(_listen(address, world.port)) for address in sorted(addresses)]
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    try:
-        where = (address, port)
-        return socket.create_server(where, family=family_of(address), backlog=WAITING)
-    except OSError as error:
-        remedy = "choose another port, the same on all nodes"
-        if error.errno == errno.EADDRNOTAVAIL:
-            remedy = (
-                "start --node-rank=0 on the machine that --master-addr names, behind NAT with the "
-                "same --advertise-addr"
-            )
-        raise SpecError(
-            f"--master-port={port}: cannot listen on {address}: {error.strerror}; {remedy}"
-        ) from error
+        found = []
+        for address in sorted({LOOPBACK, *_addresses(world.listens_on)}):
+            try:
+                listener = socket.create_server(
+                    (address, world.port), family=family_of(address), backlog=WAITING
+                )
+            except OSError as error:
+                remedy = "choose another port, the same on all nodes"
+                if error.errno == errno.EADDRNOTAVAIL:
+                    remedy = (
+                        "start --node-rank=0 on the machine that --master-addr names, behind NAT "
+                        "with the same --advertise-addr"
+                    )
+                raise SpecError(
+                    f"--master-port={world.port}: cannot listen on {address}: {error.strerror}; "
+                    f"{remedy}"
+                ) from error
+            found.append(made.enter_context(listener))
+        yield found
 
 
 def _addresses(host: str) -> list[str]:
-    """The IP addresses of a host, without 127.0.0.1 and its like."""
+    """The IP addresses of a host, without the IPv4 loopback (127.0.0.0/8)."""
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -214,35 +226,16 @@ def _addresses(host: str) -> list[str]:
             "machine with --node-rank=0"
         ) from error
     found = {str(info[4][0]).partition("%")[0] for info in infos}
-    return sorted(ip for ip in found if not _is_loopback(ip))
-
-
-def _is_loopback(ip: str) -> bool:
-    return (
-        isinstance(known := ipaddress.ip_address(ip), ipaddress.IPv4Address) and known.is_loopback
-    )
-
-
-def _await_node_0(world: Static, access: Joining) -> None:
-    deadline = time.monotonic() + world.join_timeout_s
-    while probe(world.endpoint, access.tls) is not Found.ETCD:
-        if time.monotonic() > deadline:
-            raise AgentFailed(
-                AgentExit.NO_NODES,
-                f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} s; "
-                "start it with --node-rank=0 and the same --master-addr, --master-port and "
-                f"{ENV_JOIN_TOKEN} (if any node has one, all have the same)",
-            )
-        time.sleep(_POLL_S)
+    return sorted(ip for ip in found if not ip.startswith("127."))
 
 
 def await_turn(store: KeyValueStore, job: str, world: Static) -> None:
     """Wait until the node before this one is registered: ranks follow the order of arrival.
 
-    A node that comes back to a job whose first round has been will find its old place.
+    A node that returns after the job's first round gets its old rank without waiting.
 
     Raises:
-        AgentFailed: It has not come in time.
+        AgentFailed: The node before this one has not come in time.
     """
     if world.rank == 0:
         return
@@ -259,12 +252,12 @@ def await_turn(store: KeyValueStore, job: str, world: Static) -> None:
 
 
 def static_id(rank: int) -> str:
-    """The name of a node that was given a rank."""
+    """The node id of a rank in a fixed world."""
     return f"node-{rank}"
 
 
 def see_off(store: KeyValueStore, job: str) -> None:
-    """Keep node 0's etcd until the other agents have read how the job ended, and left."""
+    """Wait, up to `SEE_OFF_S`, until the other agents have read how the job ended, and left."""
     deadline = time.monotonic() + SEE_OFF_S
     with contextlib.suppress(StoreError):
         while store.range(Keys(job).node("")).items and time.monotonic() < deadline:

@@ -1,7 +1,6 @@
-"""`--rdzv-backend` and `--rdzv-conf`: torchrun's rendezvous settings, and what they mean here.
+"""`--rdzv-backend` and `--rdzv-conf`: torchrun's rendezvous settings, and their meaning here.
 
-Pure: text in, settings out, together with the sentences that tell the user what becomes of what
-he wrote.
+Pure: text in, settings out, together with notes for the user on settings without a meaning here.
 
 Source of the names: torch.distributed.elastic.rendezvous (dynamic, c10d, etcd, static).
 """
@@ -15,7 +14,7 @@ from pathlib import Path
 from zero_contract.values import nearest
 from zero_orchestrator.errors import SpecError
 
-# torchrun: 5 s between two signs of life, 3 of which may be missing.
+# torchrun: a heartbeat every 5 s, 3 of which may be missing.
 _KEEP_ALIVE_INTERVAL_S = 5.0
 _KEEP_ALIVE_ATTEMPTS = 3.0
 
@@ -42,28 +41,28 @@ BACKENDS: Mapping[str, str] = {
     "etcd-v2": "--rdzv-backend=etcd-v2: the v3 API of that etcd is used",
     "c10d": "--rdzv-backend=c10d: the nodes meet in etcd v3 instead, which outlives any of them",
 }
-"""Known backends, and what to tell those who ask for one."""
+"""Known backends, and a note for the user of each; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RdzvConf:
-    """What of the settings has a meaning here; None: not given."""
+    """The settings that have a meaning here; None: not given."""
 
     join_timeout_s: float | None = None
     settle_s: float | None = None
     """torchrun's last call: how long to wait for more nodes once there are enough."""
     lease_ttl_s: int | None = None
-    """A node is lost so long after its last sign of life."""
+    """Time to live of a node's lease: the node is lost this long after its last heartbeat."""
     read_timeout_s: float | None = None
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     notes: tuple[str, ...] = ()
-    """What to tell the user."""
+    """Notes for the user."""
 
 
 def check_backend(name: str) -> str:
-    """What to tell a user of this backend; empty: nothing.
+    """The note for a user of this backend; empty: none.
 
     Raises:
         SpecError: There is no such backend.
@@ -76,10 +75,10 @@ def check_backend(name: str) -> str:
 
 
 def parse_rdzv_conf(text: str) -> RdzvConf:
-    """`join_timeout=60,last_call_timeout=5`, also within quotes that a template left in.
+    """Parse `join_timeout=60,last_call_timeout=5`, also in quotes that a template left in.
 
     Raises:
-        SpecError: A key that torchrun does not know either, or a value of the wrong form.
+        SpecError: A key is unknown in torchrun, or a value is invalid.
     """
     pairs = _pairs(text.strip().strip("'\""))
     ignored = [key for key in pairs if key in _WITHOUT_MEANING]
@@ -87,11 +86,16 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     seconds = {name: _number(*pair) for name, pair in given.items() if name not in _FILES}
     files = {name: Path(pair[1]) for name, pair in given.items() if name in _FILES}
     note = f"--rdzv-conf: {', '.join(ignored)}: without meaning in etcd v3, and ignored"
+    # The time after which torchrun gives up a silent node is the time to live of a lease here.
+    names = ("keep_alive_interval", "keep_alive_max_attempt")
+    keep_alive = {name: _number(name, pairs[name]) for name in names if name in pairs}
+    interval_s = keep_alive.get(names[0], _KEEP_ALIVE_INTERVAL_S)
+    ttl_s = max(2, round(interval_s * keep_alive.get(names[1], _KEEP_ALIVE_ATTEMPTS)))
     return RdzvConf(
         join_timeout_s=seconds.get("join_timeout_s"),
         settle_s=seconds.get("settle_s"),
         read_timeout_s=seconds.get("read_timeout_s"),
-        lease_ttl_s=_lease_ttl_s(pairs),
+        lease_ttl_s=ttl_s if keep_alive else None,
         ca=files.get("ca"),
         cert=files.get("cert"),
         key=files.get("key"),
@@ -122,13 +126,3 @@ def _number(key: str, text: str) -> float:
     if not 0 < value < float("inf"):
         raise SpecError(f"--rdzv-conf: {key}={text}: write a number above 0, such as {key}=30")
     return value
-
-
-def _lease_ttl_s(pairs: Mapping[str, str]) -> int | None:
-    """The time after which torchrun gives a silent node up is our lease's time to live."""
-    names = ("keep_alive_interval", "keep_alive_max_attempt")
-    given = {name: _number(name, pairs[name]) for name in names if name in pairs}
-    if not given:
-        return None
-    interval_s = given.get(names[0], _KEEP_ALIVE_INTERVAL_S)
-    return max(2, round(interval_s * given.get(names[1], _KEEP_ALIVE_ATTEMPTS)))
