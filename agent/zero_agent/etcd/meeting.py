@@ -56,7 +56,7 @@ class Way(StrEnum):
 
 
 def choose(args: argparse.Namespace) -> tuple[Way, str]:
-    """The way that these flags select, and a note on flags without effect; empty: there are none."""
+    """The way that these flags select, and a note on flags without effect, empty if none is."""
     static = [name for name in _STATIC if getattr(args, name) not in (None, "")]
     if args.standalone:
         named = ["rdzv_endpoint"] if args.rdzv_endpoint else []
