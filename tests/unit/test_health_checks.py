@@ -111,7 +111,7 @@ def test_a_clock_that_is_far_from_etcds_is_a_finding():
         access = Access(endpoints=f"127.0.0.1:{server.server_port}")
         offset_s = etcd_clock.offset_s(access)
     wrong = etcd_clock.complaint(offset_s)
-    assert wrong.startswith("this machine's clock is 74 min behind etcd's; set whichever")
+    assert wrong.startswith("this machine's clock is 74 min behind etcd's; set the wrong one")
     clock = found(replace(NODE, ask_clock=lambda: wrong))["clock"]
     assert (clock.fit, clock.found.endswith(wrong)) == (False, True)
     assert etcd_clock.offset_s(access) is None, "nobody tells the time there"
