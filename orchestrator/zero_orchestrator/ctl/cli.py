@@ -66,6 +66,12 @@ _ETCD_FILES = {
     "etcd-key": "private key of --etcd-cert (PEM)",
     "etcd-password-file": "file with the password of --etcd-user",
 }
+_ETCD_FLAGS = {
+    "rdzv-endpoint": ("HOST:PORT[,...]", f"addresses of etcd (default {DEFAULT_ENDPOINT})"),
+    "etcd-user": ("NAME", "user name to log in to etcd with"),
+    **{name: ("FILE", text) for name, text in _ETCD_FILES.items()},
+}
+"""Flag -> metavar and help."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,9 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     if (act := getattr(args, "act", None)) is not None:  # a command that needs no etcd
         return int(act(args))
     view = JsonView() if args.json else TableView()
-    with named_as_set(_set_by_environment(args)):
-        opened = _open(args)
-    with contextlib.closing(opened) as store:
+    with contextlib.closing(_open(args)) as store:
         code = _COMMANDS[args.command](args, store, view)
         if args.command == "status":
             # A job that waits for room in etcd looks like one that runs: nobody can write that
@@ -128,7 +132,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        _add_common(sub)
+        sub.add_argument(
+            "--json", action="store_true", help="print JSON for tools, one object a line"
+        )
+        group = sub.add_argument_group("etcd")
+        for flag, (metavar, explained) in _ETCD_FLAGS.items():
+            default = os.environ.get(variable_of(flag), "")
+            group.add_argument(f"--{flag}", default=default, metavar=metavar, help=explained)
         return sub
 
     look = command("status", "show the state, nodes, restarts and newest checkpoint of a job")
@@ -189,71 +199,50 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON for tools, one object a line"
-    )
-    group = parser.add_argument_group("etcd")
-    _add_flag(
-        group, "rdzv-endpoint", f"addresses of etcd (default {DEFAULT_ENDPOINT})", "HOST:PORT[,...]"
-    )
-    _add_flag(group, "etcd-user", "user name to log in to etcd with", "NAME")
-    for name, text in _ETCD_FILES.items():
-        _add_flag(group, name, text, "FILE")
-
-
-def _add_flag(group: argparse._ArgumentGroup, name: str, text: str, metavar: str) -> None:
-    dest = name.replace("-", "_")
-    default = os.environ.get(variable_of(name), "")
-    group.add_argument(f"--{name}", dest=dest, default=default, metavar=metavar, help=text)
-
-
-def _set_by_environment(args: argparse.Namespace) -> dict[str, str]:
-    """Flags of etcd -> the variables that they have their values from."""
-    return {
-        name: variable_of(name)
-        for name in ("rdzv-endpoint", "etcd-user", *_ETCD_FILES)
-        if getattr(args, name.replace("-", "_")) == os.environ.get(variable_of(name))
-    }
-
-
 def _open(args: argparse.Namespace) -> EtcdStore:
+    """The etcd that the flags name.
+
+    Raises:
+        SpecError: A flag is wrong, or its file cannot be read; the message names the flag, or the
+            variable from which its value comes.
+    """
     from zero_orchestrator.store.etcd.client import Credentials, EtcdStore  # gRPC: not for --help
 
-    for name in _ETCD_FILES:
-        _check_readable(name, getattr(args, name.replace("-", "_")))
-    ca, cert, key, password = (getattr(args, name.replace("-", "_")) for name in _ETCD_FILES)
-    if not ca and (token := os.environ.get(ENV_JOIN_TOKEN)):
-        directory = tempfile.mkdtemp(prefix="zero-tls-")  # as long as a connection may be renewed
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        files = write_certificates(Path(directory), token)
-        ca, cert, key = str(files.ca), str(files.cert), str(files.key)
-    credentials = Credentials(
-        user=args.etcd_user or None,
-        password=_first_line(Path(password)) if password else None,
-        ca=Path(ca) if ca else None,
-        cert=Path(cert) if cert else None,
-        key=Path(key) if key else None,
-    )
-    try:
-        return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
-    except SpecError as error:
-        raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
-
-
-def _check_readable(flag: str, path: str) -> None:
-    try:
-        if path:
-            Path(path).read_bytes()
-    except OSError as error:
-        raise SpecError(f"--{flag}={path}: cannot be read: {error.strerror}") from error
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").partition("\n")[0]
-    except (OSError, ValueError) as error:
-        raise SpecError(f"--etcd-password-file={path}: cannot be read: {error}") from error
+    given: dict[str, str] = {name: getattr(args, name.replace("-", "_")) for name in _ETCD_FLAGS}
+    variables = {name: variable_of(name) for name in given}
+    by_environment = {n: v for n, v in variables.items() if given[n] == os.environ.get(v)}
+    with named_as_set(by_environment):
+        for name in _ETCD_FILES:
+            try:
+                if given[name]:
+                    Path(given[name]).read_bytes()
+            except OSError as error:
+                raise SpecError(
+                    f"--{name}={given[name]}: cannot be read: {error.strerror}"
+                ) from error
+        ca, cert, key, password_file = (given[name] for name in _ETCD_FILES)
+        if not ca and (token := os.environ.get(ENV_JOIN_TOKEN)):
+            directory = tempfile.mkdtemp(prefix="zero-tls-")  # a new connection reads them again
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+            files = write_certificates(Path(directory), token)
+            ca, cert, key = str(files.ca), str(files.cert), str(files.key)
+        try:
+            text = Path(password_file).read_text(encoding="utf-8") if password_file else None
+        except (OSError, ValueError) as error:
+            raise SpecError(
+                f"--etcd-password-file={password_file}: cannot be read: {error}"
+            ) from error
+        credentials = Credentials(
+            user=args.etcd_user or None,
+            password=None if text is None else text.partition("\n")[0],
+            ca=Path(ca) if ca else None,
+            cert=Path(cert) if cert else None,
+            key=Path(key) if key else None,
+        )
+        try:
+            return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+        except SpecError as error:
+            raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
 
 
 # ---- the commands ----
@@ -287,35 +276,27 @@ def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if args.job is None:
         print(f"zero-ctl: events of job {job}", file=sys.stderr)
     if args.follow:
-        return _follow(store, job, view)
-    told = events.read(store, job)
-    if not told:
+        for event in events.follow(store, job):
+            if event is not None:
+                view.event(event)
+                continue
+            try:
+                now = status.read(store, job)
+            except StoreUnavailable:
+                continue
+            except NoSuchJob:  # it existed, and its keys have been deleted
+                break
+            if now.ended and not now.live_nodes:  # no agent is left to write an event
+                break
+        return CtlExit.OK
+    kept = events.read(store, job)
+    if not kept:
         status.find(store, job)  # or there is no such job
-    for event in told:
-        view.event(event)
-    newest_s = told[-1].record.get("time") if told else None
-    view.say(f"the newest event was {age(newest_s)}" if told else "no event of it is kept")
+    for one in kept:
+        view.event(one)
+    newest_s = kept[-1].record.get("time") if kept else None
+    view.say(f"the newest event was {age(newest_s)}" if kept else "no event of it is kept")
     return CtlExit.OK
-
-
-def _follow(store: KeyValueStore, job: str, view: View) -> int:
-    for news in events.follow(store, job):
-        if news is not None:
-            view.event(news)
-        elif _has_ended(store, job):
-            break
-    return CtlExit.OK
-
-
-def _has_ended(store: KeyValueStore, job: str) -> bool:
-    """Whether the job is over and its agents have gone, so that nothing more will be told."""
-    try:
-        now = status.read(store, job)
-    except StoreUnavailable:
-        return False
-    except NoSuchJob:  # it was, and its keys have been collected
-        return True
-    return now.ended and not now.live_nodes
 
 
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -323,8 +304,9 @@ def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = status.choose_node(jobs, args.node, args.job).job
     requests.ask_to_drain(store, job, args.node, _who())
     view.say(f"node {args.node} will leave job {job} at its next step boundary")
-    left = _wait(args.wait, lambda: store.get(Keys(job).node(args.node)) is None)
-    return _say_outcome(view, args.wait, left, f"node {args.node} has left job {job}")
+    key = Keys(job).node(args.node)
+    text = f"node {args.node} has left job {job}"
+    return _wait(view, args.wait, lambda: store.get(key) is None, text)
 
 
 def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -338,8 +320,8 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     else:
         how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
         view.say(f"job {job.job} {how}; its workers leave at the next step boundary")
-    ended = _wait(args.wait, lambda: status.read(store, job.job).ended)
-    return _say_outcome(view, args.wait, ended, f"job {job.job} has ended")
+    text = f"job {job.job} has ended"
+    return _wait(view, args.wait, lambda: status.read(store, job.job).ended, text)
 
 
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -382,20 +364,18 @@ def _running(store: KeyValueStore, name: str | None) -> str:
     return job.job
 
 
-def _say_outcome(view: View, wait_s: float, happened: bool, sentence: str) -> int:
+def _wait(view: View, wait_s: float, happened: Callable[[], bool], sentence: str) -> int:
+    """Wait up to `wait_s` seconds until `happened`; without --wait (0 seconds) do nothing."""
     if wait_s == 0:
         return CtlExit.OK
-    view.say(sentence if happened else f"not within {wait_s:g} s; `zero-ctl status` tells more")
-    return CtlExit.OK if happened else CtlExit.TOO_LATE
-
-
-def _wait(wait_s: float, happened: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if happened():
-            return True
+            view.say(sentence)
+            return CtlExit.OK
         time.sleep(0.1)
-    return False
+    view.say(f"not within {wait_s:g} s; `zero-ctl status` tells more")
+    return CtlExit.TOO_LATE
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {

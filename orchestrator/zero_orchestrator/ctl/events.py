@@ -133,8 +133,17 @@ class Publisher:
     def event(self, line: str, kept: Retention = Retention.STORY) -> None:
         """Publish an event, one JSON object; a detail only if there is not much to publish."""
         detail = kept is Retention.DETAIL
-        if not (detail and self._queue.qsize() > _QUEUE // 2):
-            self._enqueue(lambda: self._write_event(line, detail))
+        if detail and self._queue.qsize() > _QUEUE // 2:
+            return
+
+        def write() -> None:
+            self._count += 1
+            prefix = self._prefix + (_DETAIL if detail else "")
+            revision = self._put(f"{prefix}{self._writer}.{self._count:06d}", line)
+            if revision % TRIM_EVERY == 0:
+                trim(self._store, self._prefix, KEEP, KEEP_DETAILS)
+
+        self._enqueue(write)
 
     def progress(
         self,
@@ -196,13 +205,6 @@ class Publisher:
             except Exception:  # no thread, no descriptor: the next one may find one
                 _log.exception("an event is not published")
 
-    def _write_event(self, line: str, detail: bool) -> None:
-        self._count += 1
-        prefix = self._prefix + (_DETAIL if detail else "")
-        revision = self._put(f"{prefix}{self._writer}.{self._count:06d}", line)
-        if revision % TRIM_EVERY == 0:
-            trim(self._store, self._prefix, KEEP, KEEP_DETAILS)
-
     def _put(self, key: str, value: str, lease: int = 0) -> int:
         """Write a key that nobody else writes: doing it twice is doing it once."""
         again = retry.within(_RETRY_S, cancelled=self._cancelled)
@@ -256,33 +258,25 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
             fresh = [item for item in items if item.create_revision > seen]
             seen = max((item.create_revision for item in fresh), default=seen)
             yield from _in_order(fresh)
-            items = _news(store, prefix, arrived)
+            items = ()
+            with contextlib.suppress(queue.Empty):
+                changes = arrived.get(timeout=IDLE_S)
+                if changes is None:  # compacted: everything there is may be new
+                    items = store.range(prefix).items
+                else:
+                    items = tuple(change.item for change in changes if change.item is not None)
             if not items:
                 yield None
     finally:
         watch.cancel()
 
 
-def _news(
-    store: KeyValueStore, prefix: str, arrived: queue.SimpleQueue[Sequence[Change] | None]
-) -> tuple[KeyValue, ...]:
-    """What the watch brought; after a compaction everything there is."""
-    try:
-        changes = arrived.get(timeout=IDLE_S)
-    except queue.Empty:
-        return ()
-    if changes is None:
-        return store.range(prefix).items
-    return tuple(change.item for change in changes if change.item is not None)
-
-
 def _in_order(items: Sequence[KeyValue]) -> list[Event]:
-    return sorted(map(_event, items), key=lambda event: event.revision)
-
-
-def _event(item: KeyValue) -> Event:
-    try:
-        record = dict(json.loads(item.value))
-    except (ValueError, TypeError):  # one that nobody can read hides no other
-        record = {"event": "?", "text": item.value}
-    return Event(record.pop("revision", item.create_revision), record)
+    found = []
+    for item in items:
+        try:
+            record = dict(json.loads(item.value))
+        except (ValueError, TypeError):  # one that nobody can read hides no other
+            record = {"event": "?", "text": item.value}
+        found.append(Event(record.pop("revision", item.create_revision), record))
+    return sorted(found, key=lambda event: event.revision)

@@ -92,32 +92,24 @@ def look(store: KeyValueStore) -> list[Remains]:
     def job_of(item: KeyValue) -> str:
         return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
 
-    items = sorted(store.range(JOBS_PREFIX).items, key=job_of)
-    found = (_remains(store, job, list(of)) for job, of in groupby(items, job_of))
-    return [remains for remains in found if remains is not None]
-
-
-def _remains(store: KeyValueStore, job: str, items: Sequence[KeyValue]) -> Remains | None:
-    keys = Keys(job)
-    if any(item.key.startswith(keys.nodes) for item in items):
-        return None
-    head = next((item for item in items if item.key == keys.round), None)
-    try:
-        record: dict[str, Any] = json.loads(head.value) if head is not None else {}
-        state, last_s = str(record.get("state", "")), float(record.get("at", 0.0))
-    except (ValueError, TypeError, AttributeError):
-        return None
-    if state not in ENDED or not last_s:  # a round may have begun long before its agents left
-        last_s = max(last_s, _last_sign_s(store, job))
-    revision = head.mod_revision if head is not None else 0
-    return Remains(job=job, state=state, revision=revision, last_s=last_s)
-
-
-def _last_sign_s(store: KeyValueStore, job: str) -> float:
-    """When an agent of it was last alive, or had something to tell."""
-    seen = store.get(events.seen_key(job))
-    times = [float(event.record.get("time", 0.0)) for event in events.read(store, job)]
-    return max([*times, events.seen_s(seen) or 0.0])
+    found = []
+    for job, of in groupby(sorted(store.range(JOBS_PREFIX).items, key=job_of), job_of):
+        keys, items = Keys(job), list(of)
+        if any(item.key.startswith(keys.nodes) for item in items):
+            continue
+        head = next((item for item in items if item.key == keys.round), None)
+        try:
+            record: dict[str, Any] = json.loads(head.value) if head is not None else {}
+            state, last_s = str(record.get("state", "")), float(record.get("at", 0.0))
+        except (ValueError, TypeError, AttributeError):
+            continue
+        if state not in ENDED or not last_s:  # a round may have begun long before its agents left
+            seen_s = events.seen_s(store.get(events.seen_key(job))) or 0.0
+            times = (float(event.record.get("time", 0.0)) for event in events.read(store, job))
+            last_s = max(last_s, seen_s, *times)
+        revision = head.mod_revision if head is not None else 0
+        found.append(Remains(job=job, state=state, revision=revision, last_s=last_s))
+    return found
 
 
 def delete(store: KeyValueStore, remains: Remains) -> bool:

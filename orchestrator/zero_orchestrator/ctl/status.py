@@ -156,7 +156,14 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         NoSuchJob: It has no keys.
         UnreadableJob: They are of another version.
     """
-    found, progress = store.range(Keys(job).prefix), _progress(store, job)
+    found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
+    progress: dict[str, dict[str, Any]] = {}
+    for item in store.range(prefix).items:
+        try:
+            record = dict(json.loads(item.value))
+        except (ValueError, TypeError):  # of another version: the job is shown without it
+            record = {}
+        progress[item.key.removeprefix(prefix)] = record
     status = _understood(job, found, progress)
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
@@ -209,38 +216,22 @@ def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
     except StoreRefused as error:
         raise StoreRefused(f"{error}; name a job whose keys this user may read") from error
     by_job = groupby(sorted(found.items, key=job_of), job_of)
-    statuses = [_shown(store, job, Range(found.revision, tuple(of))) for job, of in by_job]
-    return tuple(status for status in statuses if status is not None)
-
-
-def _shown(store: KeyValueStore, job: str, found: Range) -> JobStatus | None:
-    """One of all jobs: that it cannot be understood is its own trouble."""
-    try:
-        status = _understood(job, found, {})
-    except UnreadableJob as error:
-        return JobStatus(job=job, state=UNREADABLE, now=str(error))
-    if status is None or status.state != LOST:
-        return status
-    seen = seen_s(store.get(seen_key(job)))
-    return dataclasses.replace(status, seen_time_s=_latest(status.seen_time_s, seen))
+    statuses = []
+    for job, of in by_job:
+        try:
+            status = _understood(job, Range(found.revision, tuple(of)), {})
+        except UnreadableJob as error:  # that must not hide the other jobs
+            status = JobStatus(job=job, state=UNREADABLE, now=str(error))
+        if status is not None and status.state == LOST:
+            seen = seen_s(store.get(seen_key(job)))
+            status = dataclasses.replace(status, seen_time_s=_latest(status.seen_time_s, seen))
+        if status is not None:
+            statuses.append(status)
+    return tuple(statuses)
 
 
 def _latest(*times_s: float | None) -> float | None:
     return max((time_s for time_s in times_s if time_s is not None), default=None)
-
-
-def _progress(store: KeyValueStore, job: str) -> dict[str, dict[str, Any]]:
-    prefix = progress_prefix(job)
-    found = store.range(prefix).items
-    return {item.key.removeprefix(prefix): _record(item) for item in found}
-
-
-def _record(item: KeyValue) -> dict[str, Any]:
-    """What an agent has told of itself; nothing, if it cannot be understood."""
-    try:
-        return dict(json.loads(item.value))
-    except (ValueError, TypeError):
-        return {}
 
 
 def _below_progress(key: str) -> str:
@@ -271,15 +262,20 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
     seen = progress.get(_below_progress(seen_key(job)), {})
     saved_s = checkpoint.get("time") if checkpoint else None
     members, spares = rows(view, progress)
+    is_lost = not view.nodes and view.state not in ENDED
+    if is_lost:
+        now = "no agent is alive; the job goes on when one is started"
+    else:
+        now = decide(view, _JUST_NOW, Timing()).reason
     return JobStatus(
         job=job,
-        state=_state(view),
+        state=LOST if is_lost else view.state or "",
         state_time_s=moved_s,
         seen_time_s=_latest(moved_s, saved_s, seen.get("time")),
         began=next(item.create_revision for item in found.items if item.key == keys.spec),
         round=view.n,
         cause=view.cause,
-        now=_now(view),
+        now=now,
         stop=view.stop,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
@@ -294,18 +290,6 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         checkpoint=checkpoint,
         command=spec.command,
     )
-
-
-def _state(view: Snapshot) -> str:
-    if not view.nodes and view.state not in ENDED:
-        return LOST
-    return view.state or ""
-
-
-def _now(view: Snapshot) -> str:
-    if _state(view) == LOST:
-        return "no agent is alive; the job goes on when one is started"
-    return decide(view, _JUST_NOW, Timing()).reason
 
 
 def rows(

@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -111,12 +110,13 @@ class TableView:
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
         """As `View.watch`; a terminal shows the last state only, with ages that grow."""
-        with self._screen() as live:
-            for status in statuses if live is not None else _changes(statuses):
-                if live is None:
-                    self.status(status)
-                else:
-                    live.update(_status_page(status), refresh=True)
+        if not self._console.is_terminal:
+            for status in _changes(statuses):
+                self.status(status)
+            return
+        with Live(console=self._console, auto_refresh=False) as live:
+            for status in statuses:
+                live.update(_status_page(status), refresh=True)
 
     def event(self, event: Event) -> None:
         """As `View.event`."""
@@ -137,14 +137,6 @@ class TableView:
     def say(self, sentence: str) -> None:
         """As `View.say`."""
         self._console.print(sentence, soft_wrap=True)
-
-    @contextmanager
-    def _screen(self) -> Iterator[Live | None]:
-        if not self._console.is_terminal:
-            yield None
-            return
-        with Live(console=self._console, auto_refresh=False) as live:
-            yield live
 
 
 def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
@@ -194,34 +186,31 @@ def _status_page(status: JobStatus) -> RenderableType:
     title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
     facts = _table("", "")
     facts.show_header = False
-    for name, value in _facts(status):
-        facts.add_row(name, value)
-    return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
-
-
-def _facts(status: JobStatus) -> Iterator[tuple[str, str]]:
-    yield "round", f"{status.round}, world size {status.world_size}"
-    yield "now", _now(status)
+    facts.add_row("round", f"{status.round}, world size {status.world_size}")
+    facts.add_row("now", _now(status))
     if status.cause:
-        yield "changed", f"{age(status.state_time_s)}: {status.cause}"
+        facts.add_row("changed", f"{age(status.state_time_s)}: {status.cause}")
     if status.stop is not None and not status.ended:
-        yield "stop", status.stop
+        facts.add_row("stop", status.stop)
     members, others = len(status.members), len(status.spares)
-    yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
+    facts.add_row(
+        "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
+    )
     text = f"{status.restarts_spent} of {status.max_restarts} spent"
     if status.restarts != status.restarts_spent:
         text += f", {status.restarts} in all"
     if status.restarts_without_progress:
         text += f"; the last {status.restarts_without_progress} without a new step"
-    yield "restarts", text
+    facts.add_row("restarts", text)
     for exclusion in status.exclusions:
         left_s = status.excluded_left_s.get(exclusion.host)
         ends = f"; it ends in {left_s} s" if left_s is not None else ""
-        yield "excluded", f"{exclusion}{ends}"
-    yield "checkpoint", _checkpoint(status.checkpoint)
+        facts.add_row("excluded", f"{exclusion}{ends}")
+    facts.add_row("checkpoint", _checkpoint(status.checkpoint))
     if status.in_memory is not None and not status.ended:
-        yield "in memory", _checkpoint(status.in_memory)
-    yield "command", " ".join(status.command)
+        facts.add_row("in memory", _checkpoint(status.in_memory))
+    facts.add_row("command", " ".join(status.command))
+    return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
 
 
 def _bounds(status: JobStatus) -> str:
@@ -240,8 +229,15 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
     columns = ("rank", "node", "state", "workers", "address", "step", "told", "loss")
     table = _table(*columns, *(["memory"] if in_memory else []))
     for row in rows:
+        ranks = "-"
+        if row.first_rank is not None:
+            last = row.first_rank + row.slots - 1
+            ranks = str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
+        used = "-"
+        if row.ram_used_bytes is not None and row.ram_budget_bytes is not None:
+            used = f"{row.ram_used_bytes / (1 << 20):.1f} of {row.ram_budget_bytes >> 20} MiB"
         table.add_row(
-            _ranks(row),
+            ranks,
             row.node,
             _styled(row.condition),
             str(row.slots),
@@ -249,20 +245,6 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             "-" if row.step is None else str(row.step),
             "-" if row.step_time_s is None else age(row.step_time_s),
             "-" if row.loss is None else f"{row.loss:.4f}",
-            *([_memory(row)] if in_memory else []),
+            *([used] if in_memory else []),
         )
     return table
-
-
-def _memory(row: NodeRow) -> str:
-    """What checkpoints in memory take of a node."""
-    if row.ram_used_bytes is None or row.ram_budget_bytes is None:
-        return "-"
-    return f"{row.ram_used_bytes / (1 << 20):.1f} of {row.ram_budget_bytes >> 20} MiB"
-
-
-def _ranks(row: NodeRow) -> str:
-    if row.first_rank is None:
-        return "-"
-    last = row.first_rank + row.slots - 1
-    return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
