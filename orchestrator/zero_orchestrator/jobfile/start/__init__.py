@@ -1,1 +1,1 @@
-"""A job is started on a kind of cluster, if nothing is known to keep it from running."""
+"""Preflight checks of a job, and its start on a kind of cluster."""

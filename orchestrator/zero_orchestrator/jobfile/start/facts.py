@@ -1,8 +1,7 @@
-"""What a cluster and the network say about what a job needs: the questions, not the verdicts.
+"""Facts about a cluster and the network that a job needs; `preflight` judges them.
 
-Must always hold: no question changes anything; each ends within its deadline; an answer that
-could not be had (no rights, no such kind, no network) is None, never a guess. Who calls it:
-`run`, which hands the facts to `preflight`.
+Must always hold: no query changes anything; each query ends within its timeout; a fact that
+could not be read (no rights, no such kind, no network) is None, never a guess.
 """
 
 from __future__ import annotations
@@ -29,29 +28,33 @@ DOCKER_HUB = "registry-1.docker.io"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Kubernetes cluster, as far as this user may see it; None: not to be known."""
+    """Objects of a Kubernetes cluster that this user may read.
+
+    None: the objects could not be read, or the job does not use them.
+    """
 
     namespace: list[Object] | None
-    """The one the job goes to; empty if there is none."""
+    """The namespace of the job; empty if it does not exist."""
     machines: list[Object] | None
     classes: list[Object] | None
     """Storage classes."""
     claim: list[Object] | None
     secret: list[Object] | None
-    """etcd's."""
+    """The Secret with the files that log in to etcd."""
     bucket_secret: list[Object] | None
+    """The Secret that opens the object store of the checkpoints."""
     secrets: Mapping[str, list[Object] | None]
-    """By name, those that the agents' pods refer to."""
+    """Secrets by name, those of the keys `secrets` and `kubernetes.pull_secrets`."""
     priority_class: list[Object] | None
     queue: list[Object] | None
     has_kueue: bool | None
     has_cert_manager: bool | None
     job: list[Object] | None
-    """The Job of this name, from before."""
+    """A Job of the same name that exists already."""
 
 
 class Kubectl:
-    """Questions to the cluster of the current context."""
+    """Queries of the cluster of kubectl's current context; each is bounded by `ASK_TIMEOUT_S`."""
 
     def __init__(self, namespace: str | None) -> None:
         self._flags = [f"--request-timeout={ASK_TIMEOUT_S:g}s"]
@@ -59,19 +62,23 @@ class Kubectl:
             self._flags.append(f"--namespace={namespace}")
 
     def context(self) -> str | None:
-        """The current context; None without one, or without kubectl."""
+        """Name of the current context; None without one, or without kubectl."""
         done = self._run("config", "current-context")
         return done.stdout.strip() or None if done is not None else None
 
     def why_unreachable(self) -> str | None:
-        """Why the cluster does not answer; None if it does."""
+        """The reason why the cluster does not answer; None if it answers."""
         done = self._run("get", "--raw=/version", *self._flags)
         if done is None:
             return "kubectl did not end in time"
         return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
     def get(self, kind: str, name: str | None = None) -> list[Object] | None:
-        """The objects of a kind, or the one of this name; empty if there is none."""
+        """The objects of a kind, or the one of this name.
+
+        Returns:
+            An empty list if there is none; None if kubectl failed for another reason.
+        """
         done = self._run("get", kind, *([name] if name else []), "--output=json", *self._flags)
         if done is None:
             return None
@@ -81,7 +88,7 @@ class Kubectl:
         return [] if "(NotFound)" in done.stderr else None
 
     def has_kind(self, kind: str) -> bool | None:
-        """Whether the cluster knows a kind, `certificates.cert-manager.io`."""
+        """Whether the cluster has a kind such as `certificates.cert-manager.io`; None: unknown."""
         group = kind.partition(".")[2]
         done = self._run("api-resources", f"--api-group={group}", "--output=name", *self._flags)
         return None if done is None or done.returncode else kind in done.stdout.split()
@@ -100,10 +107,12 @@ class Kubectl:
 
 
 def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
-    """All that `preflight` needs to know of a cluster for this job."""
+    """Query all facts about a cluster that matter to this job."""
     claim, secret, queue = file.checkpoint.claim, file.etcd.secret, file.kubernetes.queue
     namespace, bucket = file.kubernetes.namespace, file.checkpoint.secret
     priority = file.kubernetes.priority_class
+    secrets = {reference.partition("/")[0] for reference in file.secrets.values()}
+    secrets |= set(file.kubernetes.pull_secrets)
     return Cluster(
         namespace=kubectl.get("namespace", namespace) if namespace else None,
         machines=kubectl.get("nodes"),
@@ -111,7 +120,7 @@ def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
         claim=kubectl.get("persistentvolumeclaim", claim) if claim else None,
         secret=kubectl.get("secret", secret) if secret else None,
         bucket_secret=kubectl.get("secret", bucket) if bucket else None,
-        secrets={name: kubectl.get("secret", name) for name in _secrets(file)},
+        secrets={name: kubectl.get("secret", name) for name in secrets},
         priority_class=kubectl.get("priorityclass", priority) if priority else None,
         queue=kubectl.get("localqueues.kueue.x-k8s.io", queue) if queue else None,
         has_kueue=kubectl.has_kind("localqueues.kueue.x-k8s.io") if queue else None,
@@ -122,14 +131,8 @@ def ask(kubectl: Kubectl, file: JobFile) -> Cluster:
     )
 
 
-def _secrets(file: JobFile) -> set[str]:
-    """Those that the pods refer to by the keys `secrets` and `kubernetes.pull_secrets`."""
-    variables = {reference.partition("/")[0] for reference in file.secrets.values()}
-    return variables | set(file.kubernetes.pull_secrets)
-
-
 def why_no_etcd(endpoints: Sequence[str]) -> str | None:
-    """Why none of these can be connected to; None if one can."""
+    """The reason why no endpoint accepts a connection; None if one does."""
     reasons = []
     for endpoint in endpoints:
         try:
@@ -142,7 +145,7 @@ def why_no_etcd(endpoints: Sequence[str]) -> str | None:
 
 
 def registry_of(image: str) -> str | None:
-    """The registry that has an image; None for a bare name, which a machine may have built."""
+    """Host of the registry of an image; None for a bare name, which may be a local image."""
     first, slash, _ = image.partition("/")
     if not slash:
         return None
@@ -150,7 +153,7 @@ def registry_of(image: str) -> str | None:
 
 
 def why_no_registry(registry: str) -> str | None:
-    """Why a registry does not answer; None if it does, be it with "log in first".
+    """The reason why a registry does not answer; None if it answers, even with a request to log in.
 
     Source: OCI Distribution Specification, "Determining Support": GET /v2/.
     """

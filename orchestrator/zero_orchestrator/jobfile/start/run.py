@@ -1,10 +1,10 @@
-"""Starting a job: what a renderer made is handed to the tool of that kind of cluster.
+"""Starting a job: the tool of a kind of cluster gets what the renderer of that kind made.
 
-On this machine its agents are processes that find each other by themselves. Starting those is the
-agent's: one agent takes this process's place, and so does what runs several.
+On this machine no scheduler is needed: this process becomes the one agent of the job, or the
+program that starts several agents.
 
 Must always hold: nothing is started while a fatal problem is known; `--dry-run` starts nothing
-and says what would be. Who calls it: `command`.
+and prints what would be started.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from zero_orchestrator.jobfile.reading.reader import Problem
 from zero_orchestrator.jobfile.reading.schema import Job
@@ -35,7 +34,7 @@ class Start:
     """How a job is to be started."""
 
     agents: int
-    """On this machine."""
+    """Number of agents on this machine."""
     dry_run: bool
 
 
@@ -43,14 +42,18 @@ class Start:
 class Place:
     """One kind of cluster, as `--on` names it."""
 
+    program: str | None = None
+    """Program that starts a job there."""
+    without: str = ""
+    """Remedy if the program is not on the PATH."""
     problems: Callable[[Job], list[Problem]]
     """What would keep a job from running there."""
     start: Callable[[Job, Start], int]
-    """Starts it; the exit code."""
+    """Starts the job; returns the exit code."""
 
 
 def choose() -> tuple[str, str]:
-    """Where a job goes when nobody says so, and why there."""
+    """The default of `--on` for this machine, and the reason for it."""
     if (context := facts.Kubectl(None).context()) is not None:
         return "kubernetes", f"kubectl has the context {context}"
     if shutil.which("sbatch") is not None:
@@ -58,48 +61,7 @@ def choose() -> tuple[str, str]:
     return "local", "there is neither a context of kubectl nor sbatch"
 
 
-# ---- this machine ----
-
-
-def _command(job: Job, *program: str) -> list[str]:
-    """What every agent is started with, or another program that passes it on to them.
-
-    It has no --rdzv-id: the same job file run again after its end is a new run.
-    """
-    default = Path("runs", job.file.name, "checkpoints")
-    program = program or ("zero_agent",)
-    return [sys.executable, "-m", *program, job.file.script, *places(job, default)]
-
-
-def _variables(job: Job) -> dict[str, str]:
-    """What every agent is told beside its command line."""
-    return settings(job.file) | etcd_settings(job.file)
-
-
-def _problems_here(job: Job) -> Iterator[Problem]:
-    """What would keep a job from starting in this directory, with this environment."""
-    if not Path(job.file.script).is_file():
-        text = f"{job.file.script}: there is no such file here; run this where it is"
-        yield Problem(key="script", text=text)
-    for name in job.file.secrets:
-        if name not in os.environ:
-            text = "is not set; on this machine the agents have it from the environment of zero-ctl"
-            yield Problem(key=f"secrets.{name}", text=text)
-
-
-def _become(job: Job, agents: int) -> NoReturn:
-    """Become so many agents."""
-    words = (
-        _command(job)
-        if agents == 1
-        else _command(job, "zero_agent.launch.local_agents", str(agents))
-    )
-    sys.stdout.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
-    os.execve(sys.executable, words, os.environ | _variables(job))
-
-
-def _reach_etcd(job: Job, *, is_fatal: bool) -> list[Problem]:
+def _unreachable_etcd(job: Job, *, is_fatal: bool) -> list[Problem]:
     reason = facts.why_no_etcd(job.file.etcd.endpoints) if job.file.etcd.endpoints else None
     if reason is None:
         return []
@@ -107,59 +69,73 @@ def _reach_etcd(job: Job, *, is_fatal: bool) -> list[Problem]:
     return [Problem(key="etcd.endpoints", text=text, is_fatal=is_fatal)]
 
 
-def _start_here(job: Job, how: Start) -> int:
+# ---- this machine ----
+
+
+def _local_problems(job: Job) -> list[Problem]:
+    """What would keep a job from starting in this directory, with this environment."""
+    found = []
+    if not Path(job.file.script).is_file():
+        text = f"{job.file.script}: there is no such file here; run this where it is"
+        found.append(Problem(key="script", text=text))
+    for name in job.file.secrets:
+        if name not in os.environ:
+            text = "is not set; on this machine the agents have it from the environment of zero-ctl"
+            found.append(Problem(key=f"secrets.{name}", text=text))
+    return [*found, *_unreachable_etcd(job, is_fatal=True)]
+
+
+def _start_agents(job: Job, how: Start) -> int:
+    """Replace this process by one agent, or by the program that starts several."""
+    variables = settings(job.file) | etcd_settings(job.file)
+    # No --rdzv-id: the same job file, started again after the end of its run, is a new run.
+    script = [job.file.script, *places(job, Path("runs", job.file.name, "checkpoints"))]
+    python = [sys.executable, "-m"]
     if how.dry_run:
-        words = [f"{name}={shlex.quote(value)}" for name, value in _variables(job).items()]
-        print(f"# {how.agents} times:", *words, shlex.join(_command(job)), sep="\n")
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        command = shlex.join([*python, "zero_agent", *script])
+        print(f"# {how.agents} times:", *words, command, sep="\n")
         return 0
-    return _become(job, how.agents)
+    several = ["zero_agent.launch.local_agents", str(how.agents)]
+    program = ["zero_agent"] if how.agents == 1 else several
+    sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
+    words = [*python, *program, *script]
+    return os.execve(sys.executable, words, os.environ | variables)
 
 
-# ---- Kubernetes ----
+# ---- clusters ----
 
 
 def _kubernetes_problems(job: Job) -> list[Problem]:
-    """A cluster's nodes may reach what this machine does not, so that much is a remark."""
+    """What would keep a job from running on the cluster of kubectl's context.
+
+    An etcd or an image registry that cannot be reached is not fatal: the cluster's nodes may
+    reach what this machine cannot.
+    """
     kubectl = facts.Kubectl(job.file.kubernetes.namespace)
-    _need("kubectl", "https://kubernetes.io/docs/tasks/tools")
     if (reason := kubectl.why_unreachable()) is not None:
         raise ToolMissing(
             f"the cluster of kubectl's context does not answer: {reason}; choose another with "
             "kubectl config use-context, or --on local"
         )
     found = preflight.check(job.file, facts.ask(kubectl, job.file))
-    return [*found, *_reach_etcd(job, is_fatal=False), *_reach_registry(job)]
-
-
-def _reach_registry(job: Job) -> list[Problem]:
+    found += _unreachable_etcd(job, is_fatal=False)
     registry = facts.registry_of(job.file.image)
-    reason = facts.why_no_registry(registry) if registry is not None else None
-    if reason is None:
-        return []
-    text = f"{job.file.image}: {registry} cannot be reached from here: {reason}"
-    return [Problem(key="image", text=text, is_fatal=False)]
+    if registry is not None and (reason := facts.why_no_registry(registry)) is not None:
+        text = f"{job.file.image}: {registry} cannot be reached from here: {reason}"
+        found.append(Problem(key="image", text=text, is_fatal=False))
+    return found
 
 
 def _apply(job: Job, how: Start) -> int:
-    text = kubernetes.render(job)
     namespace = job.file.kubernetes.namespace
     flags = [f"--namespace={namespace}"] if namespace else []
-    return _hand_over(["kubectl", "apply", *flags, "--filename=-"], text, how)
+    return _submit(["kubectl", "apply", *flags, "--filename=-"], kubernetes.render(job), how)
 
 
-# ---- Slurm ----
-
-
-def _slurm_problems(job: Job) -> list[Problem]:
-    _need("sbatch", "run this on a login node of the cluster")
-    return _reach_etcd(job, is_fatal=False)
-
-
-def _submit(job: Job, how: Start) -> int:
-    return _hand_over(["sbatch"], slurm.render(job), how)
-
-
-def _hand_over(words: list[str], text: str, how: Start) -> int:
+def _submit(words: list[str], text: str, how: Start) -> int:
+    """Run a command with a text as its standard input; return its exit code."""
     if how.dry_run:
         print(f"# {shlex.join(words)}, of this:\n{text}", end="")
         return 0
@@ -172,29 +148,37 @@ def _hand_over(words: list[str], text: str, how: Start) -> int:
     return done.returncode
 
 
-def _need(program: str, remedy: str) -> None:
-    if shutil.which(program) is None:
-        raise ToolMissing(f"{program} is not on the PATH; {remedy}, or choose another --on")
-
-
 PLACES: Mapping[str, Place] = {
-    "local": Place(
-        problems=lambda job: [*_problems_here(job), *_reach_etcd(job, is_fatal=True)],
-        start=_start_here,
+    "local": Place(problems=_local_problems, start=_start_agents),
+    "kubernetes": Place(
+        program="kubectl",
+        without="https://kubernetes.io/docs/tasks/tools",
+        problems=_kubernetes_problems,
+        start=_apply,
     ),
-    "kubernetes": Place(problems=_kubernetes_problems, start=_apply),
-    "slurm": Place(problems=_slurm_problems, start=_submit),
+    "slurm": Place(
+        program="sbatch",
+        without="run this on a login node of the cluster",
+        problems=lambda job: _unreachable_etcd(job, is_fatal=False),
+        start=lambda job, how: _submit(["sbatch"], slurm.render(job), how),
+    ),
 }
 
 
 def run(job: Job, on: str, how: Start) -> int:
-    """Start a job, if nothing is known to keep it from running.
+    """Start a job on a kind of cluster, unless a problem is known that would keep it from running.
+
+    Returns:
+        The exit code of the program that starts the job.
 
     Raises:
-        JobFileError: Something is.
-        ToolMissing: The tool of that kind of cluster is not here, or not of use.
+        JobFileError: The job cannot run there.
+        ToolMissing: The program that starts a job there is not on the PATH, or cannot be used.
     """
     place = PLACES[on]
+    if place.program is not None and shutil.which(place.program) is None:
+        remedy = f"{place.without}, or choose another --on"
+        raise ToolMissing(f"{place.program} is not on the PATH; {remedy}")
     found = place.problems(job)
     job.source.refuse(one for one in found if one.is_fatal)
     for problem in found:
