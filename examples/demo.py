@@ -1,8 +1,8 @@
-"""`make demo`: a real job loses a node and goes on, and nothing of it shows in the result.
+"""`make demo`: a job loses a node, continues, and has the same result as an undisturbed run.
 
-Four agents on this machine train `train_gpt.py`; one of them is killed with its worker in
-mid-run, and started again later. Then one process alone trains the same, undisturbed. The
-final table holds the claims; the exit code is 0 only if all of them are true.
+Four agents on this machine train `train_gpt.py`. One agent is killed with its worker during the
+run, and started again later. Then a single process trains the same model without a disturbance.
+The last table lists the claims. The exit code is 0 only if all of them hold.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ VICTIM = "node-b"
 SAMPLES = 32 * 75 + 10  # 76 steps, the last of them short
 SAVE_EVERY = 10
 LIMIT_S = 150.0
-"""Everything below ends by then, whatever happens."""
+"""The time limit of the demo: every wait below ends by then."""
 
 console = Console(highlight=False)
 
 
 class DemoFailed(Exception):
-    """The demo cannot show what it claims."""
+    """The demo could not show that its claims hold."""
 
 
 @dataclass
 class Demo:
-    """The job's agents and what can be seen of it from outside."""
+    """The agents of the job, and what the job shows from outside."""
 
     directory: Path
     endpoint: str
@@ -71,7 +71,7 @@ class Demo:
         log.close()
 
     def kill(self, node: str) -> None:
-        """`kill -9` an agent and everything below it, at once: as if the node lost power."""
+        """`kill -9` an agent and its descendants at once, as a power failure of the node would."""
         agent = self.agents[node]
         for pid in [agent.pid, *descendants(agent.pid)]:
             with contextlib.suppress(ProcessLookupError):
@@ -79,11 +79,11 @@ class Demo:
         agent.wait()
 
     def ledger(self) -> Report:
-        """What the workers have done so far."""
+        """The steps that the workers have finished so far."""
         return verify(read_ledger(self.directory / "disturbed" / "ledger"), SAMPLES)
 
     def events(self) -> list[dict[str, object]]:
-        """What the agents have decided so far, oldest first."""
+        """The decisions of the agents so far, oldest first."""
         lines = [
             json.loads(line)
             for path in (self.directory / "logs" / JOB).glob("events-*.jsonl")
@@ -92,7 +92,7 @@ class Demo:
         return sorted(lines, key=lambda line: line["time"])
 
     def show_news(self) -> None:
-        """Print the decisions that have been made since the last call."""
+        """Print the decisions since the last call."""
         for event in self.events():
             line = (str(event["event"]), str(event["text"]))
             if line not in self.told and line[0] in STORY:
@@ -102,7 +102,7 @@ class Demo:
     def wait(
         self, what: str, condition: Callable[[Report], bool], watch: Callable[[Report], None]
     ) -> None:
-        """Show the job going on until `condition` holds."""
+        """Show the progress of the job until `condition` holds."""
         while time.monotonic() < self.deadline:
             report = self.ledger()
             watch(report)
@@ -116,7 +116,7 @@ class Demo:
         raise DemoFailed(f"{what}: not within {LIMIT_S:g} s; see {self.directory}")
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """End all processes of the demo."""
         for node, agent in self.agents.items():
             if agent.poll() is None:
                 self.kill(node)
@@ -130,11 +130,11 @@ STORY = {
     "fail": "failed",
     "finish": "done  ",
 }
-"""Events worth a line, and what to call them."""
+"""The events that are printed, with the name of each."""
 
 
 def training(directory: Path) -> list[str]:
-    """The script and its arguments: the same for both runs."""
+    """The script and its arguments, which are the same for both runs."""
     return [
         str(HERE / "train_gpt.py"),
         f"--samples={SAMPLES}",
@@ -145,12 +145,12 @@ def training(directory: Path) -> list[str]:
 
 
 def one_thread() -> dict[str, str]:
-    """Equal bits need equally many threads per worker, here one."""
+    """Equal bits need the same number of threads per worker; here one."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """All descendants of a process."""
     below = children(pid)
     return below + [grandchild for child in below for grandchild in descendants(child)]
 
@@ -183,7 +183,7 @@ def progress_line(total: int) -> Iterator[Callable[[Report], None]]:
 
 
 def disturbed_run(demo: Demo) -> float:
-    """Train on four agents, one of which is killed and comes back; the seconds of the gap."""
+    """Train on four agents, kill one and restart it; return the seconds until the next step."""
     steps = -(-SAMPLES // 32)
     with progress_line(steps) as watch:
         for node in NODES:
@@ -204,7 +204,7 @@ def disturbed_run(demo: Demo) -> float:
 
 
 def world_after(report: Report, step: int) -> int:
-    """The world size once `step` steps are done; 0 before."""
+    """The world size after `step` steps; 0 before that."""
     return report.world_by_step[report.steps] if report.steps >= max(step, 1) else 0
 
 
@@ -213,7 +213,7 @@ def running(demo: Demo) -> Iterator[bool]:
 
 
 def undisturbed_run(directory: Path) -> str:
-    """Train the same in one process, without agents; its output."""
+    """Train the same model in one process without agents, and return its output."""
     with console.status("the same on one worker, undisturbed"):
         done = subprocess.run(
             [sys.executable, *training(directory / "undisturbed")],
@@ -244,7 +244,7 @@ def world_sizes(report: Report) -> str:
 
 
 def show_claims(demo: Demo, gap_s: float, alone: str) -> bool:
-    """The closing table; whether every claim in it is true."""
+    """Print the table of claims; return whether every claim holds."""
     report, events = demo.ledger(), demo.events()
     output = "".join((demo.directory / f"{node}.log").read_text() for node in NODES)
     disturbed_hash, alone_hash = final_hash(output), final_hash(alone)

@@ -2,7 +2,7 @@
 
     zero-agent --nnodes=1:4 --max-restarts=3 examples/fsdp2.py
 
-The bits depend on the world size, as under torchrun.
+As under torchrun, the bits of the weights depend on the world size.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     zero-agent --nnodes=1:4 --max-restarts=3 examples/lightning_ddp.py
 
-Started again, it resumes from `last.ckpt`. Needs `pip install lightning`.
+The script resumes from `last.ckpt` when it is started again. It needs `pip install lightning`.
 """
 
 import os
@@ -22,7 +22,7 @@ EPOCHS = 4
 
 
 class Model(lightning.LightningModule):
-    """A regression."""
+    """A linear regression model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(lightning.LightningModule):
 
 
 class Leaves(Callback):
-    """Saves after the same step on all ranks, and leaves."""
+    """Saves and leaves after the same step on all ranks."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         zero_agent.heartbeat(trainer.global_step)

@@ -1,9 +1,10 @@
-"""The smallest script on the engine: it may be killed at any step and started with any world size.
+"""The smallest script on the engine. It can be killed at any step and resume at any world size.
 
     python examples/minimal.py
     zero-agent --nnodes=1:4 --max-restarts=3 examples/minimal.py checkpoints
 
-Started again, it resumes after the last checkpoint. It ends with the same weights in every case.
+When it is started again, the script resumes from the last checkpoint. Its final weights are the
+same in every case.
 """
 
 import sys

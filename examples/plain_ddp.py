@@ -1,4 +1,4 @@
-"""Stock DDP under zero-agent: the script saves and leaves when the world is about to change.
+"""Stock DDP under zero-agent: the script saves and leaves before the world size changes.
 
 zero-agent --nnodes=1:4 --max-restarts=3 examples/plain_ddp.py
 """
@@ -19,7 +19,7 @@ STEPS, SAVE_EVERY = 200, 50
 
 
 def agreed(flag: bool) -> bool:
-    """Whether the flag is set on any rank: all ranks must save after the same step."""
+    """Whether the flag is set on any rank, because all ranks must save after the same step."""
     dist.all_reduce(value := torch.tensor(float(flag)), op=dist.ReduceOp.MAX)
     return bool(value)
 

@@ -1,10 +1,10 @@
-"""Train a byte-level GPT on real text, on as many nodes as there happen to be.
+"""Train a byte-level GPT on real text, on any number of nodes.
 
     python examples/train_gpt.py                          one process, no launcher
     zero-agent --nnodes=1:4 --max-restarts=3 examples/train_gpt.py
 
-Started again, on any number of nodes and at any ZeRO stage, it goes on after the last
-checkpoint and ends with the same weights, bit for bit.
+When it is started again, on any number of nodes and at any ZeRO stage, the script resumes from the
+last checkpoint. Its final weights are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h"}
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive stretches of text: sample i predicts each byte from those before it."""
+    """Consecutive pieces of text; a sample predicts each byte from the bytes before it."""
 
     def __init__(self, source: Path, length: int, samples: int | None) -> None:
         enough = samples * length + 1 if samples else None
@@ -68,7 +68,7 @@ def read_text(source: Path, enough: int | None) -> bytes:
 
 
 def text_files(directory: Path) -> Iterator[Path]:
-    """Text files in an order that no file system can change; installed packages left out."""
+    """Text files in an order independent of the file system, without installed packages."""
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = sorted(set(subfolders) - {"site-packages", "__pycache__"})
         for name in sorted(names):
@@ -141,7 +141,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:
-    """The engine's config file, with what the command line says instead."""
+    """The config file of the engine, with the changes of the command line."""
     try:
         config: dict[str, object] = json.loads(args.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""transformers' Trainer, unchanged, on the engine under DeepSpeed's name.
+"""The Trainer of transformers, unchanged, with this engine under the name `deepspeed`.
 
     zero-agent --nnodes=1:4 --max-restarts=3 -m zero_deepspeed.as_deepspeed examples/trainer_hf.py
 
-A run that is killed resumes from the newest checkpoint of the output directory by itself, at any
-world size. Needs `pip install transformers accelerate`.
+When it is started again after a kill, the run resumes from the newest checkpoint of the output
+directory, at any world size. It needs `pip install transformers accelerate`.
 """
 
 import sys
