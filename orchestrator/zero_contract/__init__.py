@@ -1,1 +1,1 @@
-"""What processes say to each other, and what all packages share. Standard library only."""
+"""Contracts between processes, and what all packages share. Standard library only."""

@@ -1,12 +1,11 @@
-"""Time as the orchestrator sees it: seconds that only go forward, handed in, never looked up.
+"""Monotonic time for the orchestrator: each component gets its clock as an argument.
 
-A clock tells the time and repeats an action. Under the system's clock the action has a thread
-of its own; under the tests' `ManualClock` it runs when the test advances the time, so a
-simulation with a thousand nodes moves hours in no time, without threads, and the same way each
-time.
+A clock returns the time and repeats an action. `SystemClock` runs each repeated action on a daemon
+thread; the tests' `ManualClock` runs it when the test advances the time, so a simulation of a
+thousand nodes covers hours within seconds, without threads and deterministically.
 
 Must always hold: no decision reads the wall clock, and no two nodes compare their clocks (the
-leases of the store are the shared clock). Who calls it: everything that waits or judges silence.
+leases of the store are the shared clock).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Action = Callable[[], float | None]
 """Does something; returns the seconds until it is due again, or None for never."""
 
 _JOIN_S = 1.0
-"""`cancel` waits so long for an action that is running."""
+"""How long `cancel` waits for an action that is running."""
 
 
 class Repeating(Protocol):
     """An action that is being repeated."""
 
     def cancel(self) -> None:
-        """Never run it again; waits briefly for a run in progress. May be called from the run."""
+        """Never run the action again; waits briefly for one in progress. The action may call it."""
 
 
 class Clock(Protocol):
@@ -40,7 +39,7 @@ class Clock(Protocol):
         """Seconds since an arbitrary moment; never goes back."""
 
     def repeat(self, action: Action, after_s: float) -> Repeating:
-        """Run `action` after so many seconds, and again whenever it says."""
+        """Run `action` after `after_s` seconds, and again after the seconds that it returns."""
 
 
 class SystemClock:
@@ -51,7 +50,7 @@ class SystemClock:
         return time.monotonic()
 
     def repeat(self, action: Action, after_s: float) -> Repeating:
-        """Run `action` on a daemon thread of its own."""
+        """Run `action` on a new daemon thread."""
         return _RepeatingThread(action, after_s)
 
 
@@ -74,16 +73,16 @@ class _RepeatingThread:
 
 
 def run_logged(action: Action) -> float | None:
-    """A mistake in an action ends its repetition, loudly, and nothing else."""
+    """Run an action once; an exception is logged, and ends the action's repetition alone."""
     try:
         return action()
     except Exception:
-        _log.exception("an action repeated by the clock failed; it is not run again")
+        _log.exception("an action repeated by the clock failed; the clock does not run it again")
         return None
 
 
 class Stopwatch:
-    """For how long something has been so."""
+    """Measures for how long a condition has held."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -91,28 +90,28 @@ class Stopwatch:
 
     @property
     def running(self) -> bool:
-        """Whether it is so."""
+        """Whether the condition holds."""
         return self._since_s is not None
 
     @property
     def elapsed_s(self) -> float | None:
-        """For how long; None while it is not."""
+        """Seconds since the condition began; None while it does not hold."""
         return None if self._since_s is None else self._clock.now() - self._since_s
 
     def start(self) -> bool:
-        """It is so from now on; False if it has been already."""
+        """The condition holds from now on; False if it held already."""
         fresh = self._since_s is None
         if fresh:
             self._since_s = self._clock.now()
         return fresh
 
     def stop(self) -> bool:
-        """It is so no more; False if it was not."""
+        """The condition holds no longer; False if it did not hold."""
         was, self._since_s = self._since_s is not None, None
         return was
 
     def again(self, every_s: float) -> bool:
-        """Whether it was not so, or has been for so long; if so, it counts from now on."""
+        """Whether the watch was stopped, or has run for `every_s`; if so, it starts anew."""
         due = self.start() or self.past(every_s)
         if due:
             self.stop()
@@ -120,5 +119,5 @@ class Stopwatch:
         return due
 
     def past(self, limit_s: float) -> bool:
-        """Whether it has been so for too long."""
+        """Whether the condition has held for more than `limit_s` seconds."""
         return (self.elapsed_s or 0.0) > limit_s

@@ -1,8 +1,8 @@
 """Every environment variable that this project reads or sets, and what it means.
 
 Must always hold: a variable that the code reads or gives to a worker is in `VARIABLES`; a test
-compares. What sets a flag of `zero-agent` (`PET_<FLAG>`) is made from the flag's name, and not
-listed. Who calls it: docs/generate.py, for docs/reference-environment.md.
+compares. A variable that sets a flag of `zero-agent` (`PET_<FLAG>`) follows from the flag's name,
+and is not listed. docs/generate.py makes docs/reference-environment.md of this table.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         AGENT: {
             "ZERO_JOIN_TOKEN": "Secret of a job (32 random characters or more), the same on all "
-            "nodes. It opens the etcd that the job runs for itself; workers do not see it.",
-            "PYTHON_EXEC": "Interpreter of the workers. Without it they run in this one, forked "
-            "from the forkserver.",
+            "nodes. It gives access to the etcd that the job runs for itself; workers do not "
+            "get it.",
+            "PYTHON_EXEC": "Interpreter of the workers (default: the agent's own, forked from "
+            "the forkserver).",
             "CUDA_VISIBLE_DEVICES": "GPUs that the agent counts, checks and divides among its "
             "workers.",
-            "TORCHELASTIC_HEALTH_CHECK_PORT": "As --health-port, if that is not given.",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "As --shutdown-timeout, if that is not given.",
+            "TORCHELASTIC_HEALTH_CHECK_PORT": "Sets --health-port if that flag is not given.",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "Sets --shutdown-timeout if that flag is not given.",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "What --tee puts before each line, with the "
-            "places ${role_name}, ${rank} and ${local_rank}.",
+            "placeholders ${role_name}, ${rank} and ${local_rank}.",
             "TORCHELASTIC_ENABLE_FILE_TIMER": "1 serves the workers' timers of "
             "torch.distributed.elastic.timer.",
             "OMP_NUM_THREADS": "Threads of each worker. With several workers on a node it is set "
@@ -43,7 +44,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "given.",
             "XDG_STATE_HOME": "Directory below which an etcd that the agent runs keeps its data "
             "(default ~/.local/state).",
-            "ETCD_UNSUPPORTED_ARCH": "The only variable ETCD_* that an etcd of the agent sees.",
+            "ETCD_UNSUPPORTED_ARCH": "The only ETCD_* variable that the agent passes on to an etcd "
+            "that it runs.",
         },
         WORKER: {
             "RANK": "Number of the worker among all, from 0.",
@@ -74,7 +76,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             worker.ENV_COMMITTED: "Newest committed step when the round began.",
             worker.ENV_SOCKET: "Unix socket of the agent.",
             worker.ENV_HEARTBEAT: "File that zero_agent.heartbeat() touches.",
-            worker.ENV_LEAVE: "File that zero_agent.should_leave() looks at.",
+            worker.ENV_LEAVE: "File whose existence makes zero_agent.should_leave() return True.",
             worker.ENV_VOTE_KEY: "Key that signs what ranks write into the workers' store.",
         },
         ENGINE: {
@@ -83,8 +85,9 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
         },
         COMMANDS: {
-            "ZERO_JOIN_TOKEN": "Lets `zero-ctl` into an etcd that a job runs for itself. `zero-ctl "
-            "launch` makes one if none is given; `zero-ctl certs` makes certificates of it.",
+            "ZERO_JOIN_TOKEN": "Join token of a job: gives `zero-ctl` access to the etcd that the "
+            "job runs for itself. `zero-ctl launch` generates a token if none is set; "
+            "`zero-ctl certs` derives certificates from the token.",
             "DS_ENV_FILE": "File with variables for the hosts of `zero-ctl launch`, besides "
             ".deepspeed_env and .zero_env.",
             "PDSH_SSH_ARGS_APPEND": "Further arguments of ssh for `zero-ctl launch "
@@ -92,4 +95,4 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Who reads a variable, or has it -> its name -> what it means."""
+"""Process that reads a variable or receives it -> name of the variable -> meaning."""

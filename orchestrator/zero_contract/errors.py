@@ -1,6 +1,6 @@
 """The roots of all errors: each message names what was wrong, where, and the remedy.
 
-Packages subclass these. What two packages that do not know each other must both recognise, such
+Packages subclass these. An error that two independent packages must both recognise, such
 as a lost peer or a refused commit, is defined here.
 """
 
@@ -20,9 +20,9 @@ class PeerLost(ZeroError):
 
 
 class CommitRefused(ZeroError):
-    """The round of this worker is over, or its agent is cut off: nothing was published."""
+    """The round of this worker is over, or its agent cannot reach etcd: nothing was published."""
 
     def __init__(self, message: str, *, passing: bool = False) -> None:
         super().__init__(message)
         self.passing = passing
-        """Etcd does not take it: the agent, which is there, logs that and tries again."""
+        """Whether the refusal is temporary: etcd does not accept writes, and the agent retries."""

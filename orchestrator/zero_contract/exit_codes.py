@@ -4,8 +4,8 @@ Must always hold: only codes that no shell, interpreter or broken installation p
 say that a job is over; what went wrong on one node never does. Kubernetes' podFailurePolicy, the
 systemd unit, the batch script and `zero-ctl launch` follow this table, and tests compare them.
 
-`page` makes docs/exit-codes.md (`make reference`). Who calls it: docs/generate.py, the console
-scripts, the agent, `zero-ctl`, `zero-ckpt`. It imports nothing that could fail to load.
+`page` makes docs/exit-codes.md (`make reference`). This module imports nothing that could fail to
+load.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class AgentExit(IntEnum):
     """Exit codes of `zero-agent`; an agent ended by a signal exits with 128 + its number."""
 
     OK = 0
-    """The job is done (also for an agent that comes late, or was a spare)."""
+    """The job is done (also the code of an agent that came late, or was a spare)."""
     USAGE = 2
     """The command line or the script is wrong; nothing was started."""
     NO_STORE = 3
     """etcd could not be reached, for longer than --etcd-wait at the start or --etcd-grace later."""
     NO_NODES = 4
-    """Too few nodes came within --join-timeout."""
+    """Too few nodes joined within --join-timeout."""
     STOPPED = 5
-    """The job was stopped by `zero-ctl stop` (also for an agent that comes late); or what
-    --stop-exit-code says: our files for Kubernetes say 0, lest a stop be a failed Job."""
+    """The job was stopped by `zero-ctl stop` (also the code of an agent that came late).
+    --stop-exit-code sets another code: our files for Kubernetes set 0, lest a stop fail the Job."""
     DRAINED = 6
-    """This node left because of `zero-ctl drain`; the job goes on without it."""
+    """This node left because of `zero-ctl drain`; the job continues without it."""
     NO_PROGRESS = 7
-    """The job failed early: it restarted again and again and finished no new step."""
+    """The job failed early: too many restarts in a row finished no new step (crash loop)."""
     UNHEALTHY = 8
-    """This node cannot take part (its health, its GPUs, its directory, its imports, a worker that
-    cannot be killed); the job is not over."""
+    """This node cannot take part (its health checks, GPUs, directory or imports failed, or a
+    worker cannot be killed); the job is not over."""
     MISMATCH = 9
     """The job runs with another specification or protocol version than this agent's."""
     CRASHED = CRASHED
-    """An error inside this agent, with a traceback; the job goes on without it."""
+    """An error inside this agent, with a traceback; the job continues without it."""
     JOB_FAILED = 91
     """The job has failed, on every node; the root cause is printed."""
 
@@ -52,11 +52,11 @@ class CtlExit(IntEnum):
 
     OK = 0
     TOO_LATE = 1
-    """What was asked for had not happened within --wait; it still may."""
+    """The request was not carried out within --wait; it still may be."""
     USAGE = 2
     """Wrong usage, or no such job or node."""
     NO_STORE = 3
-    """etcd could not be reached, or refused."""
+    """etcd could not be reached, or refused the request."""
 
 
 class CkptExit(IntEnum):
@@ -66,11 +66,11 @@ class CkptExit(IntEnum):
     FOUND = 1
     """Damage or differences were found."""
     TROUBLE = 2
-    """It could not be done."""
+    """The command could not be carried out."""
 
 
 class Kubernetes(StrEnum):
-    """What the Job controller makes of a pod that ends so."""
+    """What the Job controller does with a pod whose agent exits with a code."""
 
     COMPLETE = "the Job is complete"
     FAIL_JOB = "the Job fails (`FailJob`)"
@@ -80,18 +80,18 @@ class Kubernetes(StrEnum):
 
 
 class Systemd(StrEnum):
-    """What systemd does with the unit."""
+    """What systemd does with the unit whose agent exits with a code."""
 
     STAYS_DOWN = "stays down"
     RESTARTS = "is started again"
 
 
 class Launch(StrEnum):
-    """What `zero-ctl launch` does when the agent of one host ends so."""
+    """What `zero-ctl launch` does when the agent of one host exits with a code."""
 
     ENDS = "ends with it"
-    GOES_ON = "goes on with the other hosts"
-    RETRIES = "tries the host again"
+    GOES_ON = "continues with the other hosts"
+    RETRIES = "retries the host"
 
 
 class Meaning(NamedTuple):
@@ -110,7 +110,7 @@ _WRONG = (Kubernetes.FAIL_INDEX, Systemd.STAYS_DOWN, Launch.GOES_ON)
 
 SIGTERM = 128 + 15
 LOST = 255
-"""ssh's own: no connection, or it broke, or a signal ended the command."""
+"""Exit code of ssh itself: no connection, a broken connection, or a command ended by a signal."""
 
 AGENT: Sequence[Meaning] = (
     Meaning((AgentExit.OK,), Kubernetes.COMPLETE, Systemd.STAYS_DOWN, Launch.ENDS),
@@ -138,14 +138,14 @@ ENDS_THE_JOB = frozenset(
 
 
 def verdict(codes: Iterable[int]) -> int:
-    """The exit code of several agents of one job: of one that saw its end, if any did.
+    """One exit code for all agents of a job: that of an agent that saw the job's end, if any did.
 
     Args:
-        codes: Of all agents; at least one. That of a signal is its negative number, or 128 + it.
+        codes: Exit codes of all agents, at least one; a signal is its negative number, or 128 + it.
     """
-    told = [128 - code if code < 0 else code for code in codes]
-    ends = [code for code in told if code in ENDS_THE_JOB]
-    others = [code for code in told if code != LOST]
+    known = [128 - code if code < 0 else code for code in codes]
+    ends = [code for code in known if code in ENDS_THE_JOB]
+    others = [code for code in known if code != LOST]
     return min(ends) if ends else max(others, default=LOST)
 
 
@@ -155,7 +155,7 @@ _OTHERS: dict[int, str] = {
     1: "Python could not start the agent at all (a broken installation); never the job's end.",
     126: "The shell could not execute the agent.",
     127: "The shell did not find the agent.",
-    SIGTERM: "The agent was told to leave by SIGTERM: it saved and left. SIGINT: 130, SIGHUP: 129.",
+    SIGTERM: "The agent received SIGTERM: it saved and left. SIGINT: 130, SIGHUP: 129.",
     LOST: "ssh lost its connection to the host (`zero-ctl launch` only).",
 }
 _HEAD = """<!-- Generated by `make reference`; do not edit. -->
@@ -166,16 +166,12 @@ _HEAD = """<!-- Generated by `make reference`; do not edit. -->
 a code that says whose fault it was; scripts that ask for "not 0" keep working. A failed job is 91
 and not 1, because 1 is also what Python exits with when one host has a broken installation, and
 that must never look like the end of everybody's job. After a failure of one node (1, 3, 4, 8, 70,
-126, 127, a signal) the job goes on, and the node is worth another try.
+126, 127, a signal) the job continues, and the node is worth another try.
 """
 
 
-def _text(code: int, kind: type[IntEnum], docs: dict[str, str]) -> str:
-    return docs[kind(code).name] if code in set(kind) else _OTHERS[code]
-
-
 def _docs(kind: type[IntEnum]) -> dict[str, str]:
-    """The docstrings below an enum's members, which Python itself does not keep."""
+    """Member -> the docstring below it in the source, which Python itself does not keep."""
     import ast
     import inspect
     import textwrap
@@ -192,28 +188,29 @@ def _docs(kind: type[IntEnum]) -> dict[str, str]:
     }
 
 
-def _agent_rows() -> Iterator[str]:
-    docs = _docs(AgentExit)
-    for codes, *verdicts in AGENT:
-        text = " ".join(_text(code, AgentExit, docs) for code in codes)
-        yield f"| {', '.join(map(str, codes))} | {text} | {' | '.join(verdicts)} |"
-
-
 def _rows(kind: type[IntEnum]) -> Iterator[str]:
     docs = _docs(kind) | {"OK": "Done, and nothing wrong was found."}
     yield from (f"| {code.value} | {docs[code.name]} |" for code in kind)
 
 
 def page() -> str:
-    """docs/exit-codes.md."""
+    """The text of docs/exit-codes.md."""
     from zero_contract.worker import ExitCode
+
+    docs = _docs(AgentExit)
+    texts = {code.value: docs[code.name] for code in AgentExit} | _OTHERS
+    agent_rows = [
+        f"| {', '.join(map(str, codes))} | {' '.join(texts[code] for code in codes)} | "
+        f"{' | '.join(verdicts)} |"
+        for codes, *verdicts in AGENT
+    ]
 
     lines = [
         _HEAD,
         "## zero-agent\n",
         "| code | what happened | Kubernetes | systemd: the unit | `zero-ctl launch` |",
         "| --- | --- | --- | --- | --- |",
-        *_agent_rows(),
+        *agent_rows,
         "",
         "Any other code is treated like 70. `zero-ctl launch`, `zero-ctl run --on local` and the",
         "batch script for Slurm exit with the code of an agent that saw the job's end, 0 first; if",

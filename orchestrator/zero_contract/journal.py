@@ -1,13 +1,13 @@
-"""The story of a job: one line for every decision and every fault, with its reason.
+"""The journal of a job: one event for each decision and each fault, with its reason.
 
-Each event is a sentence for people on the log and a JSON object for tools, in a file when one is
-given, and in the store (`events.Publisher`), so that a recovery can be told and timed
-afterwards. Not every event is for the store: `retention` says which. Events of several nodes are
-told apart by `node` and put in order by `round`, or by their revision in the store; `time` is this
-node's wall clock, for people only.
+Each event is a sentence in the log, for people, and a JSON object, for tools: in a file, if one is
+given, and in the store (`events.Publisher`), so that a recovery can be retraced and timed
+afterwards. `retention` decides which events go to the store. `node` identifies an event's writer;
+`round`, or the revision in the store, orders the events of several nodes; `time` is the node's wall
+clock, for people only.
 
-A journal must never stop a job: a full disk or a closed terminal costs the line, not the run, and
-one that stands still holds up nobody who tells, since a thread of the journal's own writes it.
+Must always hold: a journal never stops a job. A full disk or a closed terminal loses the line, and
+a file system that hangs blocks no caller, since the journal has its writer thread.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ log = logging.getLogger("zero")
 
 
 LARGE_NODES = 64
-"""In rounds of more nodes, what each of them tells is too much for the store."""
+"""In rounds of more nodes, the events of each node are too many for the store."""
 
 
 class Retention(StrEnum):
     """How long an event is kept beyond this node's own file."""
 
     STORY = "story"
-    """In the store, for long: what has become of the job, and why."""
+    """In the store, for long: what happened to the job, and why."""
     DETAIL = "detail"
-    """In the store, until others like it take its place."""
+    """In the store, until newer details replace it."""
     LOCAL = "local"
-    """Nowhere else."""
+    """In this node's own file alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What an event of a journal says."""
+    """The definition of one kind of event."""
 
     when: str
     """When it happens, in a sentence."""
     facts: tuple[str, ...] = ()
-    """The fields that its record may have beside those of every event."""
+    """Fields of its record beside those that every event has."""
     story: bool = False
-    """It is always kept in the store for long: one agent tells it for all, or it is rare."""
+    """Always kept in the store for long: one agent writes it for all, or it is rare."""
 
 
 _TRANSITION = ("nodes", "revision")
 
 EVENTS: Mapping[str, Event] = MappingProxyType(
     {
-        # Transitions of the job, each told by the agent that made it.
+        # Transitions of the job, each written by the agent that made it.
         "open": Event(when="The job begins.", facts=_TRANSITION, story=True),
         "activate": Event(
             when="A round begins: its nodes and ranks are settled.", facts=_TRANSITION, story=True
@@ -103,7 +103,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "lease": Event(when="A node's lease is in danger, or the node has registered again."),
         "health": Event(when="A node has become unhealthy, or healthy again."),
         "store": Event(
-            when="etcd does not answer, refuses or is full, or it works again. Workers go on."
+            when="etcd does not answer, refuses or is full, or it works again. Workers continue."
         ),
         "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
         # What happens to the workers of one node.
@@ -119,12 +119,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("rank", "symptom"),
         ),
         "hang": Event(when="A worker has taken no step for too long.", story=True),
-        "stacks": Event(when="The stacks of all ranks are written down, because one hangs."),
+        "stacks": Event(when="The stacks of all ranks are written to files: one rank hangs."),
         "forkserver": Event(when="The forkserver has ended, or does not answer and is killed."),
         "unkillable": Event(
             when="A worker cannot be killed, so its node leaves the job.", story=True
         ),
-        # How the job ended, told by each agent.
+        # How the job ended, written by each agent.
         "done": Event(when="The agent ends because the job is done."),
         "stopped": Event(when="The agent ends because the job was stopped."),
         "drained": Event(when="The agent ends because its node has left the job."),
@@ -139,21 +139,18 @@ def retention(event: str, *, level: int, nodes: int, symptom: bool = False) -> R
 
     Args:
         event: Its short name.
-        level: Of its line in the log.
-        nodes: Of the round: what one node tells, all of them may.
-        symptom: It is of a worker that was healthy and lost its peers.
+        level: Log level of its line.
+        nodes: Number of nodes of the round: an event of one node may come from all of them.
+        symptom: Whether a healthy worker ended because it lost its peers.
     """
     if event in EVENTS and EVENTS[event].story:
         return Retention.STORY
-    if level < logging.INFO:  # a line for each rank
+    if level < logging.INFO:  # one line per rank
         return Retention.LOCAL
     matters = level >= logging.WARNING or (event == "exit" and not symptom)
     if nodes <= LARGE_NODES:
         return Retention.STORY if matters else Retention.DETAIL
     return Retention.DETAIL if matters else Retention.LOCAL
-
-
-def _ignore(line: str, kept: Retention) -> None: ...
 
 
 class Journal:
@@ -164,36 +161,36 @@ class Journal:
         node: str,
         path: Path | None = None,
         *,
-        publish: Callable[[str, Retention], None] = _ignore,
-        unsaid: Collection[str] = (),
+        publish: Callable[[str, Retention], None] = lambda line, kept: None,
+        unlogged: Collection[str] = (),
     ) -> None:
         """Open a journal.
 
         Args:
-            node: Who writes.
-            path: Where to keep the events, one JSON object a line.
-            publish: Handed each event as JSON that others are to see; must return at once and
-                raise nothing.
-            unsaid: Events that are recorded only, because the log has them in other words.
+            node: Name of the node that writes.
+            path: File for the events, one JSON object a line; None: no file.
+            publish: Called with each event for the store, as JSON; must return at once and raise
+                nothing.
+            unlogged: Events that are recorded only, because the log has them in other words.
         """
         self._node = node
         self._path = path
         self._publish = publish
-        self._unsaid = unsaid
+        self._unlogged = unlogged
         self._broken = False
         self._writer = Writer("zero-journal")
         self.round = 0
-        """Where an event belongs that does not say so itself; the agent keeps it current."""
+        """Round of an event that names none; the agent keeps it current."""
         self.nodes = 0
-        """Of the round; the agent keeps it current."""
+        """Number of nodes of the round; the agent keeps it current."""
         self.last = ""
-        """The sentence that was told last."""
+        """The sentence logged last."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Record one of `EVENTS` with its sentence and its machine-readable facts."""
-        if event not in self._unsaid:
+        """Log and record one of `EVENTS` with its sentence and its machine-readable facts."""
+        if event not in self._unlogged:
             log.log(level, "%s", sentence)
             self.last = sentence
         record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
@@ -206,7 +203,7 @@ class Journal:
             self._publish(line, kept)
 
     def close(self) -> None:
-        """Have written what was told, as long as the file takes it."""
+        """Flush the recorded events to the file; gives up on a file system that hangs."""
         self._writer.flush()
 
     def _append(self, line: bytes) -> None:

@@ -1,13 +1,12 @@
-"""Directories that belong to one process, and go with it or with the next.
+"""Directories owned by one process, and removed with it or by the next process.
 
-Must always hold: only what surely belongs to nobody is removed or taken over. An owner holds a
-lock (flock) on a file in its directory for as long as it lives; the kernel drops the lock with the
-process, whatever ends that, in whichever container. On a file system that several machines share,
-such locks may be known to one of them alone: so the file names the kernel that it was locked under.
-A directory without that name is being made, or was made where there are no locks: nobody sweeps it.
-The file goes last, so what an interrupted removal has left is swept as well.
-
-Called by the agent (temporary directories, memory for checkpoints, its etcd) and by exports.
+Must always hold: only a directory whose owner is certainly dead is removed or taken over. An owner
+holds a lock (flock) on a file in its directory for as long as it lives; the kernel drops the lock
+with the process, however the process ends and in whichever container. On a file system that several
+machines share, one machine may not see the locks of another: so the file holds the boot id of the
+kernel under which it was locked. A directory without a boot id is being made, or was made on a file
+system without locks: nobody sweeps it. The file is removed last, so a later sweep completes an
+interrupted removal.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ class Taken(enum.Enum):
 
     OWNER_LIVES = enum.auto()
     NO_LOCKS = enum.auto()
-    """It was there already, and this file system cannot tell whether its owner lives."""
+    """The directory existed, and this file system has no locks to show whether its owner lives."""
     OTHER_KERNEL = enum.auto()
-    """Its owner ran on another machine, or before this one was started anew."""
+    """Its owner ran on another machine, or before this machine's last boot."""
     NEVER_OWNED = enum.auto()
-    """No owner has made it, or it is no directory."""
+    """No owner has made the directory, or the path is no directory."""
 
 
 class DirectoryTaken(OSError):
-    """A directory belongs to somebody, or may."""
+    """A directory belongs to another process, or may; `why` is the reason."""
 
     def __init__(self, path: Path, why: Taken) -> None:
-        super().__init__(f"{path} may belong to somebody: {why.name}")
+        super().__init__(f"{path} may belong to another process: {why.name}")
         self.why = why
 
 
 class OwnedDir:
-    """A directory of this process."""
+    """A directory owned by this process."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
 
     def remove(self) -> None:
-        """Remove it with all that is in it, and let go of it; safe to call twice."""
+        """Remove the directory with its contents, and release its lock; safe to call twice."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -62,20 +61,20 @@ class OwnedDir:
 
 
 def make(parent: Path, prefix: str) -> OwnedDir:
-    """A new directory whose name begins so. Raises OSError."""
+    """A new directory whose name begins with `prefix`. Raises OSError."""
     return claim(parent / f"{prefix}{secrets.token_hex(8)}")
 
 
 def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
-    """Own this directory: a new one, or what a process that died has left, with all that is in it.
+    """Own a directory: a new one, or one that a dead process has left, with its contents.
 
     Args:
-        path: Its parent is there.
-        only_left: Make none.
+        path: The directory; its parent exists.
+        only_left: Take over an existing directory only; make none.
 
     Raises:
-        DirectoryTaken: It is somebody's, or may be.
-        OSError: It cannot be made; with `only_left`: it is not there.
+        DirectoryTaken: It belongs to another process, or may.
+        OSError: It cannot be made; with `only_left`: it does not exist.
     """
     while True:
         is_new = not only_left and _make_directory(path)
@@ -85,9 +84,14 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
         except FileNotFoundError:
             if only_left:
                 raise
-            continue  # its owner has removed it between the two calls
+            continue  # its owner removed it between the two calls
         try:
-            can_lock = _lock_owner(lock_file, path)
+            try:
+                is_free, can_lock = lock(lock_file), True
+            except OSError:  # a file system without locks
+                is_free, can_lock = True, False
+            if not is_free:
+                raise DirectoryTaken(path, Taken.OWNER_LIVES)
             if can_lock and not _is_at(lock_file, path / OWNER):  # its owner has just removed it
                 os.close(lock_file)
                 continue
@@ -104,28 +108,28 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
 
 
 def sweep(parent: Path, names: str, *, spare: str = "", grace_s: float = 0.0) -> list[Path]:
-    """Remove what dead processes of this user have left; never raises.
+    """Remove the directories that dead processes of this user have left; never raises.
 
     Args:
-        parent: Where.
-        names: A pattern of the names of directories that `make` made.
-        spare: Another, of what is left alone.
-        grace_s: What was in use so recently stays, for a successor.
+        parent: Directory that contains them.
+        names: Glob pattern of directories that `make` made.
+        spare: Glob pattern of directories to keep.
+        grace_s: A directory used within the last `grace_s` seconds stays, for a successor.
 
     Returns:
-        What was removed.
+        The directories removed.
     """
     removed: list[Path] = []
     with contextlib.suppress(OSError):
         for path in set(parent.glob(names)) - set(parent.glob(spare) if spare else ()):
-            with contextlib.suppress(OSError):  # gone meanwhile, or not owned at all
+            with contextlib.suppress(OSError):  # gone meanwhile, or never owned
                 if path.lstat().st_uid == os.geteuid() and _remove_if_left(path, grace_s):
                     removed.append(path)
     return removed
 
 
 def clear(path: Path) -> None:
-    """Remove what is in an owned directory; never raises."""
+    """Remove the contents of an owned directory; never raises."""
     with contextlib.suppress(OSError):
         for one in path.iterdir():
             if one.is_dir() and not one.is_symlink():
@@ -135,10 +139,10 @@ def clear(path: Path) -> None:
 
 
 def lock(file: int, timeout_s: float = 0.0) -> bool:
-    """Lock an open file, waiting at most so long; whether it was locked.
+    """Lock an open file (flock), waiting at most `timeout_s`; returns whether it is locked.
 
     Raises:
-        OSError: There are no locks on this file system.
+        OSError: This file system has no locks.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -153,7 +157,7 @@ def lock(file: int, timeout_s: float = 0.0) -> bool:
 
 
 def _make_directory(path: Path) -> bool:
-    """Whether it was made just now; else it was there."""
+    """Make a directory; False if it existed. Raises DirectoryTaken if it is no directory."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -163,19 +167,8 @@ def _make_directory(path: Path) -> bool:
     return True
 
 
-def _lock_owner(lock_file: int, path: Path) -> bool:
-    """Whether its lock is held now; there are file systems without locks."""
-    try:
-        is_free = lock(lock_file)
-    except OSError:
-        return False
-    if not is_free:
-        raise DirectoryTaken(path, Taken.OWNER_LIVES)
-    return True
-
-
 def _check_left(lock_file: int, path: Path, *, can_lock: bool) -> None:
-    """Refuse what may belong to somebody."""
+    """Raises DirectoryTaken for an existing directory that may belong to another process."""
     if not can_lock:
         raise DirectoryTaken(path, Taken.NO_LOCKS)
     kernel = os.pread(lock_file, 64, 0)
@@ -187,13 +180,17 @@ def _check_left(lock_file: int, path: Path, *, can_lock: bool) -> None:
 
 
 def _remove_if_left(path: Path, grace_s: float) -> bool:
-    """Whether it was a dead process's, and is gone now. Raises OSError."""
+    """Remove a directory if its owner is dead; returns whether it did. Raises OSError."""
     lock_file = os.open(path / OWNER, os.O_RDWR | os.O_CLOEXEC)
     try:
-        # Read first: one that is being made has no kernel's name yet, and must find no lock there.
+        # Read before locking: a directory in the making has no boot id yet, and its maker must find
+        # no lock there.
         if os.pread(lock_file, 64, 0) != _BOOT_ID.read_bytes() or not lock(lock_file):
             return False
-        if not _is_at(lock_file, path / OWNER) or time.time() - _used_at_s(path) < grace_s:
+        # Files were last made or removed there, or one level below, at this wall-clock time.
+        below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+        used_at_s = max(one.stat().st_mtime for one in (path, *below))
+        if not _is_at(lock_file, path / OWNER) or time.time() - used_at_s < grace_s:
             return False
         _remove(path)
     finally:
@@ -204,7 +201,7 @@ def _remove_if_left(path: Path, grace_s: float) -> bool:
 def _remove(path: Path) -> None:
     clear(path)
     with contextlib.suppress(OSError):
-        (path / OWNER).unlink()  # the last: a directory without one is nobody's
+        (path / OWNER).unlink()  # last: a directory without this file is never swept
         path.rmdir()
 
 
@@ -213,9 +210,3 @@ def _is_at(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _used_at_s(path: Path) -> float:
-    """When files were last made or removed there, a level down as well; by the wall clock."""
-    below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
-    return max(one.stat().st_mtime for one in (path, *below))

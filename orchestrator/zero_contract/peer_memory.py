@@ -1,19 +1,17 @@
-"""How images of checkpoints travel from the memory of one node to that of another.
+"""The wire protocol of peer memory: replicated in-memory checkpoints travel between nodes.
 
-An agent serves what its node keeps in memory; workers of the job, on any node, put a copy of
-their image there, and read ranges of it. A connection begins with both ends proving, over the
-other's nonce, that they know the key; then the client sends requests, each a JSON record behind
-its length:
+An agent serves the in-memory checkpoints of its node; workers of the job, on any node, put a copy
+of their image there, and read ranges of it. A connection begins with a mutual proof: each end
+proves over the other's nonce (HMAC-SHA256) that it knows the key. Then the client sends requests,
+each a JSON record preceded by its length, 4 bytes big-endian:
 
-    Put, then (if the reply says so) the bytes of the file  -> Reply, Reply
-    Get                                                     -> Reply, then so many bytes
+    Put, then (if the first Reply is ok) the bytes of the file  -> Reply, Reply
+    Get                                                         -> Reply, then `length` bytes
 
 Must always hold: nothing is received before its size is known and bounded; no wait is longer
-than the timeout of its socket; a path is of the one form that `FILE` allows, so it can lead
-nowhere else. A connection is trusted as far as the network that it goes through: the key opens
-it, the bytes are not signed; readers verify them against a manifest.
-
-Who calls it: `zero_agent.node.memory_server` is one end, `zero_checkpoint.memory.peers` the other.
+than the timeout of its socket; a path has the one form that `FILE` allows, so it cannot leave the
+directory. The key authenticates a connection, but the bytes are neither signed nor encrypted;
+readers verify their checksums against a manifest.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 2.0
 TRANSFER_TIMEOUT_S = 5.0
-"""Without a byte for so long the other end is taken for stopped."""
+"""A peer that sends no byte for this long is treated as hung."""
 RECORD_LIMIT_BYTES = 16 << 20
-"""A Put names one digest for every block: this is enough for an image of terabytes."""
+"""A Put has one digest per block: this limit is enough for an image of terabytes."""
 FILE = re.compile(
     r"[0-9a-f]{16}/step-\d{9,}\.g\d+\.[0-9a-f]{4}/(r\d{5,}\.safetensors|MANIFEST\.json)"
 )
-"""What a path is: whose checkpoints, which checkpoint, which of its files."""
+"""The form of a path: owner of the checkpoints / checkpoint / file of it."""
 
 _LENGTH_BYTES = 4
 _NONCE_BYTES = 16
@@ -42,12 +40,12 @@ _PROOF_BYTES = 32
 
 
 class WireError(ConnectionError):
-    """The other end does not know the key, or says what this protocol does not know."""
+    """The peer does not know the key, or sends what is not of this protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """Keep the file whose bytes follow."""
+    """Request: store the file whose bytes follow."""
 
     path: str
     size_bytes: int
@@ -58,7 +56,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Get:
-    """Send a range of a file."""
+    """Request: send `length` bytes of a file from `offset`."""
 
     path: str
     offset: int
@@ -67,7 +65,7 @@ class Get:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The answer; after a Get `length` bytes of the file follow, fewer where it ends."""
+    """The answer to a request; after a Get, `length` bytes of the file follow."""
 
     ok: bool
     reason: str = ""
@@ -78,16 +76,16 @@ Record = Put | Get | Reply
 _KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Put, Get, Reply)}
 
 
-# ---- who is who ----
+# ---- authentication ----
 
 
 def key_of(secret: str) -> str:
-    """The key to the memory of a job's nodes: of no use for anything else its secret opens."""
+    """The key to the peer memory of a job, derived one-way from the job's secret."""
     return hmac.new(secret.encode(), b"zero-ram", "sha256").hexdigest()
 
 
 def serve_greeting(connection: socket.socket, key: str) -> None:
-    """The server's part of the proof. Raises WireError, OSError."""
+    """The server's part of the mutual proof. Raises WireError, OSError."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce)
     theirs = receive(connection, _NONCE_BYTES + _PROOF_BYTES)
@@ -97,11 +95,11 @@ def serve_greeting(connection: socket.socket, key: str) -> None:
 
 
 def dial(address: str, key: str) -> socket.socket:
-    """A connection to the memory at `host:port`, both ends proven.
+    """An authenticated connection to the peer memory at `host:port`.
 
     Raises:
-        WireError: It does not know the key.
-        OSError: It cannot be reached, or does not answer in time.
+        WireError: The server does not know the key.
+        OSError: The server cannot be reached, or does not answer in time.
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
@@ -122,11 +120,11 @@ def dial(address: str, key: str) -> socket.socket:
 
 
 def _proof(key: str, role: bytes, nonce: bytes) -> bytes:
-    # With the role, lest an answer to one end serve as an answer to the other.
+    # The role is part of the proof, lest a proof by one end be replayed as the other's.
     return hmac.new(key.encode(), role + nonce, "sha256").digest()
 
 
-# ---- what is said ----
+# ---- records ----
 
 
 def send(connection: socket.socket, record: Record) -> None:
@@ -135,12 +133,12 @@ def send(connection: socket.socket, record: Record) -> None:
     connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text)
 
 
-def hear(connection: socket.socket) -> Record:
+def receive_record(connection: socket.socket) -> Record:
     """The next record.
 
     Raises:
-        WireError: It is none, or too long.
-        EOFError: The other end has hung up, between two records.
+        WireError: What came is no record, or too long.
+        EOFError: The peer closed the connection between two records.
         OSError: The connection failed, or nothing came in time.
     """
     first = connection.recv(_LENGTH_BYTES)
@@ -157,7 +155,7 @@ def hear(connection: socket.socket) -> Record:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WireError(f"not a record of this protocol: {text[:100]!r}") from error
     for field in dataclasses.fields(record):
-        # Other ends may be of any intent: a field is of its type, and a number not negative.
+        # The peer is not trusted: each field must have its type, and no number is negative.
         value = getattr(record, field.name)
         if type(value).__name__ != str(field.type):
             raise WireError(f"{field.name} is not a {field.type}")
@@ -166,14 +164,14 @@ def hear(connection: socket.socket) -> Record:
     return record
 
 
-def hear_reply(connection: socket.socket) -> Reply:
+def receive_reply(connection: socket.socket) -> Reply:
     """The next record, which must be a Reply. Raises WireError, OSError."""
     try:
-        record = hear(connection)
+        record = receive_record(connection)
     except EOFError:
-        raise WireError("the other end hung up") from None
+        raise WireError("the peer hung up") from None
     if not isinstance(record, Reply):
-        raise WireError(f"a {type(record).__name__} where a reply was due")
+        raise WireError(f"received a {type(record).__name__} instead of a Reply")
     return record
 
 
@@ -181,16 +179,16 @@ def hear_reply(connection: socket.socket) -> Reply:
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """Exactly so many bytes. Raises WireError if the other end hangs up before."""
+    """Exactly `length` bytes. Raises WireError if the peer hangs up before."""
     data = bytearray(length)
     receive_into(connection, memoryview(data))
     return bytes(data)
 
 
 def receive_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fill a buffer. Raises WireError if the other end hangs up before."""
+    """Fill a buffer. Raises WireError if the peer hangs up before."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
-            raise WireError("the other end hung up")
+            raise WireError("the peer hung up")
         buffer = buffer[count:]

@@ -1,4 +1,4 @@
-"""Which numbers a key of a config may have, and the error for one that it may not."""
+"""The numbers that a config key allows, and the error for a number outside of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zero_contract.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The numbers from `least` to `most`."""
+    """The numbers from `least` to `most`, both included; `whole`: integers only."""
 
     least: float = 0
     most: float = math.inf
     whole: bool = True
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value as it was written, or None; numbers may be in quotes."""
+        """What is wrong with a value as written in the config, or None; a quoted number is one."""
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
@@ -32,14 +32,14 @@ class Range:
 
 
 def check_range(where: str, value: Any, allowed: Range) -> None:
-    """Raises ConfigError if a key has a value that is out of its range."""
+    """Raises ConfigError, naming the key `where`, if the value is out of its range."""
     problem = allowed.problem(value)
     if problem is not None:
         raise ConfigError(f"{where}: {problem}")
 
 
 def check_least(section: str, values: object, least: Mapping[str, float]) -> None:
-    """Raises ConfigError if a field of a section is less than it may be; None is never."""
+    """Raises ConfigError if a field of a section is below its minimum; None is allowed."""
     for name, limit in least.items():
         value = getattr(values, name)
         if isinstance(value, int | float) and not value >= limit:

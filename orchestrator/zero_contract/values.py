@@ -1,6 +1,6 @@
-"""Sizes and durations as people write them, and the known name that is nearest to an unknown one.
+"""Sizes and durations as people write them, and the known name nearest to an unknown one.
 
-A parser raises a ValueError whose text follows the value that was written: `5XB is no size; ...`.
+A parser raises a ValueError whose text continues after the value as written: `5XB is no size; ...`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_size_bytes(text: str) -> int:
 
 @total_ordering
 class Size:
-    """A number of bytes, as it is written for Kubernetes: `16Gi`."""
+    """A number of bytes in Kubernetes' notation, such as `16Gi`. Raises ValueError for others."""
 
     def __init__(self, text: str) -> None:
         if _KUBERNETES_SIZE.fullmatch(text) is None:
@@ -77,7 +77,7 @@ class Size:
 
 
 def argument_type(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """A `type` for argparse that shows what was written, and the parser's own message."""
+    """A `type` for argparse whose error shows the value as written and the parser's message."""
 
     def convert(text: str) -> _Value:
         try:
@@ -89,6 +89,6 @@ def argument_type(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that somebody probably meant, if any is near."""
+    """The known name that is similar to `name`, if any is."""
     near = difflib.get_close_matches(name, known, n=1)
     return near[0] if near else None

@@ -1,17 +1,14 @@
 """The contract between an agent and its workers: names and records, nothing else.
 
-The agent gives a worker its place in the world through the environment that torchrun's
-workers know (RANK, WORLD_SIZE, MASTER_ADDR, ...) plus the `ZERO_*` names below, and talks to
-it over a Unix socket, one JSON object a line. A round reaches a worker as a *message*:
-`Leave` (the group is going away), then `Join` (here is the environment of the next round).
-Starting a process is one way to deliver `Join`; a worker whose `Hello` says it can rejoin in
-place may be sent it instead, and then keeps its imports, its CUDA context and its state.
+The agent gives a worker its rank and its group through the environment that torchrun's workers
+know (RANK, WORLD_SIZE, MASTER_ADDR, ...) plus the `ZERO_*` names below. Agent and worker exchange
+messages over a Unix socket, one JSON object a line. A worker changes rounds by two messages:
+`Leave` (stop using the process group), then `Join` (the environment of the next round). Starting a
+process is one way to deliver `Join`; a worker that announced `Ability.REJOIN` in its `Hello` may
+receive the message instead, and then keeps its imports, its CUDA context and its state.
 
 Must always hold: a message is understood by a reader that knows fewer fields (unknown fields
 are ignored) and refused by name when its kind is unknown. No pickle crosses the socket.
-
-Who calls it: `zero_agent.workers.channel` writes and reads one end, `zero_comm.agent_link` the
-other.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ ENV_COMMITTED = "ZERO_COMMITTED_STEP"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
 ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
 ENV_VOTE_KEY = "ZERO_VOTE_KEY"
-"""Signs what the ranks of this round write into its store: anybody can connect to that."""
+"""Key that signs what the ranks of a round write into the TCPStore, which authenticates nobody."""
 ENV_LEAVE = "ZERO_LEAVE_FILE"
 
 
 def derived_key(secret: str, purpose: str) -> str:
-    """A key that opens one thing alone, and tells nothing of the secret."""
+    """A key for one purpose, from which the secret cannot be derived (HMAC-SHA256, hex)."""
     return hmac.new(secret.encode(), purpose.encode(), "sha256").hexdigest()
 
 
@@ -45,22 +42,22 @@ class ExitCode(IntEnum):
 
     OK = 0
     PEER_LOST = 75
-    """The group broke under a healthy worker: a symptom, whose cause is on another node."""
+    """A healthy worker lost its process group: a symptom, whose cause is on another node."""
     LEFT = 76
-    """The worker has saved and stopped because it was asked to leave."""
+    """The worker saved and exited because it was asked to leave."""
 
 
 class Ability(StrEnum):
-    """What a worker can do beyond being killed, announced in its `Hello`."""
+    """What a worker supports beyond being killed, announced in its `Hello`."""
 
     BOUNDARY = "boundary"
-    """Leave at the next step boundary with a fresh checkpoint."""
+    """The worker can leave at the next step boundary with a fresh checkpoint."""
     REJOIN = "rejoin"
-    """Join the next round in the same process."""
+    """The worker can join the next round in the same process."""
 
 
 class When(StrEnum):
-    """How soon a worker is to leave its group."""
+    """How soon a worker must leave its process group."""
 
     NOW = "now"
     BOUNDARY = "boundary"
@@ -81,7 +78,7 @@ class Leave:
     when: When
     reason: str
     within_s: float = 0.0
-    """How long that may take, a last save included: then the worker is stopped. 0: unknown."""
+    """Seconds until the agent stops the worker, a last save included. 0: unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,28 +91,28 @@ class Join:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommitReply:
-    """The answer to `CommitRequest` `request`; `reason` says why when it is not granted."""
+    """The answer to `CommitRequest` number `request`; `reason` is why it was not granted."""
 
     request: int
     granted: bool
     reason: str
     passing: bool = False
-    """Not granted for now: etcd does not take it, and the agent sees to that."""
+    """The refusal is temporary: etcd does not accept writes, and the agent retries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerMemoryReply:
-    """The answer to `PeerMemoryRequest` `request`; without a directory, `reason` says why."""
+    """The answer to `PeerMemoryRequest` number `request`; `reason`: why there is no directory."""
 
     request: int
     directory: str = ""
-    """On a tmpfs of this node; belongs to the agent and outlives its workers."""
+    """Directory on a tmpfs of this node; the agent owns it, and it outlives the workers."""
     address: str = ""
-    """Where the agent serves it, `host:port`; see `peer_memory`."""
+    """Address at which the agent serves the directory, `host:port`; see `peer_memory`."""
     key: str = ""
-    """Opens that, here and at every other agent of the job."""
+    """Key to peer memory, the same at every agent of the job."""
     budget_bytes: int = 0
-    """What may lie in the directory."""
+    """Most bytes that the directory may hold."""
     reason: str = ""
 
 
@@ -130,14 +127,14 @@ class Hello:
     pid: int
     can: tuple[str, ...] = ()
     round: int = 0
-    """The round that it was started for."""
+    """The round for which the worker was started."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """An optimizer step has ended: the heartbeat, and what a status page shows.
+    """An optimizer step has ended: the worker's heartbeat, and what a status page shows.
 
-    Of a process with several engines it is the step of the one that is furthest.
+    In a process with several engines, `step` is the step of the engine that is furthest.
     """
 
     step: int
@@ -148,7 +145,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommitRequest:
-    """May the checkpoint of `step` be published? Asked before its manifest is renamed."""
+    """Asks whether the checkpoint of `step` may be published, before its manifest is renamed."""
 
     request: int
     step: int
@@ -156,25 +153,25 @@ class CommitRequest:
     digest: str
     samples: int
     in_memory: bool = False
-    """It is one in the memory of the nodes, not on disk."""
+    """Whether it is an in-memory checkpoint, rather than one on disk."""
     patience_s: float = 0.0
-    """While etcd is away it may be asked again for so long."""
+    """Seconds for which the worker repeats the request while etcd is unavailable."""
     round: int = 0
-    """The asking worker's: only that round's fence answers. 0: from a worker that does not say."""
+    """The worker's round: only the fence of that round counts. 0: the worker does not say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerMemoryRequest:
-    """Where may this worker keep checkpoints in memory?"""
+    """Asks for a directory for in-memory checkpoints."""
 
     request: int
     budget_bytes: int | None = None
-    """How much the node may give for it; None: as the agent finds right."""
+    """Most bytes that the node may give; None: the agent chooses."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Left:
-    """The group of `round` is not used any more; `step` is saved."""
+    """The worker no longer uses the process group of `round`; `step` is saved."""
 
     round: int
     step: int
@@ -202,10 +199,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message in one line.
+    """The message that one line of JSON encodes.
 
     Raises:
-        ContractError: The line is not JSON, of no known kind, or lacks a field.
+        ContractError: The line is not JSON, its kind is unknown, or a field is missing.
     """
     try:
         record = json.loads(line)

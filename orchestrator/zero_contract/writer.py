@@ -1,11 +1,11 @@
-"""Bytes on their way to a terminal or a file that may stand still, on a thread of their own.
+"""A background writer for terminals and files that may block: a bounded queue and one thread.
 
-A terminal that nobody reads, or a network file system that does not answer, blocks whoever writes
-to it. So threads that must go on hand their bytes to a `Writer`, which holds a bounded number of
-them.
+A terminal that nobody reads, or a network file system that hangs, blocks the thread that writes to
+it. So threads that must not block hand their bytes to a `Writer`, which queues a bounded number of
+bytes.
 
-Must always hold: `put` returns at once; bytes of one writer are written in the order in which they
-were put; no more than the limit is held. Who calls it: the agent's output, log and journal.
+Must always hold: `put` returns at once; one writer writes its bytes in the order of `put`; the
+queue never exceeds the limit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Callable
 
 LIMIT_BYTES = 4 << 20
 STUCK_S = 10.0
-"""A write that takes longer will not end soon: what does not fit meanwhile is dropped."""
+"""A write that takes longer counts as stuck: bytes that do not fit meanwhile are dropped."""
 FLUSH_S = 5.0
-"""At an end: so long without any progress is given up..."""
+"""`flush` gives up after this long without progress."""
 LONGEST_FLUSH_S = 30.0
-"""...and so is the rest after this."""
+"""`flush` gives up after this long in any case."""
 
 
 class Writer:
-    """One thread, started by the first bytes, and what it has yet to write."""
+    """A queue of writes, and the thread that makes them; the first `put` starts it."""
 
     def __init__(self, name: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Nothing runs before the first `put`."""
+        """No thread runs before the first `put`."""
         self._name = name
         self._limit_bytes = limit_bytes
-        # Reentrant: a signal handler may put something while this thread does.
+        # Reentrant: a signal handler may call `put` while this thread does.
         self._changed = threading.Condition(threading.RLock())
         self._held: deque[tuple[Callable[[bytes], object], bytes]] = deque()
         self._held_bytes = 0
@@ -42,58 +42,50 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Nothing more fits."""
+        """Whether the queue has reached its limit."""
         return self._held_bytes >= self._limit_bytes
 
     @property
     def stuck(self) -> bool:
-        """A write has been under way for too long."""
+        """Whether a write has been in progress for longer than `STUCK_S`."""
         since_s = self._since_s
         return since_s is not None and time.monotonic() - since_s > STUCK_S
 
     @property
     def should_wait(self) -> bool:
-        """Who can wait should: nothing fits now, and something will."""
+        """Whether a caller that can wait should: the queue is full, and not stuck."""
         return self.full and not self.stuck
 
     def put(self, write: Callable[[bytes], object], data: bytes) -> bool:
-        """Have `write(data)` called on the thread; False if there is no room, and it is dropped.
+        """Queue `write(data)` for the thread; False if the queue is full: the bytes are dropped.
 
-        Without data, room is not needed: so a file is closed after what was written to it.
+        A call without data needs no room: a file's close is queued behind its last bytes.
         """
         with self._changed:
             if data and self.full:
                 return False
-            if not self._runs():
-                write(data)  # there are no threads any more: better late than not at all
-                return True
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread can start any more: better blocking than never
+                    write(data)
+                    return True
+                self._thread = thread
             self._held.append((write, data))
             self._held_bytes += len(data)
             self._changed.notify_all()
         return True
 
     def flush(self, patience_s: float = FLUSH_S) -> bool:
-        """Wait until everything is written; False if nothing was for so long, or it takes long."""
+        """Wait until all is written; False: no progress for `patience_s`, or `LONGEST_FLUSH_S`."""
         deadline_s = time.monotonic() + LONGEST_FLUSH_S
         with self._changed:
             while self._held and time.monotonic() < deadline_s:
-                if not self._progresses(self._written, patience_s):
+                before = self._written
+                if not self._changed.wait_for(lambda n=before: self._written > n, patience_s):
                     return False
             return not self._held
-
-    def _progresses(self, written: int, patience_s: float) -> bool:
-        return self._changed.wait_for(lambda: self._written > written, patience_s)
-
-    def _runs(self) -> bool:
-        """Start the thread, if that has not been done; False if there can be none."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                return False
-            self._thread = thread
-        return True
 
     def _run(self) -> None:
         while True:
@@ -101,7 +93,7 @@ class Writer:
                 self._changed.wait_for(lambda: self._held)
                 write, data = self._held[0]
                 self._since_s = time.monotonic()
-            with contextlib.suppress(Exception):  # `write` itself says what it could not
+            with contextlib.suppress(Exception):  # `write` itself logs its failure
                 write(data)
             with self._changed:
                 self._held.popleft()

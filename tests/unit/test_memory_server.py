@@ -47,17 +47,17 @@ def offer(server: MemoryServer, wish: Put, data: bytes = DATA) -> Reply:
     """The last reply to a Put."""
     with closing(peer_memory.dial(server.address, KEY)) as connection:
         peer_memory.send(connection, wish)
-        reply = peer_memory.hear_reply(connection)
+        reply = peer_memory.receive_reply(connection)
         if reply.ok:
             connection.sendall(data)
-            reply = peer_memory.hear_reply(connection)
+            reply = peer_memory.receive_reply(connection)
         return reply
 
 
 def get(server: MemoryServer, path: str, offset: int, length: int) -> bytes | str:
     with closing(peer_memory.dial(server.address, KEY)) as connection:
         peer_memory.send(connection, Get(path=path, offset=offset, length=length))
-        reply = peer_memory.hear_reply(connection)
+        reply = peer_memory.receive_reply(connection)
         return peer_memory.receive(connection, reply.length) if reply.ok else reply.reason
 
 
@@ -85,7 +85,7 @@ def test_a_copy_that_arrives_damaged_is_refused_and_leaves_nothing(server, tmp_p
 def test_a_copy_that_breaks_off_leaves_nothing(server, tmp_path):
     with closing(peer_memory.dial(server.address, KEY)) as connection:
         peer_memory.send(connection, put())
-        assert peer_memory.hear_reply(connection).ok
+        assert peer_memory.receive_reply(connection).ok
         connection.sendall(DATA[:2000])
         assert files(tmp_path) != []
     wait_for(lambda: files(tmp_path) == [], 60, "the sweep of what was begun")
@@ -156,7 +156,7 @@ def test_a_number_is_one_and_not_negative(field):
     with near, far:
         peer_memory.send(near, Get(**record))
         with pytest.raises(WireError):
-            peer_memory.hear(far)
+            peer_memory.receive_record(far)
 
 
 def test_who_does_not_know_the_secret_is_neither_served_nor_believed(server, tmp_path):

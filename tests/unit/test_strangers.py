@@ -79,7 +79,7 @@ def test_a_stranger_hears_a_nonce_and_is_hung_up_on_while_the_job_is_served(port
     ) as member:
         missing = "0123456789abcdef/step-000000007.g2.ab12/r00001.safetensors"
         peer_memory.send(member, peer_memory.Get(path=missing, offset=0, length=1))
-        assert not peer_memory.hear_reply(member).ok
+        assert not peer_memory.receive_reply(member).ok
 
 
 @pytest.mark.parametrize("said", SAID)

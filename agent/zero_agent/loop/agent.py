@@ -89,7 +89,7 @@ class Agent:
         incarnation = secrets.token_hex(4)
         self._publisher = Publisher(telemetry, job, config.node_id, incarnation, clock)
         self._journal = Journal(
-            config.node_id, events, publish=self._publisher.event, unsaid=SAID_BY_ALL
+            config.node_id, events, publish=self._publisher.event, unlogged=SAID_BY_ALL
         )
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)

@@ -108,7 +108,7 @@ class _Caller(socketserver.BaseRequestHandler):
             return
         with suppress(EOFError):
             while True:
-                record = peer_memory.hear(connection)
+                record = peer_memory.receive_record(connection)
                 match record:
                     case Get():
                         self._send_range(record)

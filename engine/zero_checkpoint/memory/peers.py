@@ -94,7 +94,7 @@ class ReplicaPeers:
 
 
 def _expect_consent(connection: socket.socket) -> None:
-    reply = peer_memory.hear_reply(connection)
+    reply = peer_memory.receive_reply(connection)
     if not reply.ok:
         raise ConnectionError(reply.reason)
 
@@ -106,7 +106,7 @@ def read_whole(address: str, key: str, path: str, limit_bytes: int) -> bytes:
     """A small file of another node. Raises OSError."""
     with closing(peer_memory.dial(address, key)) as connection:
         peer_memory.send(connection, Get(path=path, offset=0, length=limit_bytes))
-        reply = peer_memory.hear_reply(connection)
+        reply = peer_memory.receive_reply(connection)
         if not reply.ok or reply.length > limit_bytes:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
         return peer_memory.receive(connection, reply.length)
@@ -152,7 +152,7 @@ class RemoteFile:
             self._later = iter([(offset, length)])
             self._request(1)
         assert self._requested.pop(0) == (offset, length), "not the range that was expected"
-        reply = peer_memory.hear_reply(self._connection)
+        reply = peer_memory.receive_reply(self._connection)
         if not reply.ok:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
         if reply.length > length:
