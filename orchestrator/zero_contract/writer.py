@@ -80,10 +80,15 @@ class Writer:
     def flush(self, patience_s: float = FLUSH_S) -> bool:
         """Wait until all is written; False: no progress for `patience_s`, or `LONGEST_FLUSH_S`."""
         deadline_s = time.monotonic() + LONGEST_FLUSH_S
+        before = self._written
+
+        def has_progressed() -> bool:
+            return self._written > before
+
         with self._changed:
             while self._held and time.monotonic() < deadline_s:
                 before = self._written
-                if not self._changed.wait_for(lambda n=before: self._written > n, patience_s):
+                if not self._changed.wait_for(has_progressed, patience_s):
                     return False
             return not self._held
 
