@@ -1,13 +1,12 @@
 """The loader: the rest of an epoch, micro-batch by micro-batch, from the committed position.
 
-Owns the way from a position to batches. Must always hold: iterating reads the position and
-never moves it, whatever has been prefetched; only `engine.step()` moves it. What a rank is
-given is a function of (seed, position, world, rank), so a run that goes on at another world
-size consumes every sample exactly once. Random augmentation is seeded per micro-batch, in worker
-processes and without them, so that it does not depend on who loads a sample.
+Owns the way from a position to batches. Must always hold: iterating reads the position and never
+moves it, whatever has been prefetched; only the end of a step moves it. The samples of a rank are a
+function of (seed, position, world, rank), so a run that resumes at another world size consumes
+every sample exactly once. Random augmentation is seeded per micro-batch, with and without worker
+processes, so that it does not depend on the rank or process that loads a sample.
 
-Made by `assembly`; users iterate it; `engine` asks it which samples it handed out last. `streams`
-has the loader of datasets that can only be iterated, `own_loader` the order for other loaders.
+`streams` has the loader of iterable datasets, `own_loader` the order for other loaders.
 """
 
 from __future__ import annotations
@@ -39,62 +38,62 @@ PAST_THE_EPOCH = (
     "of each epoch: a step does not straddle two"
 )
 _AUGMENTATION = 1
-"""Keeps the seeds of data apart from those of dropout, which mix (seed, step, micro-batch)."""
+"""Separates the seeds of data from those of dropout, which mix (seed, step, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Which micro-batch a batch is, and the samples in it."""
+    """The position, the samples and the seed of a batch."""
 
     start: int
-    """The position in the run of its first sample."""
+    """The position of its first sample in the run."""
     ids: tuple[int, ...]
     seed: int
 
 
 class Feed(Protocol):
-    """Where a run's batches come from: what the engine asks any loader."""
+    """The source of a run's batches: the interface that the engine needs of any loader."""
 
     @property
     def last(self) -> Ticket | None:
-        """The batch handed out last."""
+        """The ticket of the last batch."""
 
     @property
     def epoch_size(self) -> int | None:
-        """Samples used per epoch; None while nobody knows."""
+        """The samples used per epoch; None while unknown."""
 
     @property
     def dataset_size(self) -> int | None:
-        """Samples that there are; None while nobody knows."""
+        """The samples in the dataset; None while unknown."""
 
     def expect(self, dataset_size: int) -> None:
-        """Hear from a checkpoint how many there are."""
+        """Take the number of samples from a checkpoint."""
 
     def adopt_batch(self, batch: BatchShape) -> None:
-        """Go on with another global batch."""
+        """Continue with another global batch."""
 
     def leave_steps_to_script(self) -> bool:
-        """From now on the script decides where steps end; False if that cannot be."""
+        """Let the script decide where steps end; returns False if that is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """A dataset and the order in which it is walked."""
+    """A dataset and the order of its samples."""
 
     dataset: Dataset[Any]
     size: int
     epoch_size: int
-    """Samples used per epoch: `size`, less the tail if it is dropped."""
+    """The samples used per epoch: `size`, less the tail if it is dropped."""
     shuffle_key: int | None
 
 
 def make_source(
     dataset: Dataset[Any], batch: BatchShape, *, shuffle: bool, seed: int, drop_last: bool
 ) -> DataSource:
-    """Check a dataset and fix its order.
+    """Check a dataset and fix the order of its samples.
 
     Raises:
-        ConfigError: It has no length, is empty, or smaller than the one batch it must fill.
+        ConfigError: The dataset has no length, is empty, or does not fill one batch.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -116,7 +115,7 @@ def make_source(
 
 @dataclass(kw_only=True)
 class MicroBatchSampler:
-    """The leaves of one rank, as tickets; the loader's batch sampler."""
+    """The micro-batches of one rank, as tickets; the loader's batch sampler."""
 
     source: DataSource
     batch: BatchShape
@@ -125,7 +124,7 @@ class MicroBatchSampler:
     world: int
     seed: int
     managed: bool = True
-    """Steps are those of `batch`; False: the script decides where they end."""
+    """Whether `batch` decides where steps end; otherwise the script does."""
 
     @property
     def epoch(self) -> int:
@@ -133,7 +132,7 @@ class MicroBatchSampler:
         return self.cursor.samples // self.source.epoch_size
 
     def leave_steps_to_script(self) -> bool:
-        """As `Feed` says: without padding micro-batches, samples come in one order."""
+        """As in `Feed`: possible if there is no padding, so that samples come in one order."""
         if self.batch.microbatches % self.world == 0:
             self.managed = False
         return not self.managed
@@ -146,37 +145,32 @@ class MicroBatchSampler:
         return self._rest().micro_steps(self.world) - begun
 
     def __iter__(self) -> Iterator[Ticket]:
-        """The leaves from the committed position to the end of the epoch.
+        """The micro-batches from the committed position to the end of the epoch.
 
         Raises:
-            ZeroError: All have run, and the script has not ended the step.
+            ZeroError: All of them have run, and the script has not ended the step.
         """
-        if not self.managed:
-            yield from self._tickets_of_rest()
-            return
         begun = self.cursor.micro
+        if not self.managed:
+            # The step of a micro-batch is not known yet: its position in the run is its seed.
+            rest = self._rest()
+            if begun == rest.micro_steps(self.world):
+                raise ZeroError(PAST_THE_EPOCH)
+            for micro in range(begun, rest.micro_steps(self.world)):
+                microbatch = rest.microbatch(micro, self.rank, self.world)
+                seed = microbatch_seed(self.seed, rest.position + microbatch.start, 0)
+                yield self._ticket(rest, microbatch, seed)
+            return
         plans = plan_epoch(self.cursor.samples, self.batch, self.source.epoch_size)
         for step, plan in enumerate(plans, self.cursor.step):
             for micro in range(begun, plan.micro_steps(self.world)):
                 microbatch = plan.microbatch(micro, self.rank, self.world)
-                yield self._ticket(
-                    plan, microbatch, microbatch_seed(self.seed, step, microbatch.index)
-                )
+                seed = microbatch_seed(self.seed, step, microbatch.index)
+                yield self._ticket(plan, microbatch, seed)
             begun = 0
 
     def _rest(self) -> StepPlan:
         return plan_rest(self.cursor.samples, self.batch, self.source.epoch_size)
-
-    def _tickets_of_rest(self) -> Iterator[Ticket]:
-        # Nobody knows yet in which step a micro-batch will run: its place in the run seeds it.
-        plan, begun = self._rest(), self.cursor.micro
-        if begun == plan.micro_steps(self.world):
-            raise ZeroError(PAST_THE_EPOCH)
-        for micro in range(begun, plan.micro_steps(self.world)):
-            microbatch = plan.microbatch(micro, self.rank, self.world)
-            yield self._ticket(
-                plan, microbatch, microbatch_seed(self.seed, plan.position + microbatch.start, 0)
-            )
 
     def _ticket(self, plan: StepPlan, microbatch: MicroBatch, seed: int) -> Ticket:
         source = self.source
@@ -191,8 +185,8 @@ class ElasticLoader:
     next epoch. Padding micro-batches are included: every rank gets equally many.
     """
 
-    # Nothing that this class owns refers back to it: in a reference cycle, the garbage collector
-    # would end the queues before the worker processes, and torch would wait 5 s for each.
+    # Nothing that this class owns refers back to it: in a reference cycle the garbage collector
+    # would delete the queues before the worker processes, and torch would wait 5 s for each.
 
     def __init__(
         self,
@@ -204,7 +198,7 @@ class ElasticLoader:
     ) -> None:
         self.sampler = sampler
         self.last: Ticket | None = None
-        """The batch handed out last."""
+        """The ticket of the last batch."""
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(sampler.source.dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
@@ -235,18 +229,18 @@ class ElasticLoader:
         return self.sampler.source.size
 
     def expect(self, dataset_size: int) -> None:
-        """Nothing to do: the dataset has a length."""
+        """Do nothing: the dataset has a length."""
 
     def adopt_batch(self, batch: BatchShape) -> None:
-        """Go on with another global batch."""
+        """Continue with another global batch."""
         self.sampler.batch = batch
 
     def leave_steps_to_script(self) -> bool:
-        """From now on the script decides where steps end; False if that cannot be."""
+        """Let the script decide where steps end; returns False if that is impossible."""
         return self.sampler.leave_steps_to_script()
 
     def __len__(self) -> int:
-        """Micro-batches that an iteration begun now would yield."""
+        """The number of micro-batches that an iteration begun now yields."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -258,21 +252,21 @@ class ElasticLoader:
                 break
         else:
             return
-        # Another batch size: what has been planned and prefetched is void. Go on from the
+        # The batch size has changed: discard what was planned and prefetched, and continue from the
         # position, unless the epoch ended there.
         if self.epoch == epoch:
             yield from self
 
 
 def seed_everything(seed: int) -> None:
-    """Begin the random numbers of augmentation at a place of its own."""
+    """Seed the random numbers of augmentation: those of torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
-    """Where the augmentation of one micro-batch begins."""
+    """The seed for the augmentation of one micro-batch."""
     return mix(seed, step, microbatch, _AUGMENTATION)
 
 
@@ -290,7 +284,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 class _Collate:
-    """Lets the ticket pass beside the batch."""
+    """Collates the samples, and passes the ticket on beside the batch."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn

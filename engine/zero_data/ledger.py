@@ -1,11 +1,11 @@
 """The sample ledger: which samples every executed step really consumed, on every rank.
 
-Owns the files and their check. Must always hold: a step's line is handed to the operating
-system before `engine.step()` returns, so a killed process loses no step that it has ended. One
-file per round and rank: DIR/round<R>-rank<r>.jsonl, a JSON object a line.
+Owns the files and their check. Must always hold: the line of a step is written to the operating
+system before the step returns, so a killed process loses no step that has ended. There is one file
+per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
 
-A step that was executed in several rounds counts as the *last* of them did it: the earlier
-executions were undone by going back to a checkpoint. `engine` writes, users and tests verify.
+Of a step that was executed in several rounds the *last* execution counts: the earlier ones were
+undone by a rollback to a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_contract.errors import ZeroError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one rank consumed in one step."""
+    """The samples that one rank consumed in one step."""
 
     step: int
     """Counts from 1: the engine's `global_steps` after the step."""
@@ -29,12 +29,12 @@ class Entry:
     rank: int
     world: int
     microbatches: Mapping[int, tuple[int, ...]]
-    """Micro-batch -> sample ids; padding micro-batches are not in it."""
+    """Micro-batch -> sample ids; without padding micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the ledger proves."""
+    """The result of a check of the ledger."""
 
     steps: int
     samples: int
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """No sample lost, none repeated."""
+        """Whether no sample is lost and none is repeated."""
         return not self.problems
 
 
@@ -57,21 +57,21 @@ class Ledger:
         """Open the file of one rank.
 
         Args:
-            directory: One for all rounds and ranks.
-            round: Which start of the job this is; what a later one executes again counts.
-            rank: This one.
-            world: Ranks.
+            directory: The directory of all rounds and ranks.
+            round: The number of this start of the job; of repeated steps the latest round counts.
+            rank: This rank.
+            world: The number of ranks.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"round": round, "rank": rank, "world": world}
         self._microbatches: dict[int, list[int]] = {}
-        # Unbuffered: each write is one system call, and survives the process from then on.
+        # Unbuffered: each write is one system call, after which it survives the process.
         path = directory / f"round{round}-rank{rank}.jsonl"
         self._file = path.open("ab", buffering=0)
 
     def consume(self, microbatch: int, ids: Iterable[int]) -> None:
-        """Note a micro-batch of the step that is under way."""
+        """Record a micro-batch of the current step."""
         self._microbatches.setdefault(microbatch, []).extend(ids)
 
     def end_step(self, step: int) -> None:
@@ -88,32 +88,31 @@ class Ledger:
 def read_ledger(directory: str | Path) -> list[Entry]:
     """Every entry under a ledger directory.
 
-    A last line cut short by a kill is left out: its step had not ended.
+    An incomplete last line, after a kill, is left out: its step had not ended.
 
     Raises:
-        ZeroError: A line that is no entry, with its place.
+        ZeroError: A line is no entry; the message names file and line.
     """
     entries = []
     for path in sorted(Path(directory).glob("round*-rank*.jsonl")):
         *lines, _cut_short = path.read_bytes().split(b"\n")
-        entries += [_entry(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                microbatches = {int(index): tuple(ids) for index, ids in record["leaves"].items()}
+                executed = record["step"], record["round"], record["rank"], record["world"]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                where = f"{path}:{number}"
+                raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
+            entries.append(Entry(*executed, microbatches))
     return entries
 
 
-def _entry(line: bytes, where: str) -> Entry:
-    try:
-        record = json.loads(line)
-        microbatches = {int(microbatch): tuple(ids) for microbatch, ids in record["leaves"].items()}
-        return Entry(record["step"], record["round"], record["rank"], record["world"], microbatches)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
-
-
 def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
-    """Whether the committed steps consumed every sample of every epoch exactly once.
+    """Check that the committed steps consumed every sample of every epoch exactly once.
 
-    The last epoch may be incomplete; then no sample of it may occur twice. `dataset_size` is
-    the number of samples per epoch: use it for runs that keep the tail of every epoch.
+    The last epoch may be incomplete; then no sample of it may occur twice. `dataset_size` is the
+    number of samples per epoch, so it is for runs that keep the tail of every epoch.
     """
     executions: defaultdict[int, defaultdict[int, list[Entry]]] = defaultdict(
         lambda: defaultdict(list)
@@ -138,7 +137,7 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
 
 
 def _in_microbatch_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:
-    """The samples of one execution in micro-batch order, and what is wrong with them."""
+    """The samples of one execution in micro-batch order, and its problems."""
     microbatches = [
         (microbatch, ids) for entry in ranks for microbatch, ids in entry.microbatches.items()
     ]

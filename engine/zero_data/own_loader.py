@@ -1,10 +1,9 @@
-"""The engine's order for a DataLoader of the script's own.
+"""The engine's order of samples for a DataLoader of the script.
 
-Must always hold: an iteration begins at the committed position and ends with the epoch, as that of
-the engine's loader; what was prefetched and not run is handed out again.
+Must always hold: an iteration begins at the committed position and ends with the epoch, like that
+of the engine's loader; batches that were prefetched and not run are yielded again.
 
-What it cannot know is which batch the script really ran: the ledger has the samples that the order
-says. Made by `Engine.batch_sampler`.
+It cannot know which batch the script really ran: the ledger has the samples of the order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class MicroBatches(Sampler[list[int]]):
         return (list(ticket.ids) for ticket in self._sampler)
 
     def __len__(self) -> int:
-        """Micro-batches from the committed position to the end of the epoch."""
+        """The number of micro-batches from the committed position to the end of the epoch."""
         return len(self._sampler)
 
     @property
@@ -37,7 +36,7 @@ class MicroBatches(Sampler[list[int]]):
 
     @property
     def last(self) -> Ticket | None:
-        """The micro-batch that is to be run now."""
+        """The ticket of the micro-batch that is to be run now."""
         return next(iter(self._sampler), None)
 
     @property
@@ -51,12 +50,12 @@ class MicroBatches(Sampler[list[int]]):
         return self._sampler.source.size
 
     def expect(self, dataset_size: int) -> None:
-        """Nothing to do: the dataset has a length."""
+        """Do nothing: the dataset has a length."""
 
     def adopt_batch(self, batch: BatchShape) -> None:
-        """Go on with another global batch, from the next iteration on."""
+        """Continue with another global batch, from the next iteration on."""
         self._sampler.batch = batch
 
     def leave_steps_to_script(self) -> bool:
-        """From now on the script decides where steps end; False if that cannot be."""
+        """Let the script decide where steps end; returns False if that is impossible."""
         return self._sampler.leave_steps_to_script()

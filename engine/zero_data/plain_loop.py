@@ -1,10 +1,8 @@
-"""The order of samples for a training loop of the script's own: no engine, no process group.
+"""The order of samples for a plain training loop: without engine and process group.
 
-Owns the way from a dataset to steps, and the one rule of such a loop: a step counts when it is
-committed, and not before. Must always hold: what is consumed is a function of the position alone,
-so a run that goes on from a `state_dict` at another world size consumes every sample exactly once.
-
-`zero_engine` does the same with parts of its own, because its `step()` commits.
+Owns the way from a dataset to steps, and the one rule of such a loop: a step counts only when it is
+committed. Must always hold: the samples are a function of the position alone, so a run that resumes
+from a `state_dict` at another world size consumes every sample exactly once.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from zero_data.ledger import Ledger
 class Samples:
     """The steps of one rank.
 
-    The global batch is cut into micro-batches of a fixed size, which the ranks share: the world
-    size decides who runs one, never what is in it. A rank without one runs a padding micro-batch,
-    of weight 0, so that all ranks do the same.
+    The global batch is cut into micro-batches of a fixed size: the world size decides which rank
+    runs one, never what is in it. A rank without a micro-batch runs a padding micro-batch of weight
+    0, so that all ranks run the same exchanges.
     """
 
     def __init__(
@@ -42,22 +40,22 @@ class Samples:
         num_workers: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
-        """Begin at the first sample; `load_state_dict` goes on elsewhere.
+        """Begin at the first sample; `load_state_dict` sets another position.
 
         Args:
-            dataset: With a length and random access.
-            global_batch: Samples of a step, of all ranks together.
-            micro_batch: Samples of a micro-batch; divides `global_batch`.
-            rank: This one.
-            world: Ranks.
-            seed: Of the order and of random augmentation; the same on all ranks.
-            shuffle: Walk each epoch in an order of its own.
+            dataset: A map-style dataset, with a length.
+            global_batch: The samples of a step, over all ranks.
+            micro_batch: The samples of a micro-batch; divides `global_batch`.
+            rank: This rank.
+            world: The number of ranks.
+            seed: The seed of the order and of random augmentation; the same on all ranks.
+            shuffle: Shuffle each epoch differently.
             collate_fn: As for torch's DataLoader.
             num_workers: As for torch's DataLoader.
-            ledger: What proves which samples were consumed.
+            ledger: The record of consumed samples.
 
         Raises:
-            ConfigError: The dataset has no length or is too small, or the numbers do not fit.
+            ConfigError: The dataset has no length or is too small, or the numbers contradict.
         """
         if not 0 <= rank < world:
             raise ConfigError(
@@ -85,7 +83,7 @@ class Samples:
         """The steps from the position to the end of its epoch.
 
         Raises:
-            ZeroError: The next step is asked for, and this one has not been committed.
+            ZeroError: The next step was requested before this one was committed.
         """
         epoch, batches = self.epoch, iter(self._loader)
         while self.epoch == epoch:
@@ -102,10 +100,10 @@ class Samples:
         return {"step": self.cursor.step, "samples": self.cursor.samples, **self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; call it before `steps`.
+        """Resume at a position; call it before `steps`.
 
         Raises:
-            ZeroError: It is a position in another order of samples.
+            ZeroError: The position is in another order of samples.
         """
         for key, value in self._order.items():
             if state.get(key) != value:
@@ -136,7 +134,7 @@ class Step:
         self._run = False
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
-        """This rank's micro-batches, each with the share of its mean loss in that of the step.
+        """This rank's micro-batches, each with its share of the global batch.
 
         Gradients of the losses times these shares, summed over micro-batches and ranks, are those
         of the mean loss of the global batch.
@@ -148,7 +146,7 @@ class Step:
         """Count the samples as consumed, on every rank, when the optimizer has stepped.
 
         Raises:
-            ZeroError: Not all micro-batches have been run, or it was committed before.
+            ZeroError: Not all micro-batches have run, or the step was committed before.
         """
         cursor = self._samples.cursor
         if not self._run or cursor.samples != self._plan.position:

@@ -1,12 +1,12 @@
 """Iterable datasets that are cut into shards: each rank reads only what it runs.
 
-Owns the order of the samples, and reading them in it. Must always hold: the order depends on the
+Owns the order of the samples, and reads them in it. Must always hold: the order depends on the
 sizes of the shards and the micro-batch alone, so the shards are a fixed number of virtual readers
-whatever the world; every sample is at exactly one position.
+at every world size; every sample is at exactly one position.
 
 A dataset offers `shard_sizes`, the number of samples in each shard, and `read_shard(shard, start)`,
 an iterator of the shard's samples from number `start` on. Files with a row count, such as Parquet
-or indexed archives, are shards already. Called by `loaders`.
+or indexed archives, are shards already.
 
 Source of the idea: fixed virtual workers (EasyScale, arXiv 2208.14228).
 """
@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 from zero_contract.errors import ConfigError, ZeroError
 
 _READ_OVER = 1024
-"""A gap of up to so many samples is read over; for a larger one the shard is opened again."""
+"""The largest gap in samples that is skipped by reading; else the shard is opened again."""
 
 
 @runtime_checkable
 class ShardedIterable(Protocol):
-    """What a dataset offers."""
+    """The interface of a sharded dataset."""
 
     shard_sizes: Sequence[int]
 
@@ -36,7 +36,7 @@ class ShardedIterable(Protocol):
 
 
 class Interleaving:
-    """The shards in turn, `chunk` samples of each, until all are used up."""
+    """Takes `chunk` samples from each shard in turn, until all are used up."""
 
     def __init__(self, sizes: Sequence[int], chunk: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -46,12 +46,15 @@ class Interleaving:
 
     @property
     def size(self) -> int:
-        """All samples."""
+        """The number of all samples."""
         return int(self._sizes.sum())
 
     def place(self, position: int) -> tuple[int, int]:
-        """The shard, and the number of the sample in it."""
-        row = self._row(position)
+        """The shard of a position, and the number of the sample in it."""
+        row, high = 0, int(self._sizes.max()) // self._chunk + 1
+        while high - row > 1:
+            middle = (row + high) // 2
+            row, high = (middle, high) if self._before(middle) <= position else (row, middle)
         widths = np.clip(self._sizes - row * self._chunk, 0, self._chunk)
         ends = np.cumsum(widths)
         within = position - self._before(row)
@@ -59,19 +62,12 @@ class Interleaving:
         return shard, int(row * self._chunk + within - (ends[shard] - widths[shard]))
 
     def _before(self, row: int) -> int:
-        """Samples in front of a row of chunks."""
+        """The number of samples before a row of chunks."""
         return int(np.minimum(self._sizes, row * self._chunk).sum())
-
-    def _row(self, position: int) -> int:
-        low, high = 0, int(self._sizes.max()) // self._chunk + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._before(middle) <= position else (low, middle)
-        return low
 
 
 class ShardReader(Dataset[Any]):
-    """A sharded dataset with positions for indices; reads forward as long as it can."""
+    """A sharded dataset indexed by position; reads shards forward where possible."""
 
     def __init__(self, dataset: ShardedIterable, chunk: int) -> None:
         self._dataset = dataset

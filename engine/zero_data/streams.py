@@ -1,14 +1,13 @@
-"""Datasets that can only be iterated: read whole by every rank, which keeps its own micro-batches.
+"""Iterable datasets: every rank reads the whole stream and keeps its own micro-batches.
 
-Owns the way from a position in a stream to batches. Must always hold: what a rank is given is a
+Owns the way from a position in a stream to batches. Must always hold: the samples of a rank are a
 function of the stream and the position, so every sample is consumed exactly once at every world
-size; where the stream ends, all ranks know in the same step, because each has read the whole
-global batch before it hands out a part of it. A position is found again by reading up to it, with
-the random numbers of the first time.
+size; all ranks know the end of the stream in the same step, because each reads the whole global
+batch before it yields a part of it. A position is found again by reading up to it, with the same
+random numbers as before.
 
-A stream must give the same samples, equally many, whenever it is begun for the same epoch;
-`set_epoch(epoch)`, if it has that, is called before. `shards` is the way for data that is too much
-for every rank to read. Made by `loaders`.
+A stream must yield the same samples whenever it is begun for the same epoch; `set_epoch(epoch)`, if
+the dataset has it, is called before. `shards` is for data that is too large for every rank to read.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from zero_data.elastic_loader import Ticket, microbatch_seed, seed_everything
 from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix
 
 _READING = 2
-"""Keeps the seeds of reading apart from those of augmentation and dropout."""
+"""Separates the seeds of reading from those of augmentation and dropout."""
 
 Item = tuple[Ticket | None, Any, int | None]
-"""A ticket and its batch, or neither at the end; and the stream's length where it is known."""
+"""A ticket and its batch, or neither at the end; and the length of the stream if it is known."""
 
 
 class StreamLoader:
@@ -40,7 +39,7 @@ class StreamLoader:
         # One process reads ahead; more would each read the whole stream.
         self._workers, self._pin = min(workers, 1), pin
         self.last: Ticket | None = None
-        """The batch handed out last."""
+        """The ticket of the last batch."""
 
     @property
     def dataset(self) -> Iterable[Any]:
@@ -61,15 +60,15 @@ class StreamLoader:
     dataset_size = epoch_size
 
     def expect(self, dataset_size: int) -> None:
-        """Hear from a checkpoint how long the stream is."""
+        """Take the length of the stream from a checkpoint."""
         self._steps.size = dataset_size
 
     def adopt_batch(self, batch: BatchShape) -> None:
-        """Go on with another global batch."""
+        """Continue with another global batch."""
         self._steps.batch = batch
 
     def leave_steps_to_script(self) -> bool:
-        """Never: what can only be iterated is read a global batch at a time."""
+        """Impossible: a stream is read one global batch at a time."""
         return False
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,7 +77,7 @@ class StreamLoader:
         items: Iterable[Item] = DataLoader(
             self._steps,
             batch_size=None,
-            collate_fn=_as_it_is,  # type: ignore[arg-type] # typed for batches
+            collate_fn=_unchanged,  # type: ignore[arg-type] # typed for batches
             num_workers=self._workers,
             pin_memory=self._pin,
         )
@@ -92,12 +91,12 @@ class StreamLoader:
                 break
         else:
             return
-        # Another batch size: go on from the position, unless the epoch ended there.
+        # The batch size has changed: continue from the position, unless the epoch ended there.
         if self.epoch == epoch:
             yield from self
 
 
-def _as_it_is(item: Item) -> Item:
+def _unchanged(item: Item) -> Item:
     return item
 
 
@@ -129,23 +128,20 @@ class StreamSteps(IterableDataset[Item]):
                 yield None, None, size
                 return
             plan = StepPlan(position, len(taken), self.batch.micro_batch)
-            for ticket in self._tickets(plan, step, micro, read):
-                own = taken[ticket.ids[0] - read : ticket.ids[-1] + 1 - read]
-                seed_everything(ticket.seed)
-                yield ticket, self.collate(own), size
+            for number in range(micro, plan.micro_steps(self.world)):
+                microbatch = plan.microbatch(number, self.rank, self.world)
+                low, high = microbatch.start, microbatch.start + microbatch.size
+                seed = microbatch_seed(self.seed, step, microbatch.index)
+                ids = tuple(range(read + low, read + high))
+                ticket = Ticket(plan.position + low, ids, seed)
+                seed_everything(seed)
+                yield ticket, self.collate(taken[low:high]), size
             position, read, micro = position + len(taken), read + len(taken), 0
             if ended:
                 return
 
-    def _tickets(self, plan: StepPlan, step: int, begun: int, read: int) -> Iterator[Ticket]:
-        for micro in range(begun, plan.micro_steps(self.world)):
-            microbatch = plan.microbatch(micro, self.rank, self.world)
-            ids = range(read + microbatch.start, read + microbatch.start + microbatch.size)
-            seed = microbatch_seed(self.seed, step, microbatch.index)
-            yield Ticket(plan.position + microbatch.start, tuple(ids), seed)
-
     def _find(self, position: int) -> tuple[int, int, Iterator[Any]]:
-        """The epoch of a position, how far into it that is, and the samples from there on."""
+        """The epoch of a position, the offset in the epoch, and the samples from there on."""
         epoch, offset = divmod(position, self.size) if self.size else (0, position)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -164,11 +160,11 @@ class StreamSteps(IterableDataset[Item]):
         return list(islice(samples, wanted))
 
     def _checked(self, read: int, *, ended: bool) -> int | None:
-        """The length of the stream if it ends after `read` samples; what was known, otherwise.
+        """The length of the stream: `read` if it has ended, otherwise the known one, if any.
 
         Raises:
-            ConfigError: There is nothing in it, or not even one global batch.
-            ZeroError: An epoch is longer or shorter than the one before.
+            ConfigError: The stream is empty, or has less than one global batch.
+            ZeroError: The epoch is longer or shorter than the one before.
         """
         if ended and read == 0:
             few = f"less than one global batch of {self.batch.samples} samples"

@@ -1,12 +1,10 @@
-"""Micro-batches with unequal numbers of tokens, each token counting the same.
+"""Token weights: each token has the same weight in micro-batches of unequal lengths.
 
-Owns two factors. The tokens of a whole step are known only when its last micro-batch has run, so
-a loss is first weighted as if every sample had NOMINAL tokens, and the sums are corrected in the
-step. Must always hold: the weight of a micro-batch depends on the micro-batch alone and the
+Owns two factors. The tokens of a whole step are known only when its last micro-batch has run, so a
+loss is first weighted as if every sample had NOMINAL tokens, and the sums are corrected at the end
+of the step. Must always hold: the weight of a micro-batch depends on the micro-batch alone and the
 correction on all micro-batches, so neither depends on the world size; NOMINAL is a power of two, so
 it rounds nothing.
-
-Called by `engine`.
 
 Source of the problem: averaging per-rank means weighs short sequences more, and differently at
 every world size (huggingface/accelerate issue 3780).
@@ -20,21 +18,21 @@ from zero_contract.errors import ZeroError
 from zero_data.global_batch import StepPlan
 
 NOMINAL = 256
-"""Tokens per sample that weights are relative to; only the loss scale of fp16 notices."""
+"""The assumed tokens per sample; it matters only to the loss scale of fp16."""
 
 NOT_GIVEN = -1.0
-"""In the place of a count: this loss is weighted by its samples."""
+"""Instead of a count: the loss is weighted by its samples."""
 BY_SCRIPT = -2.0
-"""In the place of a count: the script has divided this loss over its micro-steps."""
+"""Instead of a count: the script has divided the loss by its micro-steps."""
 
-_LARGEST = 1 << 24  # counts travel as fp32
+_LARGEST = 1 << 24  # counts are sent as fp32
 
 
 def checked(tokens: int | Tensor) -> int:
     """A number of tokens as an integer.
 
     Raises:
-        ZeroError: It is none, or too large.
+        ZeroError: The number is negative, not whole, or too large.
     """
     count = int(tokens)
     if count != float(tokens) or not 0 <= count <= _LARGEST:
@@ -46,16 +44,15 @@ def checked(tokens: int | Tensor) -> int:
 
 
 def nominal(plan: StepPlan) -> int:
-    """The tokens that a step is taken to have until they are counted."""
+    """The assumed tokens of a step, until they are counted."""
     return plan.base * NOMINAL
 
 
 def correction(counts: Tensor, plan: StepPlan) -> float:
-    """What the sums over a step are multiplied with.
+    """The factor that corrects the sums over a step.
 
-    Whoever divides over micro-steps and ranks takes all their micro-batches for full ones; where
-    some are short or padding micro-batches, the mean over the samples that there are stands for
-    that.
+    A script that divides by micro-steps and ranks assumes that all micro-batches are full; if some
+    are short or padding, the factor turns its mean into the mean over the samples that there are.
 
     Args:
         counts: [world, micro-steps], the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.

@@ -17,7 +17,7 @@ from zero_deepspeed.utils.logging import log_dist, logger
 from zero_engine.former_names import explain_imports, raising_getattr
 
 __version__ = "0.19.8+zero.elastic"
-"""Whose API this is: scripts and libraries compare it with the DeepSpeed that they need."""
+"""The version of DeepSpeed's API, which scripts and libraries compare with the one they need."""
 
 __all__ = [
     "CheckpointError",

@@ -1,8 +1,8 @@
 """DeepSpeed's `deepspeed.accelerator`: the device of this worker, under names for any device.
 
-Owns nothing; torch knows it all. Must always hold: a script that asks here runs unchanged with
-and without a GPU: on a CPU the questions about a device's memory are answered by the process's.
-Scripts call `get_accelerator()`.
+Owns nothing; torch has it all. Must always hold: a script that uses it runs unchanged with and
+without a GPU: on a CPU the memory of the process stands for that of a device. Scripts call
+`get_accelerator()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Accelerator", "get_accelerator"]
 
 @cache
 def get_accelerator() -> Accelerator:
-    """CUDA's if there is one, else the CPU's."""
+    """The accelerator of this worker: CUDA if there is a GPU, else the CPU."""
     return Cuda() if torch.cuda.is_available() else Accelerator()
 
 
@@ -32,10 +32,10 @@ class Accelerator:
 
     _name = "cpu"
 
-    # ---- which device ----
+    # ---- the device ----
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What `.to()` takes; a CPU has no index."""
+        """The name for `.to()`; a CPU has no index."""
         del device_index
         return self._name
 
@@ -44,7 +44,7 @@ class Accelerator:
         return str(local_device())
 
     def current_device(self) -> int | str:
-        """Its index; on a CPU its name, as in DeepSpeed."""
+        """The index of the current device; on a CPU the local rank, as in DeepSpeed."""
         return os.environ.get("LOCAL_RANK", "0")
 
     def device(self, device_index: int | None = None) -> Any:
@@ -52,42 +52,42 @@ class Accelerator:
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
-        """Compute on this device from here on."""
+        """Make a device the current one; a CPU has one only."""
 
     def device_count(self) -> int:
-        """How many there are on this node; a CPU counts as one for every worker."""
+        """The number of devices on this node; a CPU counts as one for every worker."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def is_available(self) -> bool:
-        """Whether it can be used."""
+        """Whether the device can be used."""
         return True
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies there."""
+        """Whether a tensor is on the device."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """What `init_distributed` is given for it."""
+        """The backend of torch.distributed for the device."""
         return "gloo"
 
-    # ---- what it computes in ----
+    # ---- dtypes ----
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bfloat16."""
+        """Whether the device computes in bfloat16."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in float16."""
+        """Whether the device computes in float16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes to train in."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
-    # ---- time and chance ----
+    # ---- synchronization and random numbers ----
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until what was asked of the device is done; a CPU does it at once."""
+        """Wait until all work of the device is done; a CPU has none left."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed the device's random numbers."""
@@ -96,43 +96,43 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """What they were seeded with."""
+        """The seed of the device's random numbers."""
         return torch.initial_seed()
 
     def random(self) -> Any:
-        """The module that makes them."""
+        """The module of the device's random numbers."""
         return torch.random
 
     # ---- memory, in bytes ----
 
     def empty_cache(self) -> None:
-        """Give back what is kept for later."""
+        """Free cached memory; a CPU caches none."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """What is in use: on a CPU, by this process."""
+        """The memory in use: on a CPU, by this process."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most that was in use."""
-        # The kernel brings its maximum up to date a little later than what is in use.
+        """The peak of the memory in use."""
+        # The kernel updates the peak a little later than the memory in use.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(peak, self.memory_allocated())
 
     max_memory_reserved = max_memory_allocated
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """What there is."""
+        """The memory of the device."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """What is free."""
+        """The free memory."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin to measure the peak anew; a process's cannot be."""
+        """Reset the peak; that of a process cannot be reset."""
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """A tensor from which the device copies faster."""
@@ -141,7 +141,7 @@ class Accelerator:
 
 
 class Cuda(Accelerator):
-    """An NVIDIA or AMD GPU: what differs from a CPU is asked of torch.cuda."""
+    """An NVIDIA or AMD GPU, through torch.cuda."""
 
     _name = "cuda"
 
@@ -160,7 +160,7 @@ class Cuda(Accelerator):
         return torch.cuda.device(self.current_device() if device_index is None else device_index)
 
     def communication_backend_name(self) -> str:
-        """NCCL."""
+        """The backend of torch.distributed: NCCL."""
         return "nccl"
 
     def random(self) -> Any:
@@ -168,11 +168,11 @@ class Cuda(Accelerator):
         return torch.cuda.random
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """What the device has."""
+        """The memory of the device."""
         return torch.cuda.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """What is free on it."""
+        """The free memory of the device."""
         return torch.cuda.mem_get_info(device_index)[0]
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:

@@ -15,7 +15,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--deepspeed",
         default=False,
         action="store_true",
-        help="for scripts that can also run without an engine and ask for this",
+        help="run with the engine; for scripts that can also run without one",
     )
-    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="a JSON file")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the JSON config")
     return parser

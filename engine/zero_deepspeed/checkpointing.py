@@ -1,7 +1,7 @@
-"""DeepSpeed's `deepspeed.checkpointing`: activations that are computed again in backward.
+"""DeepSpeed's `deepspeed.checkpointing`: activation checkpointing.
 
-Owns nothing: torch does it, and random numbers come out again as they were. What `configure`
-says about where activations are kept has no effect. Scripts call it.
+Owns nothing: torch recomputes the activations, with the same random numbers. The settings of
+`configure` about the place of activations have no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, of which only the inputs are kept until backward."""
+    """`function(*args)`, with its activations recomputed in backward from the inputs."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -26,7 +26,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Accept DeepSpeed's settings, and say once that none of them is needed."""
+    """Accept DeepSpeed's settings, and log that they have no effect."""
     del mpu_, deepspeed_config
     if asked := sorted(name for name, value in options.items() if value):
         _log.info("checkpointing.configure: without effect here: %s", ", ".join(asked))
@@ -38,4 +38,4 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing to do: nothing is kept between two steps. For scripts that call it."""
+    """Do nothing: no buffer is kept between two steps."""

@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.comm`: torch.distributed under the names that scripts use.
 
-Owns nothing but the arguments of `init_distributed`. Scripts call it, for exchanges of their own;
-those of the engine are in `collectives`.
+Owns nothing but the arguments of `init_distributed`. It is for the exchanges of scripts; those of
+the engine are in `zero_comm.collectives`.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def log_summary(show_straggler: bool = False) -> None:
     """Print what a config's "comms_logger" has counted, on rank 0.
 
     Args:
-        show_straggler: And how long each rank has waited; every rank must then call this. Who has
-            waited least is whom the others wait for.
+        show_straggler: Print also how long each rank has waited; every rank must then call this.
+            The rank that has waited least is the straggler.
     """
     lines = LOG.lines()
     if show_straggler and is_initialized():
@@ -125,17 +125,17 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
     """Join the default process group, unless this process is in one already.
 
     Args:
-        dist_backend: Accepted for DeepSpeed: it is gloo, and NCCL as well where there is a GPU.
-        auto_mpi_discovery: Look for mpirun and srun, where no launcher of workers has spoken.
-        distributed_port: Of rank 0's store under these.
-        verbose: Accepted for DeepSpeed.
-        timeout: How long a collective may take.
-        init_method: A URL for torch.distributed, with `rank` and `world_size`; by default the
-            environment says it all, and without one this process is a world of its own.
-        dist_init_required: False: the script has a group already, or none is wanted.
+        dist_backend: Used with `init_method` only: otherwise gloo, and with a GPU also NCCL.
+        auto_mpi_discovery: Use the environment of mpirun or srun if that of torchrun is missing.
+        distributed_port: The port of rank 0's store under mpirun and srun.
+        verbose: Log rank, world size and backend.
+        timeout: The timeout of a collective.
+        init_method: A URL for torch.distributed, with `rank` and `world_size`. None: use the
+            environment; without RANK there this process is a world of one.
+        dist_init_required: False: do nothing, because the script has a group or needs none.
         config: Without effect.
-        rank: With `init_method`.
-        world_size: With `init_method`.
+        rank: The rank, with `init_method`.
+        world_size: The world size, with `init_method`.
         timeout_s: The timeout in seconds.
     """
     del config

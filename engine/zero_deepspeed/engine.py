@@ -1,8 +1,7 @@
-"""DeepSpeed's engine: what only its users expect of ours, under its names.
+"""DeepSpeed's engine: the methods that only DeepSpeed's users expect, under its names.
 
-Must always hold: whatever trains, saves or loads is `Engine`'s; a number is that of the whole run,
-never of this rank; what is exported is whole at every stage. Made by `initialize`; scripts and
-libraries call it.
+Must always hold: `Engine` trains, saves and loads; a number is that of the whole run, never of this
+rank; an exported model is whole at every stage.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from zero_engine.parameters.gather import GatheredParameters
 
 
 class Epochs:
-    """DeepSpeed's timer of throughput, which scripts tell of their epochs."""
+    """DeepSpeed's throughput timer, which scripts notify of their epochs."""
 
     def update_epoch_count(self) -> None:
-        """Nothing to do: an epoch's end is no end of a step, which is what is timed."""
+        """Do nothing: steps are timed, not epochs."""
 
 
 class DeepSpeedEngine(Engine):
@@ -44,7 +43,7 @@ class DeepSpeedEngine(Engine):
     tput_timer = Epochs()
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: parameters are released after every use. For scripts that call it."""
+        """Do nothing: parameters are released after every use."""
 
     # ---- a step ----
 
@@ -60,10 +59,10 @@ class DeepSpeedEngine(Engine):
         """Compute and reduce the gradients of one micro-step; see `Engine.backward`.
 
         Args:
-            loss: As there, like the other arguments.
+            loss: The mean loss of this micro-batch, or (sum, count).
             retain_graph: As for Tensor.backward.
             scale_wrt_gas: DeepSpeed's name for `by_share`.
-            tokens: How many tokens the mean is over.
+            tokens: The number of tokens in the mean.
             by_share: Weight the loss by the micro-batch's share of the global batch.
         """
         by_share = by_share and scale_wrt_gas
@@ -71,7 +70,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """All backwards of a step, at any stage, without a `step()` between them; one follows."""
+        """A context for all backwards of a step, at any stage, with one `step()` after it."""
         self._need_managed("coalesce_grad_reduction()")
         with self._micro_steps.coalesce():
             yield
@@ -84,12 +83,12 @@ class DeepSpeedEngine(Engine):
             )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming micro-steps end a step.
+        """Declare whether the coming micro-steps end a step.
 
-        With a loader of the script's own that decides, from the first call on: as many
-        micro-steps as were run make a step, and a `step()` that is to end none does nothing.
-        With the engine's, the global batch decides, so that the samples of a step do not depend
-        on the world; what is said is checked at the next backward.
+        With a DataLoader of the script the declaration decides, from the first call on: a step has
+        the micro-steps that were run, and a `step()` that ends none does nothing. With the engine's
+        loader the global batch decides, so that the samples of a step do not depend on the world;
+        the declaration is checked at the next backward.
         """
         self._need_managed("set_gradient_accumulation_boundary()")
         if self._run.loader is None:
@@ -97,7 +96,7 @@ class DeepSpeedEngine(Engine):
         self._micro_steps.declared_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-step under way is the last of its step."""
+        """Whether the current micro-step is the last of its step."""
         return self._micro_steps.at_boundary
 
     def managed_gradient_accumulation(self) -> bool:
@@ -105,7 +104,7 @@ class DeepSpeedEngine(Engine):
         return self._config.managed_gradient_accumulation
 
     def was_step_applied(self) -> bool:
-        """Whether the last micro-step changed the weights: not one that only accumulates."""
+        """Whether the last micro-step has changed the weights, and not only accumulated."""
         return self._micro_steps.applied
 
     @property
@@ -130,8 +129,8 @@ class DeepSpeedEngine(Engine):
             )
         if isinstance(self._run.loader, MicroBatches):
             raise ZeroError(
-                "set_train_batch_size(): what a loader of your own has prefetched cannot be taken "
-                "back; use the loader of initialize() or deepspeed_io()"
+                "set_train_batch_size(): your own DataLoader has prefetched batches of the old "
+                "size; use the loader of initialize() or deepspeed_io()"
             )
         if self._run.cursor.micro or self._micro_steps.awaits_step:
             raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
@@ -148,13 +147,13 @@ class DeepSpeedEngine(Engine):
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader: for "train" the engine's own order, for "eval" this rank's plain share.
+        """A loader: for "train" in the engine's order, for "eval" with this rank's plain share.
 
-        `pin_memory` is for DeepSpeed's scripts: batches are pinned where there is a GPU.
+        `pin_memory` is accepted for DeepSpeed's signature: batches are pinned if there is a GPU.
 
         Raises:
-            ConfigError: A training batch of another size than the config's, or in another order,
-                or another route.
+            ConfigError: A training batch differs in size from the config's, or has a sampler; or
+                the route is unknown.
         """
         del pin_memory
         run, workers = self._run, num_local_io_workers or 0
@@ -177,15 +176,15 @@ class DeepSpeedEngine(Engine):
 
     @property
     def loaded_samples(self) -> int | None:
-        """How many samples a step had in the run of the loaded checkpoint.
+        """The samples of a step in the run of the loaded checkpoint.
 
-        0 if nobody knows, None if none was loaded with its position.
+        0 if unknown, None if no checkpoint was loaded with its position.
         """
         return self._run.loaded_samples
 
     @property
     def dp_world_size(self) -> int:
-        """The ranks that share the batch: all of them."""
+        """The number of data-parallel ranks: all ranks."""
         return self.world_size
 
     def train_batch_size(self) -> int:
@@ -224,13 +223,13 @@ class DeepSpeedEngine(Engine):
         """Save at this step's boundary; every rank calls it. See `Engine.save_checkpoint`.
 
         Args:
-            save_dir: As there, like the other arguments.
-            tag: A name; by default global_step<N>.
-            client_state: The script's own state, given back by `load_checkpoint`.
-            save_latest: Accepted for DeepSpeed: the file `latest` is a hint that nothing needs.
-            exclude_frozen_parameters: Leave out what is not trained.
-            client_sd: The name that DeepSpeed's tutorials use for the client state.
-            blocking: Return when it is published.
+            save_dir: A directory that all ranks share, or a URL.
+            tag: The name of the checkpoint; by default global_step<N>.
+            client_state: The script's state, returned by `load_checkpoint`.
+            save_latest: Accepted for DeepSpeed's signature: the file `latest` is only a hint.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+            client_sd: The name of `client_state` in DeepSpeed's tutorials.
+            blocking: Return when the checkpoint is published.
         """
         del save_latest
         return super().save_checkpoint(
@@ -254,14 +253,16 @@ class DeepSpeedEngine(Engine):
         """Load the newest valid checkpoint; see `Engine.load_checkpoint`.
 
         Args:
-            load_dir: As there, like the other arguments.
-            tag: Only a checkpoint of this name, or what the file `latest` says.
-            load_module_strict: False: what is only here or only there is no error.
-            load_optimizer_states: False: the optimizer stays as it is.
-            load_lr_scheduler_states: False: the scheduler stays as it is.
-            load_module_only: Neither optimizer, nor scheduler, nor the position in the data.
+            load_dir: The `save_dir` of `save_checkpoint`.
+            tag: Load only checkpoints of this tag, or the one of this name, which the file
+                `latest` has; None: the newest valid one.
+            load_module_strict: Refuse a checkpoint whose parameters and buffers differ from the
+                module's.
+            load_optimizer_states: False keeps the optimizer as it is.
+            load_lr_scheduler_states: False keeps the scheduler as it is.
+            load_module_only: Load neither optimizer, nor scheduler, nor the position in the data.
             custom_load_fn: Called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
-                module with all its parameters there: what it makes of them on rank 0 is loaded.
+                module with gathered parameters; its changes on rank 0 are loaded.
         """
         path, client = super().load_checkpoint(
             load_dir,
@@ -287,15 +288,15 @@ class DeepSpeedEngine(Engine):
         """Write the state_dict, in the dtype of the model; every rank calls it.
 
         Args:
-            save_dir: Made if it is not there.
-            save_filename: With the suffix .safetensors in that format, else as torch.save.
-            exclude_frozen_parameters: Leave out what is not trained.
+            save_dir: The directory, which is made if missing.
+            save_filename: The format is safetensors with the suffix .safetensors, else torch.save.
+            exclude_frozen_parameters: Leave out parameters that are not trained.
 
         Returns:
-            True: the file is there, at every stage.
+            True: the file is written, at every stage.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The file could not be written.
         """
         whole = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         path, problem = Path(save_dir) / save_filename, ""
@@ -305,7 +306,7 @@ class DeepSpeedEngine(Engine):
         with exit_on_peer_loss(self._link):
             self._core.collectives.broadcast(failed, f"whether {path} was written")
         if failed.item():
-            raise CheckpointError(problem or f"{path} was not written: rank 0 says why")
+            raise CheckpointError(problem or f"{path} was not written: see the error of rank 0")
         return True
 
     save_fp16_model = save_16bit_model
@@ -317,10 +318,10 @@ class DeepSpeedEngine(Engine):
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:
-        """What `save_16bit_model` writes, for libraries that write it by themselves.
+        """The state_dict that `save_16bit_model` writes, for libraries that write it themselves.
 
-        Every rank calls it, and every rank gets it: DeepSpeed's others get None, and what a
-        library then asks of their module is a state_dict of shards.
+        Every rank calls it, and every rank receives it. In DeepSpeed all ranks but 0 receive None,
+        for which a library would then take the module's state_dict of shards.
         """
         whole = self.module_state_dict()
         return without_frozen(whole, self.module) if exclude_frozen_parameters else whole
@@ -340,28 +341,28 @@ class DeepSpeedEngine(Engine):
 
         Args:
             backend: As for `torch.compile`.
-            compile_kwargs: Its other options.
-            schedule: Must be None, as it is for DeepCompile, which is not there.
+            compile_kwargs: Other options of `torch.compile`.
+            schedule: Must be None: there is no DeepCompile.
             compiled_autograd_enabled: Must be False, likewise.
         """
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
 
     # ---- the optimizer ----
-    # With `step()`, its first three make the engine one: Lightning's Fabric steps what has them.
+    # With `step()`, the first three make the engine an optimizer for Lightning's Fabric.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """The param groups of the optimizer."""
         return self._need_optimizer("param_groups").param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's."""
+        """The default options of the optimizer."""
         return self._need_optimizer("defaults").defaults
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """The optimizer's: that of shards."""
+        """The optimizer's state, which is that of shards."""
         return self._need_optimizer("state").state
 
     def _need_optimizer(self, name: str) -> torch.optim.Optimizer:
@@ -370,7 +371,7 @@ class DeepSpeedEngine(Engine):
         return self.optimizer
 
     def set_lr(self, lr: float) -> None:
-        """Give every param group this learning rate; a schedule changes it with its next step."""
+        """Set the learning rate of every param group; a schedule changes it in its next step."""
         for group in self.optimizer.param_groups if self.optimizer is not None else []:
             group["lr"] = lr
 
@@ -382,19 +383,19 @@ class DeepSpeedEngine(Engine):
     # ---- the config ----
 
     def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
+        """The ZeRO stage: 0, 1, 2 or 3."""
         return self._core.stage.number
 
     def zero_optimization(self) -> bool:
-        """Whether anything is divided among the ranks."""
+        """Whether any state is sharded: stages 1 to 3."""
         return self._core.stage.shards_optimizer
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are divided: stages 2 and 3."""
+        """Whether gradients are sharded: stages 2 and 3."""
         return self._core.stage.shards_gradients
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are divided: stage 3."""
+        """Whether weights are sharded: stage 3."""
         return self._core.stage.shards_parameters
 
     def fp16_enabled(self) -> bool:
@@ -426,5 +427,5 @@ class DeepSpeedEngine(Engine):
         return self._config.scheduler.type if self._config.scheduler else None
 
     def steps_per_print(self) -> int | None:
-        """How often a step is logged; None for never."""
+        """The number of steps between log lines; None: no lines."""
         return self._config.steps_per_print

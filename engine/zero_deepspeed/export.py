@@ -1,9 +1,7 @@
-"""The trained model as plain files and dictionaries, for tools that know nothing of us.
+"""Exports of the trained model as plain files and dictionaries, for other tools.
 
-Must always hold: what is written holds every parameter and persistent buffer under its own name,
-frozen and tied ones included, at every stage; a file appears whole under its name or not at all.
-
-Called by `DeepSpeedEngine`.
+Must always hold: an export has every parameter and persistent buffer under its own name, frozen and
+tied ones included, at every stage; a file appears whole under its name or not at all.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ def without_frozen(whole: Mapping[str, Tensor], module: nn.Module) -> dict[str, 
 
 
 def write_weights(whole: Mapping[str, Tensor], path: Path) -> str:
-    """Write a state_dict: as safetensors if the name says so, else as torch.save does.
+    """Write a state_dict: as safetensors with that suffix, else with torch.save.
 
     Returns:
-        Why it could not be written, when what was there before still is; else nothing.
+        Why the file could not be written, and is unchanged; empty if it was written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

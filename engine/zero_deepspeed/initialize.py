@@ -44,20 +44,19 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     """Make an engine. Every rank calls it, with the same arguments.
 
     Args:
-        args: Parsed command line; its `deepspeed_config` is the config if none is given.
+        args: The parsed command line; its `deepspeed_config` is the config if none is given.
         model: The module to train; see `zero_engine.initialize`, as for the next four.
-        optimizer: A torch optimizer, or a callable that makes one. None: the config's.
+        optimizer: A torch optimizer, or a callable that makes one. None: that of the config.
         model_parameters: Parameters or param groups; by default all that require gradients.
-        training_data: For the loader that is returned.
+        training_data: The dataset of the returned loader.
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer.
         collate_fn: As for torch's DataLoader.
         config: A dict, a JSON string or the path of a JSON file.
-        config_params: DeepSpeed's older name for it.
-        distributed_port: Without effect, as `dist_init_required`: the environment says where
-            the group meets, and one that is there already is used.
-        mpu: Must be None, as `mesh_param`: there is no model parallelism.
+        config_params: DeepSpeed's older name of `config`.
+        distributed_port: Without effect: the group is that of the environment, or an existing one.
+        mpu: Must be None: there is no model parallelism.
         dist_init_required: Without effect.
-        mesh_param: Must be None.
+        mesh_param: Must be None: there is no model parallelism.
         num_workers: As for torch's DataLoader.
 
     Returns:
@@ -66,7 +65,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
 
     Raises:
         ConfigError: The arguments or the config contradict each other or are incomplete.
-        PeerLost: A peer is gone; under an agent the process ends instead.
+        PeerLost: A peer is lost; under an agent the process exits instead.
     """
     if model is None:
         raise ConfigError("initialize() needs a model")
@@ -96,7 +95,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     )
     stepped = engine.optimizer
     if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
-        stepped = optimizer  # on frozen parameters alone, which the engine does not step
+        stepped = optimizer  # it has frozen parameters only, which the engine does not step
     made = cast(DeepSpeedEngine, engine)
     if made.optimizer is not None and made.zero_optimization_stage() == 3:
         vars(made.optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()

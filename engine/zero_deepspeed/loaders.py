@@ -1,7 +1,7 @@
-"""DeepSpeed's other loaders: one for evaluation, and one that begins again.
+"""DeepSpeed's other loaders: one for evaluation, and one that repeats.
 
-Must always hold: neither knows the run's position; an evaluation loader starts from its beginning
-each time and touches nothing of the run.
+Must always hold: neither depends on the run's position; an evaluation loader starts from its
+beginning each time and changes nothing of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def evaluation_loader(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """Every rank's share of a dataset, in order; the first samples are repeated to fill it.
+    """This rank's share of a dataset, in order; the first samples are repeated to fill it.
 
     Raises:
         ConfigError: The dataset has no length.
@@ -32,7 +32,7 @@ def evaluation_loader(
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"deepspeed_io: {type(dataset).__name__} has no length, so there are no shares of it; "
-            "evaluate with a DataLoader of your own"
+            "evaluate with your own DataLoader"
         )
     shares: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=run.world, rank=run.rank, shuffle=False
@@ -48,7 +48,7 @@ def evaluation_loader(
 
 
 class RepeatingLoader:
-    """Begins a loader again whenever it ends: with the engine's own, epoch after epoch."""
+    """Repeats a loader whenever it ends: the engine's loader, epoch after epoch."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,7 +1,7 @@
-"""DeepSpeed's `deepspeed.zero`: parameters that are sharded, made whole for a while.
+"""DeepSpeed's `deepspeed.zero`: access to sharded parameters.
 
-`GatheredParameters` is collective. Everything here also takes models that no engine has yet, or
-that are at a stage without sharded parameters, so that one script serves all stages.
+`GatheredParameters` is collective. Everything here also takes models that belong to no engine yet,
+or are not sharded, so that one script serves all stages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 class Init:
     """The context in which DeepSpeed shards a model while it is made.
 
-    Here a model is whole in each rank's host memory until `initialize` divides it, unit by unit:
-    this context changes nothing, and takes what DeepSpeed's takes.
+    Here a model is whole in each rank's host memory until `initialize` shards it, unit by unit:
+    this context changes nothing, and accepts DeepSpeed's arguments.
     """
 
     def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any):
@@ -34,20 +34,20 @@ class Init:
             _log.info("zero.Init: the model stays whole in host memory until initialize()")
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module` uses a parameter that another module owns. Before `initialize`.
+    """Declare that `module` uses a parameter that another module owns. Before `initialize`.
 
     The parameter then belongs to the root unit, which is whole from the beginning of forward to
     the end of backward.
 
     Raises:
-        ZeroError: Too late.
+        ZeroError: The parameter is sharded already.
     """
     if owner_of(parameter) is not None:
         raise ZeroError(

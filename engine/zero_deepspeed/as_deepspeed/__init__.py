@@ -1,14 +1,15 @@
 """`import zero_deepspeed.as_deepspeed`: libraries that look for DeepSpeed find this engine.
 
-accelerate, transformers' Trainer and the like ask Python for a module `deepspeed` and for the
-metadata of a distribution of that name. Importing this package puts a finder before Python's own
-that answers both: `deepspeed.x` is the very module `zero_deepspeed.x`. Nothing is installed, and it
+accelerate, transformers' Trainer and similar libraries look for a module `deepspeed` and for the
+metadata of a distribution of that name. Importing this package puts a finder before those of Python
+that finds both: `deepspeed.x` is the very module `zero_deepspeed.x`. Nothing is installed, and it
 ends with the process.
 
-Must always hold: whoever has already looked is not left with half of one and half of the other;
-what `zero_deepspeed` does not have, `deepspeed` does not have.
+Must always hold: a library that has already looked makes the import fail, so that none has half of
+one and half of the other; a name that `zero_deepspeed` does not have, `deepspeed` does not have.
 
-Scripts import it, first of all; `python -m zero_deepspeed.as_deepspeed` runs a script as it is.
+Scripts import it before anything else; `python -m zero_deepspeed.as_deepspeed` runs an unchanged
+script.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from zero_engine.former_names import explain_imports
 _NAME = "deepspeed"
 _OURS = zero_deepspeed.__name__
 _TOO_LATE = (_NAME, "accelerate", "transformers.integrations.deepspeed")
-"""Modules that are DeepSpeed, or have looked for it once and for all when they were imported."""
+"""Modules of DeepSpeed, and those that look for it only when they are imported."""
 _AMENDED = {
     "accelerate.accelerator": "zero_deepspeed.as_deepspeed.accelerator",
     "transformers.trainer": "zero_deepspeed.as_deepspeed.trainer",
 }
-"""Modules of the libraries, each with what is put into it once it is there."""
+"""Module of a library -> the module that amends it after its import."""
 _FILES = {
     "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {zero_deepspeed.__version__}\n"
     "Summary: zero_deepspeed, under the name that libraries look for\n",
@@ -43,7 +44,7 @@ _FILES = {
 
 
 class _Alias(Loader):
-    """Gives a module of ours for one of DeepSpeed's."""
+    """Loads a module of ours in the place of DeepSpeed's."""
 
     def __init__(self, ours: str) -> None:
         self._ours = ours
@@ -59,7 +60,7 @@ class _Alias(Loader):
 
 
 class _Metadata(Distribution):
-    """What there would be in site-packages."""
+    """The metadata that would be in site-packages."""
 
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(filename)
@@ -69,7 +70,7 @@ class _Metadata(Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """Answers for DeepSpeed's modules and for its metadata; amends some of the libraries'."""
+    """Finds DeepSpeed's modules and metadata; amends some modules of libraries."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -89,7 +90,7 @@ class _Finder(MetaPathFinder):
 
 
 def _amended(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """A module of a library as it is, and what is put into it afterwards."""
+    """The spec of a library's module that is amended after its execution."""
     if spec is None or spec.loader is None:
         return spec
     execute = spec.loader.exec_module

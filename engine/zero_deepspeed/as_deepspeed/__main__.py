@@ -1,4 +1,4 @@
-"""`python -m zero_deepspeed.as_deepspeed SCRIPT ...`, or `-m MODULE ...`: runs it as it is."""
+"""`python -m zero_deepspeed.as_deepspeed SCRIPT ...`, or `-m MODULE ...`: runs it unchanged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import zero_deepspeed.as_deepspeed  # noqa: F401 - importing it is what it is for
+import zero_deepspeed.as_deepspeed  # noqa: F401 - its import installs the finder
 
 
 def main() -> None:
-    """Become the script or module that the arguments name."""
+    """Run the script or module that the arguments name."""
     match sys.argv[1:]:
         case ["-m", module, *rest]:
             sys.argv, sys.path[0] = [module, *rest], os.getcwd()

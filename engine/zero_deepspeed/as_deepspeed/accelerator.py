@@ -1,10 +1,10 @@
-"""Other loops of accelerate under an agent: what would go wrong in silence ends with a sentence.
+"""Other loops of accelerate under an agent: a silent mistake becomes an error.
 
-Such a loop saves and loads itself. In a restarted round it may begin again although there is a
-checkpoint, or go on with a batch that has changed with the number of ranks. Neither can be put
-right from here, so both are refused. The Trainer's loop is guided by `trainer`, and exempt.
+Such a loop saves and loads by itself. In a restarted round it may begin again although there is a
+checkpoint, or resume with a batch that has changed with the number of ranks. Neither can be
+corrected from here, so both are refused. The Trainer's loop is exempt: `trainer` guides it.
 
-Imported when accelerate.accelerator has been; `resuming` decides.
+Imported after accelerate.accelerator; `resuming` decides.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zero_comm.agent_link import committed_step, current_round
 from zero_deepspeed.as_deepspeed.resuming import check_loop
 
 _exempt: list[str] = []
-"""Who guides the loops of this process, if somebody does."""
+"""The guides of the loops of this process, if there are any."""
 
 
 def install() -> None:
-    """Put it in place; once."""
+    """Wrap `Accelerator.backward`, once."""
     original: Callable[..., Any] = Accelerator.backward
 
     @wraps(original)
@@ -32,16 +32,13 @@ def install() -> None:
         if wrapped is not None and not _exempt and not getattr(self, "_zero_checked", False):
             self._zero_checked = True
             engine = wrapped.engine
-            check_loop(current_round(), committed_step(), engine.loaded_samples, _samples(engine))
+            samples = int(engine.train_batch_size())
+            check_loop(current_round(), committed_step(), engine.loaded_samples, samples)
         return original(self, loss, **named)
 
     setattr(Accelerator, backward.__name__, backward)
 
 
 def exempt(guide: str) -> None:
-    """From now on somebody else sees to the loops of this process."""
+    """Exempt the loops of this process, which `guide` guides from now on."""
     _exempt.append(guide)
-
-
-def _samples(engine: Any) -> int:
-    return int(engine.train_batch_size())

@@ -1,14 +1,12 @@
-"""What a Trainer goes on from when its job is started again, and with which batch.
+"""The checkpoint from which a Trainer resumes when its job is restarted, and its batch.
 
-A library's loop begins at step 0 unless its script asks for more, and takes a global batch that
-grows and shrinks with the ranks. Under `zero-agent` a script is started once per round, so what the
-first start of a run has settled is kept in its output directory, in `zero_run.json`: the samples
-per step, the number of steps, and which checkpoints there were already, of other runs.
+A library's loop begins at step 0 unless its script resumes it, and its global batch grows and
+shrinks with the ranks. Under `zero-agent` a script is started once per round, so the decisions of
+the first start of a run are kept in its output directory, in `zero_run.json`: the samples per step,
+the number of steps, and the checkpoints of other runs that were there already.
 
-Must always hold: a run never goes on from another run's checkpoint unless the script says so; a run
-that cannot go on says so and ends, it does not begin again over its checkpoints.
-
-Called by `trainer` and `accelerator`; knows nothing of transformers but the names of its files.
+Must always hold: a run never resumes from another run's checkpoint unless the script says so; a run
+that cannot resume ends with an error, and does not begin again over its checkpoints.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from zero_contract.errors import ZeroError
 
 RECORD = "zero_run.json"
 STATE = "trainer_state.json"
-"""The Trainer writes it last into a checkpoint."""
+"""The file that the Trainer writes last into a checkpoint."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RUN_OF_A_COMMAND = re.compile(r"(.+-[0-9a-f]{8})\.\d+")
-"""The name of a job that was not given one: its command, and how often that was typed."""
+"""The name of an unnamed job: its command, and the number of its start."""
 
 
 class CannotGoOn(ZeroError):
-    """This run cannot go on as it began: the message says why, and what to do."""
+    """This run cannot resume as it began: the message has the reason and the remedy."""
 
 
 # ---- the run, from its first start on ----
@@ -49,32 +47,32 @@ class Start:
 
     @property
     def run(self) -> str:
-        """The same for the next run of a command that was cut off, and is typed again."""
+        """The name of the run, equal for a command that was interrupted and is entered again."""
         unnamed = _RUN_OF_A_COMMAND.fullmatch(self.job)
         return unnamed[1] if unnamed else self.job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the first start of a run has settled."""
+    """The decisions of the first start of a run."""
 
     run: str
     samples: int
-    """In one optimizer step, on all ranks together."""
+    """The samples of one optimizer step, over all ranks."""
     micro_batch: int
     world: int
     steps: int
-    """Of the whole run."""
+    """The steps of the whole run."""
     others: Mapping[str, int] = field(default_factory=dict)
-    """Checkpoints of other runs beside it: name -> time of the last write, in ns."""
+    """Checkpoints of other runs in the directory: name -> time of the last write, in ns."""
     finished: bool = False
 
     def is_begun_by(self, start: Start) -> bool:
-        """Whether this start goes on with the run."""
+        """Whether this start resumes the run."""
         return self.run == start.run and (start.round > 1 or not self.finished)
 
     def write(self, directory: Path) -> None:
-        """Put it into the output directory, whole or not at all."""
+        """Write the record to the output directory, whole or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
         partial = directory / f"{RECORD}.{os.getpid()}"
         with partial.open("w", encoding="utf-8") as file:
@@ -85,7 +83,7 @@ class Record:
 
 
 def record_of(directory: Path, start: Start) -> Record | None:
-    """The record of the run that this start goes on with; None if it begins one."""
+    """The record of the run that this start resumes; None if it begins one."""
     try:
         record = Record(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +101,7 @@ def record_of(directory: Path, start: Start) -> Record | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How a step's samples are shared by the ranks, and why so."""
+    """The division of a step's samples over the ranks, and its reason."""
 
     micro_batch: int
     accumulation: int
@@ -111,10 +109,10 @@ class Batch:
 
 
 def share(record: Record, start: Start) -> Batch:
-    """The run's own samples per step, on the ranks of this start.
+    """Divide the run's samples per step over the ranks of this start.
 
     Raises:
-        CannotGoOn: They cannot be shared equally.
+        CannotGoOn: The samples cannot be divided equally.
     """
     per_rank, rest = divmod(record.samples, start.world)
     if rest or not per_rank:
@@ -138,10 +136,10 @@ def share(record: Record, start: Start) -> Batch:
 
 
 def check_schedule(record: Record, start: Start, *, steps: int, samples: int) -> None:
-    """The run has the steps of its first start, and each of them its samples.
+    """Check that the run has the steps of its first start, with their samples.
 
     Raises:
-        CannotGoOn: It has not.
+        CannotGoOn: The steps or the samples per step differ.
     """
     if samples != record.samples:
         raise CannotGoOn(
@@ -168,9 +166,9 @@ class Seen:
     path: Path
     step: int
     written_ns: int
-    """When its last file was written; 0: it was not."""
+    """The time at which its last file was written; 0: the file is incomplete."""
     flaw: str
-    """Why nothing can go on from it; empty: it is whole."""
+    """Why it cannot be resumed from; empty: it is whole."""
     weights_only: bool = False
 
 
@@ -199,24 +197,24 @@ def _examine(path: Path, step: int) -> Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What training goes on from, and why."""
+    """The checkpoint to resume from, and the reason."""
 
     path: str | None
-    """None: it begins at step 0."""
+    """None: training begins at step 0."""
     reason: str = ""
-    """Empty: as the script has said."""
+    """Empty: as the script says."""
 
 
 def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]) -> Choice:
-    """What to go on from.
+    """Choose the checkpoint to resume from.
 
     Args:
         asked: The script's `resume_from_checkpoint`.
-        record: Of the run that this start goes on with; None if it begins one.
-        seen: What lies in the output directory, newest first.
+        record: The record of the run that this start resumes; None if it begins one.
+        seen: The checkpoints in the output directory, newest first.
 
     Raises:
-        CannotGoOn: The run has checkpoints, and none that training could go on from.
+        CannotGoOn: The run has checkpoints, and none that it can resume from.
     """
     if record is not None:
         own = [one for one in seen if record.others.get(one.path.name) != one.written_ns]
@@ -234,7 +232,7 @@ def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]
 
 
 def others(seen: Sequence[Seen], goes_on_from: int) -> dict[str, int]:
-    """Of what lies there at a first start, what the run does not come from."""
+    """The checkpoints at a first start that do not belong to the run."""
     return {one.path.name: one.written_ns for one in seen if one.step > goes_on_from}
 
 
@@ -270,16 +268,16 @@ def _anew(asked: str | bool | None, why: str) -> Choice:
 
 
 def check_loop(round: int, committed: int, loaded: int | None, samples: int) -> None:
-    """Before the first backward of a loop that saves and loads itself.
+    """Check a loop that saves and loads by itself, before its first backward.
 
     Args:
-        round: Of the job.
-        committed: The step of the newest checkpoint that the job had published before it.
-        loaded: Samples per step in the run of the loaded checkpoint; None: none was loaded.
-        samples: What a step takes now.
+        round: The round of the job.
+        committed: The step of the newest checkpoint that the job had published before.
+        loaded: The samples per step in the run of the loaded checkpoint; None: none was loaded.
+        samples: The samples per step now.
 
     Raises:
-        CannotGoOn: It should go on from a checkpoint, and does not; or not as it began.
+        CannotGoOn: The loop should resume from a checkpoint and does not, or with another batch.
     """
     if round <= 1 or not committed:
         return

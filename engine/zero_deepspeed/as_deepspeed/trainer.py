@@ -1,12 +1,12 @@
-"""transformers' Trainer under an agent: goes on by itself, with its batch; leaves with a save.
+"""transformers' Trainer under an agent: resumes by itself, keeps its batch, leaves with a save.
 
-What is put into `TrainingArguments` and `Trainer` here does nothing without `zero-agent`, nor for
-a Trainer without DeepSpeed or in a hyperparameter search.
+The amended methods of `TrainingArguments` and `Trainer` change nothing without `zero-agent`, for a
+Trainer without DeepSpeed, and in a hyperparameter search.
 
-Must always hold: rank 0 alone looks at the output directory and decides; what it finds impossible
-ends every rank with the same sentence.
+Must always hold: rank 0 alone reads the output directory and decides; if it finds the run
+impossible, every rank raises the same error.
 
-Imported when transformers.trainer has been; `resuming` decides.
+Imported after transformers.trainer; `resuming` decides.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from zero_deepspeed.as_deepspeed.resuming import (
 _log = logging.getLogger(__name__)
 
 _BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
-"""Orders of the samples that follow from the number of ranks."""
+"""Orders of the samples that depend on the number of ranks."""
 
 
 def install() -> None:
-    """Put it in place; once."""
+    """Amend the methods, once."""
     for kind, name, amend in _AMENDED:
         setattr(kind, name, amend(getattr(kind, name)))
 
@@ -59,7 +59,7 @@ def _start() -> Start | None:
 
 
 def _record(args: Any, start: Start) -> Record | None:
-    """Of the run that this start goes on with."""
+    """The record of the run that this start resumes; None if it begins one."""
     if start.round <= 1 and getattr(args, "overwrite_output_dir", False):
         return None
     return record_of(Path(args.output_dir), start)
@@ -69,9 +69,9 @@ def _record(args: Any, start: Start) -> Record | None:
 
 
 def _settling(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The arguments' `__post_init__`, before which the batch is that of the run's first start.
+    """The `__post_init__` of the arguments, after the batch is set to that of the first start.
 
-    Before it, because it writes the batch into DeepSpeed's config.
+    The batch comes first, because `__post_init__` writes it into DeepSpeed's config.
     """
 
     @wraps(original)
@@ -88,7 +88,7 @@ def _keep_batch(args: Any, start: Start) -> None:
     record = _record(args, start)
     config = args.accelerator_config
     splits = isinstance(config, dict) and config.get("split_batches")
-    if record is None or splits:  # split, the loader's batch is the step's at every world
+    if record is None or splits:  # the split batch is that of the step in every world
         return
     by_length = getattr(args, "group_by_length", False) or (
         getattr(args, "train_sampling_strategy", None) in _BY_LENGTH
@@ -112,7 +112,7 @@ def _keep_batch(args: Any, start: Start) -> None:
 
 
 def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The Trainer's `train`, which goes on with a run that has begun."""
+    """The Trainer's `train`, which resumes a run that has begun."""
 
     @wraps(original)
     def train(
@@ -139,13 +139,13 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Guide(TrainerCallback):
-    """Sees one call of `train` through."""
+    """Guides one call of `train`."""
 
     def __init__(self, trainer: Any, start: Start, asked: str | bool | None) -> None:
-        """Decide what it goes on from; every rank does.
+        """Choose the checkpoint to resume from; every rank calls it.
 
         Raises:
-            CannotGoOn: It cannot.
+            CannotGoOn: The run cannot resume.
         """
         self._trainer = trainer
         self._start = start
@@ -173,7 +173,7 @@ class _Guide(TrainerCallback):
         return choice
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, in JSON; or cannot."""
+        """The decision of rank 0, as JSON; raises on every rank if rank 0 raises CannotGoOn."""
         verdict: dict[str, Any] = {}
         if self._is_first:
             try:
@@ -187,15 +187,15 @@ class _Guide(TrainerCallback):
         return verdict["decided"]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The schedule is known, and no step taken."""
+        """Check the schedule, which is known now, before the first step."""
         self._agree(lambda: self._settle(state.max_steps))
 
     def _settle(self, steps: int) -> None:
-        """Check the schedule against the first start's; if this is that, write it down."""
+        """Check the schedule against that of the first start, or record it at the first start."""
         args, known = self._trainer.args, self._record
         micro_batch = self._trainer._train_batch_size
         samples = micro_batch * args.gradient_accumulation_steps * self._start.world
-        if known is not None and not args.auto_find_batch_size:  # which begins again with less
+        if known is not None and not args.auto_find_batch_size:  # it restarts with a smaller batch
             splits = self._trainer.accelerator.split_batches  # the loader's batch is the step's
             samples = known.samples if splits else samples
             check_schedule(known, self._start, steps=steps, samples=samples)
@@ -211,12 +211,12 @@ class _Guide(TrainerCallback):
         self._record.write(self._directory)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Save if this worker is to leave; not after the last step, which leaves nothing to do."""
+        """Save if this worker is asked to leave; not after the last step."""
         if self._engine.asked_to_leave and not control.should_training_stop:
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The checkpoint is whole, so this is the moment to leave."""
+        """Leave, now that the checkpoint is whole, if this worker is asked to."""
         if self._engine.asked_to_leave and not control.should_training_stop:
             self._engine.leave_group()
 
@@ -225,7 +225,7 @@ class _Guide(TrainerCallback):
         return self._trainer.deepspeed
 
     def finish(self) -> None:
-        """Training has come to its end."""
+        """Record that the run has finished."""
         if self._is_first and self._record is not None:
             self._record = replace(self._record, finished=True)
             self._record.write(self._directory)

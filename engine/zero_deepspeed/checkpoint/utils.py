@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.checkpoint.utils`: what libraries call before they save by themselves."""
+"""DeepSpeed's `deepspeed.checkpoint.utils`: copies for libraries that save by themselves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CPU = torch.device("cpu")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """A copy of a nest of tensors, each with memory of its own; tied ones are one tensor again.
+    """A copy of a nest of tensors, each in separate memory; tied parameters stay one tensor.
 
-    A parameter is a view of its unit's flat buffer: torch.save would write all of that. Of tied
-    parameters a library that sees two tensors would write both.
+    A parameter is a view of its unit's flat buffer: torch.save would write the whole buffer. If
+    tied parameters became two tensors, a library would write both.
     """
     clones: dict[tuple[Any, ...], Tensor] = {}
 
@@ -33,7 +33,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
 
 def _place(data: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same elements in the same order; none shares nothing."""
+    """A key that is equal for tensors of the same elements in the same order; unique if empty."""
     if data.numel() == 0:
         return (id(data),)
     # Meta tensors have no address, but each a storage of its own, unless they are tied.

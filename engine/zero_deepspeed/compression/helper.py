@@ -11,11 +11,11 @@ __all__ = ["recursive_getattr", "recursive_setattr"]
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """The submodule, or any other attribute, that a dotted name leads to."""
+    """The submodule, or any other attribute, of a dotted name."""
     return attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
-    """Put another module in its place; before `initialize`."""
+    """Replace the submodule of a dotted name; before `initialize`."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)

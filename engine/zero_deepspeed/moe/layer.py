@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.moe.layer`: for scripts that import it and may not use it."""
+"""DeepSpeed's `deepspeed.moe.layer`: for scripts that import it without using it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MoE"]
 
 
 class MoE(nn.Module):
-    """A layer of experts that are divided among the ranks; there is none here."""
+    """A layer of experts that are divided among the ranks, which is not supported."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise ZeroError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.moe.utils`: as no parameter is an expert's, groups stay as they are."""
+"""DeepSpeed's `deepspeed.moe.utils`: no parameter is an expert's, so groups stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Group = dict[str, Any]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether there are layers of divided experts, and how many experts: none."""
+    """Whether there are layers of divided experts, and the number of experts: none."""
     del m
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether it is an expert's, and so not the same on all ranks: never."""
+    """Whether a parameter is an expert's, and so differs between ranks: never."""
     del param
     return False
 
@@ -32,6 +32,6 @@ def is_moe_param(param: torch.Tensor) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | Iterable[Group], max_group_size: float = 178956971
 ) -> list[Group]:
-    """The groups, or the one group, as a list; `max_group_size` is for those of experts."""
+    """The groups, or the one group, as a list; `max_group_size` is for experts only."""
     del max_group_size
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.ops`: optimizers under the names of its kernels, with torch's."""
+"""DeepSpeed's `deepspeed.ops`: optimizers with torch's kernels, under DeepSpeed's names."""
 
 from zero_deepspeed.ops import adagrad, adam, lamb, lion
 

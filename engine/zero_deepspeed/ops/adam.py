@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.ops.adam`: torch's fused AdamW, under two names.
 
-Which device it steps on follows from where the shards are, so both names make the same optimizer,
-and a checkpoint of one goes on with the other.
+The device of the step follows from the place of the shards, so both names make the same optimizer,
+and the checkpoint of one can be resumed with the other.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def FusedAdam(  # noqa: N802 - DeepSpeed's name and arguments
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """AdamW, or with `adam_w_mode=False` Adam whose decay is a part of the gradient.
+    """AdamW, or with `adam_w_mode=False` Adam, whose decay is a part of the gradient.
 
-    `set_grad_none` is accepted for DeepSpeed: gradients are always freed.
+    `set_grad_none` is accepted for DeepSpeed's signature: gradients are always freed.
 
     Raises:
-        ConfigError: Without bias correction, which torch's always have.
+        ConfigError: `bias_correction` is False, which torch's Adam does not support.
     """
     del set_grad_none
     if not bias_correction:
@@ -52,10 +52,10 @@ def DeepSpeedCPUAdam(  # noqa: N802 - DeepSpeed's name and arguments
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """As `FusedAdam`, with the order of arguments that DeepSpeed gives this one.
+    """`FusedAdam` with DeepSpeed's order of arguments for the CPU's Adam.
 
     Raises:
-        ConfigError: Without bias correction, or with moments in less than fp32.
+        ConfigError: `bias_correction` or `fp32_optimizer_states` is False.
     """
     if not fp32_optimizer_states:
         raise ConfigError("fp32_optimizer_states=False: moments are fp32 here; leave it out")

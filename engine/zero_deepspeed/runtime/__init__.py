@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.runtime`: the places that scripts import from, or name in full."""
+"""DeepSpeed's `deepspeed.runtime`: the modules that scripts import from, or name in full."""
 
 from zero_deepspeed.runtime import (
     activation_checkpointing,

@@ -17,6 +17,6 @@ __all__ = [
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-# Not there, so no run has them: scripts only ask whether it is one of these.
+# Not supported, so no run has them: scripts only compare with these names.
 ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "onebitadam", "onebitlamb"
 ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"

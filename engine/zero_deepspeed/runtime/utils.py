@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.runtime.utils`: what scripts take from there."""
+"""DeepSpeed's `deepspeed.runtime.utils`: the functions that scripts use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this rank's memory, now and at its peak; as in DeepSpeed only if forced to."""
+    """Log this rank's memory, now and at its peak; as in DeepSpeed only with `force`."""
     if force:
         device = get_accelerator()
         now, peak = device.memory_allocated(), device.max_memory_allocated()

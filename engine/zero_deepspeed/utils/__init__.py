@@ -1,8 +1,8 @@
 """DeepSpeed's `deepspeed.utils`: looking at and changing parameters, gradients, optimizer state.
 
-At every stage, and for every param group. Every rank calls these, in the same order, for the
-same parameters; the *local* ones give this rank's share of the flattened parameter. What they
-do is in `zero_engine.parameters.access`.
+They work at every stage, and for every param group. Every rank calls them, in the same order, for
+the same parameters; the *local* ones use this rank's share of the flattened parameter.
+`zero_engine.parameters.access` implements them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """The state "exp_avg", for example, in the parameter's shape; None before the first step."""
+    """A state, such as "exp_avg", in the parameter's shape; None before the first step."""
     return owned(param).state(optim_state_key)
 
 

@@ -2,8 +2,8 @@
 
 python -m zero_deepspeed.utils.zero_to_fp32 CHECKPOINTS OUT
 
-Must always hold: every parameter and buffer is there, frozen and tied ones included, at every
-stage; each byte that is read is verified. `zero-ckpt export` does the same and more.
+Must always hold: the result has every parameter and buffer, frozen and tied ones included, at
+every stage; checksums of all that is read are verified. `zero-ckpt export` does the same and more.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The whole state_dict on the CPU, floating-point tensors in fp32.
 
     Args:
-        checkpoint_dir: As given to `save_checkpoint`, or one checkpoint in it.
-        tag: A name; by default the newest.
-        exclude_frozen_parameters: Leave out what was not trained; buffers stay.
+        checkpoint_dir: The directory of `save_checkpoint`, or one checkpoint in it.
+        tag: The name of a checkpoint; by default the newest.
+        exclude_frozen_parameters: Leave out parameters that were not trained; buffers stay.
         lazy_mode: Without effect: a state_dict that is read later could not be verified.
 
     Raises:
         CheckpointError: There is no such checkpoint.
-        DamagedCheckpoint: A tensor is not what was saved.
+        DamagedCheckpoint: The checksum of a tensor is wrong.
     """
     del lazy_mode
     checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
@@ -58,7 +58,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> Module:
-    """Give a plain model, which belongs to no engine, the weights of a checkpoint; returns it.
+    """Load the weights of a checkpoint into a plain model without engine; returns the model.
 
     Raises: as `get_fp32_state_dict_from_zero_checkpoint`, and RuntimeError as `load_state_dict`.
     """
@@ -78,17 +78,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the fp32 weights; returns the files.
 
     Args:
-        checkpoint_dir: As given to `save_checkpoint`, or one checkpoint in it.
+        checkpoint_dir: The directory of `save_checkpoint`, or one checkpoint in it.
         output_dir: A directory; without `safe_serialization` also the name of a .bin or .pt file.
-        max_shard_size: The largest safetensors file; a torch file is not cut.
-        safe_serialization: Write safetensors, with an index if there are several; else one
+        max_shard_size: The largest safetensors file; a torch file is not split.
+        safe_serialization: Write safetensors, with an index for several files; otherwise one
             pytorch_model.bin.
-        tag: A name; by default the newest.
-        exclude_frozen_parameters: Leave out what was not trained.
+        tag: The name of a checkpoint; by default the newest.
+        exclude_frozen_parameters: Leave out parameters that were not trained.
 
     Raises:
         CheckpointError: There is no such checkpoint, or the output exists.
-        DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
+        DamagedCheckpoint: The checksum of a tensor is wrong; nothing is left behind.
     """
     checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
     out = Path(output_dir)
@@ -114,18 +114,20 @@ def _chosen(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert as the command line says; 2 if that is not possible."""
+    """Convert the checkpoint of the command line; returns 2 if that fails."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_deepspeed.utils.zero_to_fp32",
         description="Write the fp32 weights of a checkpoint for plain torch.",
     )
-    parser.add_argument("checkpoint_dir", help="as given to save_checkpoint()")
-    parser.add_argument("output_dir", help="a new directory, or a .bin file")
+    parser.add_argument("checkpoint_dir", help="the save_dir of save_checkpoint()")
+    parser.add_argument("output_dir", help="a new directory, or the name of a .bin file")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", help="a checkpoint's name (default: the newest)")
+    parser.add_argument("-t", "--tag", help="the name of a checkpoint (default: the newest)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted for DeepSpeed")
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="accepted for DeepSpeed, without effect"
+    )
     options = vars(parser.parse_args(arguments))
     del options["debug"]
     try:

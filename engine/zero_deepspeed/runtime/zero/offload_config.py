@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.runtime.zero.offload_config`: what `engine.offload_states` takes."""
+"""DeepSpeed's `deepspeed.runtime.zero.offload_config`: the arguments of `engine.offload_states`."""
 
 from zero_engine.offload_states import OffloadDeviceEnum, OffloadStateTypeEnum
 

@@ -1,8 +1,8 @@
 """DeepSpeed's handle on the hooks that gather and release the parameters of stage 3.
 
-Libraries that generate in the middle of training (TRL, OpenRLHF) gather all parameters, take the
-hooks away that would release them module by module, and put them back. Here what a script has
-gathered stays until its context ends, whatever runs inside: there is nothing to take away.
+Libraries that generate in the middle of training (TRL, OpenRLHF) gather all parameters, remove the
+hooks that would release them module by module, and register these again. Here gathered parameters
+stay gathered until their context ends, whatever runs inside: there is nothing to remove.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DeepSpeedZeRoOffload"]
 
 
 class DeepSpeedZeRoOffload:
-    """`optimizer.parameter_offload` at stage 3, with no hooks and no parameters of its own."""
+    """`optimizer.parameter_offload` at stage 3, without hooks and parameters."""
 
     def __init__(self) -> None:
         self.module = _Empty()
@@ -24,10 +24,10 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Nothing to put back."""
+        """Do nothing: no hook was removed."""
 
     _register_hooks_recursively = _register_deepspeed_module
-    """Before DeepSpeed 0.16.4."""
+    """The name before DeepSpeed 0.16.4."""
 
 
 class _Empty(nn.Module):

@@ -30,8 +30,8 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], *_: Any, **__: Any
 ) -> Callable[..., torch.Tensor]:
-    """What DeepSpeed's Init puts around torch's constructors; ours leaves them as they are.
+    """Return `fn`: DeepSpeed's Init wraps torch's constructors in this, ours leaves them unchanged.
 
-    transformers puts another function in its place while it makes a model.
+    transformers replaces this function while it makes a model.
     """
     return fn
