@@ -288,7 +288,7 @@ def stop_early(root: str) -> None:
     engine, loader = own_engine()
     train_through(engine, loader, 2)
     engine.save_checkpoint(root)
-    with pytest.raises(ZeroError, match="your own DataLoader has prefetched batches be"):
+    with pytest.raises(ZeroError, match="your own DataLoader has prefetched batches"):
         engine.set_train_batch_size(4)
 
 
