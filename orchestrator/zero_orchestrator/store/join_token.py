@@ -85,7 +85,13 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
         PrivateFormat,
     )
 
-    authority, own = _authority_key(check_token(token)), ec.generate_private_key(ec.SECP256R1())
+    # The authority's key is a function of the token that does not lead back to it. The digest has
+    # twice as many bits as the order has, so that the remainder is as good as uniform.
+    secret = check_token(token).encode()
+    digest = hmac.new(secret, b"zero-elastic: authority of a job, 1", "sha512").digest()
+    number = int.from_bytes(digest, "big") % (_ORDER - 1) + 1
+    authority = ec.derive_private_key(number, ec.SECP256R1())
+    own = ec.generate_private_key(ec.SECP256R1())
     contents = {
         "ca.pem": _certificate(_AUTHORITY, authority, authority).public_bytes(Encoding.PEM),
         "cert.pem": _certificate(_MEMBER, own, authority, names).public_bytes(Encoding.PEM),
@@ -100,16 +106,6 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
         raise SpecError(f"{directory}: the job's certificates cannot be kept: {error}") from error
     ca, cert, key = (directory / name for name in contents)
     return TlsFiles(ca=ca, cert=cert, key=key)
-
-
-def _authority_key(token: str) -> EllipticCurvePrivateKey:
-    """A function of the token that does not lead back to it."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    # Twice as many bits as the order has, so that the remainder is as good as uniform.
-    digest = hmac.new(token.encode(), b"zero-elastic: authority of a job, 1", "sha512").digest()
-    number = int.from_bytes(digest, "big") % (_ORDER - 1) + 1
-    return ec.derive_private_key(number, ec.SECP256R1())
 
 
 def _certificate(
@@ -136,24 +132,19 @@ def _certificate(
         .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
     )
     if names:
-        builder = builder.add_extension(
-            x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys(names)]),
-            critical=False,
-        )
+        alternatives: list[x509.GeneralName] = []
+        for name in dict.fromkeys(names):
+            try:
+                alternatives.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
+            except ValueError:
+                alternatives.append(x509.DNSName(name))
+        extension = x509.SubjectAlternativeName(alternatives)
+        builder = builder.add_extension(extension, critical=False)
     if not is_authority:  # a server of etcd's is a client as well: of its own gateway
         server = [ExtendedKeyUsageOID.SERVER_AUTH] if names else []
         usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, *server])
         builder = builder.add_extension(usages, critical=False)
     return builder.sign(authority, hashes.SHA256())
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
-    except ValueError:
-        return x509.DNSName(name)
 
 
 def make_parser() -> argparse.ArgumentParser:

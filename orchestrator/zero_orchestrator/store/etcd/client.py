@@ -23,6 +23,7 @@ from zero_orchestrator.store.kv import (
     NO_LEASE,
     Change,
     Compare,
+    Delete,
     Field,
     KeyValue,
     Put,
@@ -122,7 +123,11 @@ class EtcdStore:
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """As `KeyValueStore.read`."""
-        request = rpc.TxnRequest(success=[_reading(read) for read in reads])
+        request = rpc.TxnRequest()
+        for read in reads:
+            key, end = _keys_of(read)
+            one = rpc.RangeRequest(key=key, range_end=end, limit=read.limit)
+            request.success.append(rpc.RequestOp(request_range=one))
         found = self._connection.call(
             lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
             repeatable=True,
@@ -141,12 +146,27 @@ class EtcdStore:
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """As `KeyValueStore.txn`."""
+        operations = []
+        for write in writes:
+            if isinstance(write, Put):
+                key, value = write.key.encode(), write.value.encode()
+                put = rpc.PutRequest(key=key, value=value, lease=write.lease)
+                operations.append(rpc.RequestOp(request_put=put))
+            else:
+                key, end = _keys_of(write)
+                delete = rpc.DeleteRangeRequest(key=key, range_end=end)
+                operations.append(rpc.RequestOp(request_delete_range=delete))
 
         def send(etcd: Any) -> Any:  # etcd3's own `transaction` does not return the revision
-            request = rpc.TxnRequest(
-                compare=[_comparison(etcd, compare) for compare in compares],
-                success=[_operation(write) for write in writes],
-            )
+            sides = {
+                Field.CREATE_REVISION: etcd.transactions.create,
+                Field.MOD_REVISION: etcd.transactions.mod,
+            }
+            comparisons = [
+                (sides[compare.field](compare.key) == compare.revision).build_message()
+                for compare in compares
+            ]
+            request = rpc.TxnRequest(compare=comparisons, success=operations)
             return etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata)
 
         answer = self._connection.call(send)
@@ -208,21 +228,6 @@ class EtcdStore:
         self._watches.resume()
 
 
-def _comparison(etcd: Any, compare: Compare) -> Any:
-    transactions = etcd.transactions
-    side = transactions.create if compare.field is Field.CREATE_REVISION else transactions.mod
-    return (side(compare.key) == compare.revision).build_message()
-
-
-def _reading(read: Read) -> Any:
-    key, end = key_range(read.key) if read.prefix else (read.key.encode(), b"")
-    request = rpc.RangeRequest(key=key, range_end=end, limit=read.limit)
-    return rpc.RequestOp(request_range=request)
-
-
-def _operation(write: Write) -> Any:
-    if isinstance(write, Put):
-        put = rpc.PutRequest(key=write.key.encode(), value=write.value.encode(), lease=write.lease)
-        return rpc.RequestOp(request_put=put)
-    key, end = key_range(write.key) if write.prefix else (write.key.encode(), b"")
-    return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
+def _keys_of(one: Read | Delete) -> tuple[bytes, bytes]:
+    """The (key, range_end) of one key, or of every key that starts with it."""
+    return key_range(one.key) if one.prefix else (one.key.encode(), b"")

@@ -95,23 +95,23 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     Raises:
         SpecError: The text names no endpoint, a scheme, or a port that is no number.
     """
-    endpoints = tuple(_with_port(part.strip()) for part in text.split(",") if part.strip())
+    endpoints = []
+    for endpoint in filter(None, (part.strip() for part in text.split(","))):
+        if "://" in endpoint:
+            raise SpecError(f"etcd endpoint {endpoint!r}: write HOST:PORT, without the scheme")
+        host, colon, port = endpoint.rpartition(":")
+        if not colon or endpoint.endswith("]"):
+            host, port = endpoint, str(DEFAULT_PORT)
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise SpecError(f"etcd endpoint {endpoint!r}: write an IPv6 address as [ADDRESS]:PORT")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise SpecError(
+                f"etcd endpoint {endpoint!r}: write HOST:PORT with a port of 1 to 65535"
+            )
+        endpoints.append(f"{host}:{port}")
     if not endpoints:
         raise SpecError(f"no etcd endpoint in {text!r}; write HOST:PORT[,HOST:PORT...]")
-    return endpoints
-
-
-def _with_port(endpoint: str) -> str:
-    if "://" in endpoint:
-        raise SpecError(f"etcd endpoint {endpoint!r}: write HOST:PORT, without the scheme")
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or endpoint.endswith("]"):
-        host, port = endpoint, str(DEFAULT_PORT)
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise SpecError(f"etcd endpoint {endpoint!r}: write an IPv6 address as [ADDRESS]:PORT")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SpecError(f"etcd endpoint {endpoint!r}: write HOST:PORT with a port of 1 to 65535")
-    return f"{host}:{port}"
+    return tuple(endpoints)
 
 
 class NoAnswer(Exception):
@@ -300,7 +300,11 @@ class Connection:
                 failure = self.failed(session, error, began_s)
                 failures.append(str(failure))
                 tried_enough = len(failures) > len(self.endpoints) or time.monotonic() > deadline
-                if tried_enough or not _may_repeat(error, failure, repeatable):
+                # Another try may succeed, and cannot carry out a write twice.
+                may_repeat = isinstance(failure, StoreUnavailable) and (
+                    repeatable or never_sent(_facts(error)[1])
+                )
+                if tried_enough or not may_repeat:
                     raise type(failure)("; ".join(dict.fromkeys(failures))) from error
             except ValueError as error:  # gRPC's error for a channel closed under a call
                 if not self._closed:
@@ -408,9 +412,3 @@ def _facts(error: Exception) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
     cause = rpc_error(error)
     return cause.code(), cause.details() or ""
-
-
-def _may_repeat(error: Exception, failure: StoreError, repeatable: bool) -> bool:
-    """Whether another try could succeed, and cannot carry out a write twice."""
-    _, text = _facts(error)
-    return isinstance(failure, StoreUnavailable) and (repeatable or never_sent(text))

@@ -72,16 +72,12 @@ def store_error(code: grpc.StatusCode | None, text: str, endpoint: str) -> Store
     """What etcd's answer, or the lack of one, means to a caller."""
     by_text = (kind for known, kind in _BY_TEXT.items() if known in text)
     kind = next(by_text, _BY_CODE.get(code, StoreRefused))
-    return kind(_sentence(code, text, endpoint))
-
-
-def _sentence(code: grpc.StatusCode | None, text: str, endpoint: str) -> str:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"etcd at {endpoint} did not answer in time"
+        return kind(f"etcd at {endpoint} did not answer in time")
     if never_sent(text):
-        return f"cannot reach etcd at {endpoint} ({text}); is it running there?"
+        return kind(f"cannot reach etcd at {endpoint} ({text}); is it running there?")
     remedy = next((remedy for known, remedy in _REMEDIES.items() if known in text), None)
-    return f"etcd at {endpoint}: {text}" + (f"; {remedy}" if remedy else "")
+    return kind(f"etcd at {endpoint}: {text}" + (f"; {remedy}" if remedy else ""))
 
 
 def never_sent(text: str) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -38,7 +37,14 @@ class KeepAlives:
         """
 
         def send(etcd: Any) -> float:
-            return self._on(self._connection.session).ask(lease, etcd.timeout)
+            session = self._connection.session
+            with self._lock:
+                stream = self._stream
+                if stream is None or stream.over or stream.session is not session:
+                    if stream is not None:
+                        stream.end()
+                    stream = self._stream = _Stream(session)
+            return stream.ask(lease, etcd.timeout)
 
         return self._connection.call(send, repeatable=True, timeout_s=timeout_s)
 
@@ -47,14 +53,6 @@ class KeepAlives:
         with self._lock:
             if self._stream is not None:
                 self._stream.end()
-
-    def _on(self, session: Session) -> _Stream:
-        with self._lock:
-            if self._stream is None or self._stream.over or self._stream.session is not session:
-                if self._stream is not None:
-                    self._stream.end()
-                self._stream = _Stream(session)
-            return self._stream
 
 
 class _Stream:
@@ -67,8 +65,9 @@ class _Stream:
         self._answered: Counter[int] = Counter()
         self._ttl_s: dict[int, float] = {}
         self._error: grpc.RpcError | None = None
+        requests = iter(self._requests.get, None)  # None ends them
         stub = rpc.LeaseStub(session.client.channel)
-        self._call = stub.LeaseKeepAlive(self._all_requests(), metadata=session.metadata)
+        self._call = stub.LeaseKeepAlive(requests, metadata=session.metadata)
         threading.Thread(target=self._read, name="keep-alives", daemon=True).start()
 
     def ask(self, lease: int, timeout_s: float) -> float:
@@ -95,10 +94,6 @@ class _Stream:
         """End it, from any thread."""
         self._requests.put(None)
         self._call.cancel()
-
-    def _all_requests(self) -> Iterator[Any]:
-        while (request := self._requests.get()) is not None:
-            yield request
 
     def _read(self) -> None:
         error: grpc.RpcError | None = None

@@ -15,14 +15,11 @@ from __future__ import annotations
 import sys
 from importlib import resources
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
-
-if TYPE_CHECKING:
-    from google.protobuf.descriptor_pb2 import MethodDescriptorProto
 
 _STANDS_FOR = "etcd3.etcdrpc"
 _PACKAGE = "etcdserverpb"
@@ -58,7 +55,9 @@ def _stub_class(service: str, methods: Any, classes: dict[str, Any]) -> type:
 
     def bind(self: Any, channel: Any) -> None:
         for method in methods:
-            multi_callable = getattr(channel, _kind(method))(
+            sides = (method.client_streaming, method.server_streaming)
+            kind = "_".join("stream" if streams else "unary" for streams in sides)
+            multi_callable = getattr(channel, kind)(
                 f"/{_PACKAGE}.{service}/{method.name}",
                 request_serializer=_class_of(method.input_type, classes).SerializeToString,
                 response_deserializer=_class_of(method.output_type, classes).FromString,
@@ -66,11 +65,6 @@ def _stub_class(service: str, methods: Any, classes: dict[str, Any]) -> type:
             setattr(self, method.name, multi_callable)
 
     return type(f"{service}Stub", (), {"__init__": bind})
-
-
-def _kind(method: MethodDescriptorProto) -> str:
-    sides = (method.client_streaming, method.server_streaming)
-    return "_".join("stream" if streams else "unary" for streams in sides)
 
 
 def _class_of(full_name: str, classes: dict[str, Any]) -> Any:

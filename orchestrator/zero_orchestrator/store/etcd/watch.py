@@ -68,12 +68,6 @@ def key_value(kv: Any) -> KeyValue:
     return KeyValue(key, value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
-def _change(event: Any) -> Change:
-    deleted = event.type == rpc.Event.DELETE
-    item = None if deleted else key_value(event.kv)
-    return Change(event.kv.key.decode(), event.kv.mod_revision, item)
-
-
 class Stream:
     """One call: requests from any thread, responses on one."""
 
@@ -121,27 +115,27 @@ class Stream:
     # ---- gRPC's sending thread ----
 
     def _sent(self) -> Iterator[Any]:
-        while (request := self._next()) is not None:
-            # That a watch is gone already is no answer: cancelling it may have none.
-            if self._asked_s is None and not request.HasField("cancel_request"):
-                self._asked_s = time.monotonic()
-            yield request
-
-    def _next(self) -> Any:
-        """The next request, if need be one for a sign of life; None when the stream is over."""
+        """The requests, and at need one for a sign of life, until the stream is over."""
         while not self._over:
             asked_s = self._asked_s
             due_s = self._heard_s + QUIET_S if asked_s is None else asked_s + self._answer_s
             if (left_s := due_s - time.monotonic()) > 0:
                 try:
-                    return self._requests.get(timeout=left_s)
+                    request = self._requests.get(timeout=left_s)
                 except queue.Empty:
                     continue
-            if asked_s is None:
-                return rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
-            self.silent = True
-            self.end()
-        return None
+                if request is None:
+                    return
+            elif asked_s is None:
+                request = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+            else:
+                self.silent = True
+                self.end()
+                return
+            # That a watch is gone already is no answer: cancelling it may have none.
+            if self._asked_s is None and not request.HasField("cancel_request"):
+                self._asked_s = time.monotonic()
+            yield request
 
 
 class EtcdWatch:
@@ -172,8 +166,12 @@ class EtcdWatch:
 
     def deliver(self, events: Sequence[Any]) -> None:
         """Tell of what is new in these."""
-        changes = [_change(event) for event in events]
-        if new := [change for change in changes if change.revision > self.after]:
+        new = []
+        for event in events:
+            if event.kv.mod_revision > self.after:
+                item = None if event.type == rpc.Event.DELETE else key_value(event.kv)
+                new.append(Change(event.kv.key.decode(), event.kv.mod_revision, item))
+        if new:
             self.after = new[-1].revision
             self._call_back(self._on_changes, new)
 
@@ -256,40 +254,29 @@ class EtcdWatches:
     # ---- the thread ----
 
     def _run(self) -> None:
-        while self._is_wanted():
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._watches or self._closed.is_set())
+                if self._closed.is_set():
+                    return
             try:
                 retry.until_set(self._closed)(self._follow)
             except Exception as error:
-                self._report(error)
+                if not self._closed.is_set() and str(error) != self._reported:
+                    self._reported = str(error)
+                    watches = list(self._watches.values())
+                    prefixes = ", ".join(sorted({watch.prefix for watch in watches}))
+                    _log.error("the watch of %s does not work: %s", prefixes, error, exc_info=error)
                 self._closed.wait(retry.LONGEST_WAIT_S)
             self._closed.wait(random.uniform(0, _RESUME_PAUSE_S))
 
-    def _is_wanted(self) -> bool:
-        """Wait until there is a watch; False when there will be none."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._watches or self._closed.is_set())
-            return not self._closed.is_set()
-
     def _follow(self) -> None:
-        """Read one stream to its end.
+        """Open a stream with all watches, and read it to its end.
 
         Raises:
             StoreUnavailable: The server did not accept the watches, or not for long.
             StoreRefused: The server said that it never will accept one of them.
         """
-        stream, started = self._open(), time.monotonic()
-        try:
-            for response in stream.responses():
-                self._take(response, stream)
-            failure: StoreError = StoreUnavailable("the server ended the stream")
-        except grpc.RpcError as error:
-            failure = self._ended(stream, error)
-        finally:
-            stream.end()
-        if self._watches and time.monotonic() - started < _SHORT_LIFE_S:
-            raise failure
-
-    def _open(self) -> Stream:
         connection = self._connection
         stream = Stream(connection.logged_in(), answer_s=connection.timeout_s)
         with self._lock:
@@ -298,23 +285,24 @@ class EtcdWatches:
                 stream.ask(_create_request(number, watch))
             if not self._watches:
                 stream.end()
-        return stream
-
-    def _ended(self, stream: Stream, error: grpc.RpcError) -> StoreError:
-        """What the end of a stream means; moves on if it was for want of an answer."""
-        session = stream.session
-        if error.code() is not grpc.StatusCode.CANCELLED:
-            return self._connection.failed(session, error)
-        if stream.silent:
-            self._connection.give_up(session)
-        return StoreUnavailable(f"the stream from etcd at {session.endpoint} was given up")
-
-    def _report(self, error: Exception) -> None:
-        if self._closed.is_set() or str(error) == self._reported:
-            return
-        self._reported = str(error)
-        prefixes = ", ".join(sorted({watch.prefix for watch in list(self._watches.values())}))
-        _log.error("the watch of %s does not work: %s", prefixes, error, exc_info=error)
+        started = time.monotonic()
+        try:
+            for response in stream.responses():
+                self._take(response, stream)
+            failure: StoreError = StoreUnavailable("the server ended the stream")
+        except grpc.RpcError as error:
+            session = stream.session
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                failure = connection.failed(session, error)
+            else:
+                if stream.silent:
+                    connection.give_up(session)
+                text = f"the stream from etcd at {session.endpoint} was given up"
+                failure = StoreUnavailable(text)
+        finally:
+            stream.end()
+        if self._watches and time.monotonic() - started < _SHORT_LIFE_S:
+            raise failure
 
     # ---- what the server says ----
 
