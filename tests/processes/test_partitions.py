@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -30,6 +31,9 @@ from zero_contract.exit_codes import AgentExit
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 PORT = 2379
+
+GREETING_BYTES = 97
+"""The ring's handshake sends the client more: a nonce, names, and a proof."""
 
 COUNTS = """
 import os, pathlib, sys, time
@@ -151,6 +155,22 @@ def nodes(machines):
         return machines.etcd.call("kv/range", key=key, range_end=end).get("kvs", [])
 
 
+def wait_for_ring(machines):
+    """Until a and b have met in the ring: a node that was never met is under no suspicion."""
+
+    def met(here, there):
+        port = rings.get(there, "").rpartition(":")[2]
+        return port and machines.net.received_bytes(here, there, port) > GREETING_BYTES
+
+    def both():
+        records = (json.loads(base64.b64decode(item["value"])) for item in nodes(machines))
+        rings.update((record["id"], record["ring"]) for record in records)
+        return met("a", "b") and met("b", "a")
+
+    rings: dict[str, str] = {}
+    wait_for(both, 150, "a and b have met in the ring")
+
+
 @pytest.mark.full
 def test_an_agent_alone_goes_on_without_etcd_and_registers_again(machines):
     """Its lease lapses meanwhile: nobody else is there to take it for lost."""
@@ -232,6 +252,7 @@ def test_a_port_that_refuses_costs_no_restart_while_the_other_node_keeps_its_lea
     machines.job.prefix = APART
     machines.start("a", "b")
     machines.job.wait_for_round(1, world=2)
+    wait_for_ring(machines)
     for here, there in (("a", "b"), ("b", "a")):
         machines.net.refuse(here, there)
         machines.net.drop_connections(here, there)
@@ -247,6 +268,7 @@ def test_a_firewall_that_rejects_one_way_evicts_nobody_whose_agent_is_alive(mach
     machines.job.prefix = APART
     machines.start("a", "b")
     machines.job.wait_for_round(1, world=2)
+    wait_for_ring(machines)
     machines.net.reject("a", by="b")
     machines.net.drop_connections("a", "b")
     wait_for(lambda: machines.job.events("ring"), 60, "b to be found alive")

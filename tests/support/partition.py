@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import uuid
@@ -85,6 +86,18 @@ class Network:
             [*kill, self.address(there)], check=True, capture_output=True, text=True
         )
         assert self.address(there) in done.stdout, "no connection was ended"
+
+    def received_bytes(self, here: str, there: str, port: int) -> int:
+        """What a machine has received over a connection to a port of another one; 0 without one."""
+        show = ["ip", "netns", "exec", self._namespace(here), "ss", "-tinH", "state", "established"]
+        found = subprocess.run(
+            [*show, "dst", self.address(there), "dport", "=", f":{port}"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        received = re.search(r"bytes_received:(\d+)", found.stdout)
+        return int(received[1]) if received else 0
 
     def heal(self, one: str, *others: str) -> None:
         for other in others:
