@@ -1,6 +1,6 @@
-"""What each kind of cluster makes of a job: a table of renderers.
+"""Rendering a job file for each kind of cluster: a table of renderers.
 
-Must always hold: rendering starts nothing and asks no network. Who calls it: `command`.
+Must always hold: rendering starts nothing and uses no network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A job file as a compose file: deploy/compose.yaml with the job's numbers in it.
-
-Who calls it: `render`.
-"""
+"""A job file as a compose file: deploy/compose.yaml with the values of the job."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job, JobFile
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, settings
 from zero_orchestrator.jobfile.render import files
 
@@ -52,15 +49,18 @@ def render(job: Job) -> str:
         for name, value in (settings(file) | etcd_settings(file)).items()
     }
     agent["environment"] |= {name: f"${{{name}:?{_MISSING}}}" for name in file.secrets}
-    agent["deploy"] = {"replicas": file.start, **_devices(file)}
-    # What the agents read of this machine, at the same paths; the config at its own
+    agent["deploy"] = {"replicas": file.start}
+    if file.resources.gpu:
+        device = {"driver": "nvidia", "count": file.resources.gpu, "capabilities": ["gpu"]}
+        agent["deploy"]["resources"] = {"reservations": {"devices": [device]}}
+    # Agents read the files of this machine at the same paths, and the config at CONFIG.
     config = [f"{job.config_path}:{CONFIG}:ro"] if job.config is not None else []
     agent["volumes"] += config + [f"{path}:{path}:ro" for path in job.file.etcd.files.values()]
     return yaml.safe_dump(found, sort_keys=False)
 
 
 def _remove_etcd(found: dict[str, Any]) -> None:
-    """Take out the template's etcd, its certificates, and what the others have of them."""
+    """Remove the template's etcd, its certificates, and all references to them."""
     services, volumes = found["services"], found["volumes"]
     agent, owner = services["agent"], services["volume-owner"]
     del services["etcd"], services["certificates"], volumes["etcd"], volumes["tls"]
@@ -70,10 +70,3 @@ def _remove_etcd(found: dict[str, Any]) -> None:
     agent["volumes"].remove(f"tls:{TLS}:ro")
     owner["volumes"].remove(f"tls:{TLS}")
     owner["entrypoint"].remove(TLS)
-
-
-def _devices(file: JobFile) -> dict[str, Any]:
-    if not file.resources.gpu:
-        return {}
-    device = {"driver": "nvidia", "count": file.resources.gpu, "capabilities": ["gpu"]}
-    return {"resources": {"reservations": {"devices": [device]}}}

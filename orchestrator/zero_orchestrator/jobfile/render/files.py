@@ -1,6 +1,7 @@
-"""Files: those of deploy/, from which all is rendered, so there is one truth; and what is rendered.
+"""Templates and rendered files.
 
-Those of deploy/ travel with the package. Who calls it: the renderers, and `command`.
+Every renderer starts from a file of deploy/, so deploy/ is the only source. The wheel contains
+these files.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ from pathlib import Path
 from zero_orchestrator.errors import SpecError
 
 DEPLOY = (Path(__file__).parents[1] / "deploy").resolve()
-"""In a checkout a link to deploy/ at its top."""
+"""In a checkout, a symbolic link to the directory deploy/."""
 KUBERNETES = DEPLOY / "kubernetes"
 PRIVATE = "etc/zero-elastic"
-"""Below it are files for root alone: systemd reads them, and a variable may be a password."""
+"""Directory of files that only root may read: a variable may be a password."""
 
 
 def read(name: str) -> str:
-    """The text of one of them."""
+    """The text of a file of deploy/, by its path below deploy/."""
     return (DEPLOY / name).read_text(encoding="utf-8")
 
 
 def shown(files: Mapping[str, str]) -> str:
-    """The files as one text; if they are several, each below its name."""
+    """The files as one text; each of several files follows a line with its name."""
     if len(files) == 1:
         return "".join(files.values())
     return "\n".join(f"# ---- {name}\n{text}" for name, text in files.items())
 
 
 def write(files: Mapping[str, str], directory: Path) -> list[Path]:
-    """Write the files below a directory.
+    """Write the files below a directory; files below `PRIVATE` get mode 0600.
+
+    Returns:
+        The paths, in the order of `files`.
 
     Raises:
-        SpecError: They cannot be written there.
+        SpecError: A file or directory cannot be written.
     """
     written = []
     for name, text in files.items():

@@ -1,11 +1,10 @@
-"""A job file as a kustomization of deploy/kubernetes, and as the objects that it makes.
+"""A job file as a kustomization of deploy/kubernetes, and as Kubernetes objects.
 
-A job is the base, the components that it asks for, and patches with its numbers; kustomize puts
-them together. All of a job's objects have its name as a prefix, and its pods and selectors a
-label with it, so several jobs live in one namespace.
+kustomize combines the base, the components that the job asks for, and patches with the values of
+the job. The name of the job is the prefix of its objects' names and a label of its pods and
+selectors, so several jobs can run in one namespace.
 
-Must always hold: what deploy/kubernetes says and the job file does not is what is rendered. Who
-calls it: `render`.
+Must always hold: what the job file does not set is rendered as deploy/kubernetes has it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import yaml
 
 from zero_contract.errors import ZeroError
-from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job, JobFile
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, settings
 from zero_orchestrator.jobfile.render.files import KUBERNETES
-from zero_orchestrator.jobfile.render.patches import Object, members, named, operations
+from zero_orchestrator.jobfile.render.patches import members, merges, operations
 
 SECRET_FILES = "/etc/zero-etcd"
 INSTANCE = "app.kubernetes.io/instance"
@@ -35,14 +34,14 @@ _RENDERERS = (("kubectl", "kustomize"), ("kustomize", "build"))
 
 
 class ToolMissing(ZeroError):
-    """A program that is needed is not on the PATH, or failed."""
+    """A program that is needed is not on the PATH, failed, or did not end in time."""
 
 
 def render(job: Job) -> str:
     """The objects, as YAML for `kubectl apply -f`.
 
     Raises:
-        ToolMissing: There is neither kubectl nor kustomize, or it could not do it.
+        ToolMissing: Neither kubectl nor kustomize is on the PATH, or it failed.
     """
     renderer = next((one for one in _RENDERERS if shutil.which(one[0])), None)
     if renderer is None:
@@ -55,77 +54,28 @@ def render(job: Job) -> str:
         for name, text in files(job, where).items():
             (where / name).parent.mkdir(exist_ok=True)
             (where / name).write_text(text, encoding="utf-8")
-        done = _run(renderer, where)
+        try:
+            done = subprocess.run(
+                [*renderer, str(where)],
+                capture_output=True, text=True, timeout=RENDER_TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ToolMissing(
+                f"{' '.join(renderer)} did not end within {RENDER_TIMEOUT_S:g} s; try again"
+            ) from None
     if done.returncode:
         raise ToolMissing(f"{' '.join(renderer)} failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _run(renderer: Sequence[str], where: Path) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            [*renderer, str(where)],
-            capture_output=True, text=True, timeout=RENDER_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ToolMissing(
-            f"{' '.join(renderer)} did not end within {RENDER_TIMEOUT_S:g} s; try again"
-        ) from None
-
-
 def files(job: Job, directory: Path) -> dict[str, str]:
-    """The kustomization that is to lie in `directory`: file name -> text.
+    """The kustomization for a directory: file name -> text.
 
-    It has two layers, as a component's variables would win over those beside it.
+    It has two layers, because the variables of a component would win over those beside it.
     """
-    top = Path(os.path.relpath(KUBERNETES, directory / _PARTS))
-    parts = {
-        **_HEAD,
-        "resources": [str(top / "base")],
-        "components": [str(top / "components" / name) for name in _components(job.file)],
-    }
-    return {
-        f"{_PARTS}/kustomization.yaml": yaml.safe_dump(parts, sort_keys=False),
-        "kustomization.yaml": yaml.safe_dump(_kustomization(job), sort_keys=False),
-        **({CONFIG_NAME: job.config} if job.config is not None else {}),
-    }
-
-
-def _kustomization(job: Job) -> Object:
     file = job.file
-    flags = settings(job.file) | _endpoint(job.file)
-    agent = {
-        "name": "agent",
-        "behavior": "merge",
-        "literals": [_literal(name, value) for name, value in flags.items()],
-    }
-    training = {"name": "training", "behavior": "merge", "files": [CONFIG_NAME]}
-    return {
-        **_HEAD,
-        **({"namespace": file.kubernetes.namespace} if file.kubernetes.namespace else {}),
-        "namePrefix": f"{file.name}-",
-        "labels": [{"pairs": {INSTANCE: file.name}, "includeSelectors": True}],
-        "resources": [_PARTS],
-        "images": [_image(file.image)],
-        "generatorOptions": {"immutable": True},
-        "configMapGenerator": ([agent, training] if job.config is not None else [agent]),
-        "patches": [{"patch": yaml.safe_dump(one, sort_keys=False)} for one in named(file)]
-        + operations(file),
-    }
-
-
-def _image(image: str) -> Object:
-    name, at, digest = image.partition("@")
-    if at:
-        return {"name": "zero-elastic", "newName": name, "digest": digest}
-    name, colon, tag = image.rpartition(":")
-    if not colon or "/" in tag:  # a port of the registry is no tag
-        name, tag = image, "latest"
-    return {"name": "zero-elastic", "newName": name, "newTag": tag}
-
-
-def _components(file: JobFile) -> list[str]:
-    asked = {
+    top = Path(os.path.relpath(KUBERNETES, directory / _PARTS))
+    components = {
         "gpu": file.resources.gpu > 0,
         "spot": file.spot,
         "tls": file.etcd.tls,
@@ -133,25 +83,61 @@ def _components(file: JobFile) -> list[str]:
         "etcd-credentials": file.etcd.secret is not None,
         "kueue": file.kubernetes.queue is not None,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
-
-
-def _literal(name: str, value: str) -> str:
-    """A variable as kustomize reads it: it takes a pair of quotes around the whole value away."""
-    return f'{name}="{value}"' if value[:1] in ("'", '"') else f"{name}={value}"
-
-
-def _endpoint(file: JobFile) -> dict[str, str]:
-    """Where etcd is; its files are those of the Secret, by the same names."""
-    if not file.etcd.endpoints:
-        return {"PET_RDZV_ENDPOINT": ",".join(f"{host}:2379" for host in members(file).values())}
-    flags = etcd_settings(file)
-    return {
-        **({"PET_ETCD_USER": "", "PET_ETCD_CA": ""} if file.etcd.secret else {}),
-        **({"PET_ETCD_PASSWORD_FILE": ""} if file.etcd.secret else {}),
-        **flags,
-        **{
-            f"PET_{flag}": f"{SECRET_FILES}/{PurePosixPath(path).name}"
-            for flag, path in file.etcd.files.items()
-        },
+    asked = [name for name, is_asked in components.items() if is_asked]
+    parts = {
+        **_HEAD,
+        "resources": [str(top / "base")],
+        "components": [str(top / "components" / name) for name in asked],
     }
+    whole = {
+        **_HEAD,
+        **({"namespace": file.kubernetes.namespace} if file.kubernetes.namespace else {}),
+        "namePrefix": f"{file.name}-",
+        "labels": [{"pairs": {INSTANCE: file.name}, "includeSelectors": True}],
+        "resources": [_PARTS],
+        "images": [{"name": "zero-elastic", **_image(file.image)}],
+        "generatorOptions": {"immutable": True},
+        "configMapGenerator": _config_maps(job),
+        "patches": [{"patch": yaml.safe_dump(one, sort_keys=False)} for one in merges(file)]
+        + operations(file),
+    }
+    return {
+        f"{_PARTS}/kustomization.yaml": yaml.safe_dump(parts, sort_keys=False),
+        "kustomization.yaml": yaml.safe_dump(whole, sort_keys=False),
+        **({CONFIG_NAME: job.config} if job.config is not None else {}),
+    }
+
+
+def _image(image: str) -> dict[str, str]:
+    name, at, digest = image.partition("@")
+    if at:
+        return {"newName": name, "digest": digest}
+    name, colon, tag = image.rpartition(":")
+    if not colon or "/" in tag:  # a port of the registry is no tag
+        name, tag = image, "latest"
+    return {"newName": name, "newTag": tag}
+
+
+def _config_maps(job: Job) -> list[dict[str, Any]]:
+    """The agents' variables, and the config of the engine if there is one."""
+    file = job.file
+    flags = settings(file)
+    if not file.etcd.endpoints:
+        hosts = members(file).values()
+        flags["PET_RDZV_ENDPOINT"] = ",".join(f"{host}:2379" for host in hosts)
+    else:
+        if file.etcd.secret:  # without these, the component's own values would hold
+            flags |= {"PET_ETCD_USER": "", "PET_ETCD_CA": "", "PET_ETCD_PASSWORD_FILE": ""}
+        flags |= etcd_settings(file)
+        # Pods have the files of the Secret, under their names without directories.
+        for flag, path in file.etcd.files.items():
+            flags[f"PET_{flag}"] = f"{SECRET_FILES}/{PurePosixPath(path).name}"
+    # kustomize takes away a pair of quotes around a whole value.
+    literals = [
+        f'{name}="{value}"' if value[:1] in ("'", '"') else f"{name}={value}"
+        for name, value in flags.items()
+    ]
+    found: list[dict[str, Any]] = [{"name": "agent", "behavior": "merge", "literals": literals}]
+    if job.config is not None:
+        found.append({"name": "training", "behavior": "merge", "files": [CONFIG_NAME]})
+    return found

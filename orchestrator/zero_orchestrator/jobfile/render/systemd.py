@@ -1,6 +1,6 @@
-"""A job file as what systemd reads: the unit of deploy/systemd, the job's variables, its limits.
+"""A job file as files of systemd: the unit of deploy/systemd, the job's variables, its limits.
 
-Must always hold: every machine of the job gets the same files. Who calls it: `render`.
+Must always hold: every machine of the job gets the same files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def files(job: Job) -> dict[str, str]:
     """Path below the root of a machine -> text.
 
     Raises:
-        JobFileError: Something that systemd's agents need is missing, or cannot be written for it.
+        JobFileError: A value that machines need is missing, or an environment file cannot hold it.
     """
     file = job.file
     if not file.etcd.endpoints:
@@ -31,27 +31,24 @@ def files(job: Job) -> dict[str, str]:
             wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"
             raise JobFileError(job.source.tell(Problem(key="", text=wrong)))
     variables["ZERO_SCRIPT"] = " ".join(words)
-    return {
-        f"etc/systemd/system/{UNIT}": read(f"systemd/{UNIT}"),
-        f"etc/systemd/system/zero-agent@{file.name}.service.d/job.conf": _limits(job),
-        f"{PRIVATE}/{file.name}.env": "".join(
-            f"{name}={value}\n" for name, value in variables.items()
-        ),
-    }
-
-
-def _limits(job: Job) -> str:
-    file = job.file
-    lines = [
+    limits = [
         f"# The job {file.name}, of {job.source.file}.",
         "[Service]",
         f"TimeoutStopSec={file.grace:.0f}",
     ]
     if (limit_bytes := job.memory_limit_bytes) is not None:
-        lines.append(f"MemoryMax={limit_bytes}")
+        limits.append(f"MemoryMax={limit_bytes}")
     if file.secrets:
-        lines += [
+        limits += [
             f"# For root alone, with a line NAME=VALUE for each of: {', '.join(file.secrets)}",
             f"EnvironmentFile=/{PRIVATE}/{file.name}.secrets.env",
         ]
-    return "".join(f"{line}\n" for line in lines)
+    return {
+        f"etc/systemd/system/{UNIT}": read(f"systemd/{UNIT}"),
+        f"etc/systemd/system/zero-agent@{file.name}.service.d/job.conf": "".join(
+            f"{line}\n" for line in limits
+        ),
+        f"{PRIVATE}/{file.name}.env": "".join(
+            f"{name}={value}\n" for name, value in variables.items()
+        ),
+    }
