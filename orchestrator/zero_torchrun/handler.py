@@ -1,14 +1,14 @@
-"""torchrun's rendezvous on our round machine: `torchrun --rdzv-backend=zero-etcd`.
+"""A rendezvous handler for torchrun in etcd v3: `torchrun --rdzv-backend=zero-etcd`.
 
     torchrun --nnodes=1:4 --max-restarts=3 --rdzv-backend=zero-etcd \
              --rdzv-endpoint=etcd-0:2379,etcd-1:2379 --rdzv-id=job train.py
 
-torchrun starts, watches and restarts the workers; this only says who takes part in which round.
-A node that dies is noticed when its lease runs out, the others go on without it at once, and
-there is no node whose loss ends the job: each round has a TCPStore of its own, on its first node.
+torchrun starts, watches and restarts the workers; this handler only decides the members of each
+round. A node's death is noticed when its lease expires, and the others continue without it at once.
+No node's loss ends the job: each round has a new TCPStore, on its first node.
 
 Must always hold: everything runs on torchrun's own thread, in `num_nodes_waiting` and
-`next_rendezvous`; each wait ends.
+`next_rendezvous`; every wait is bounded.
 
 Source of the interface: torch.distributed.elastic.rendezvous.api.
 """
@@ -53,20 +53,20 @@ log = logging.getLogger("zero")
 
 BACKEND = "zero-etcd"
 RESTARTS = 1_000_000
-"""torchrun has its own budget, one for each agent; ours must not end the job before."""
+"""The job's restart budget, which is never reached: torchrun has its own, one for each agent."""
 _BACKLOG = 4096
-"""So many workers may connect to a round's store at once."""
+"""Backlog: how many workers may connect to a round's TCPStore at once."""
 _POLL_S = 0.05
 _FINISH_S = 2.0
 
 
 def load() -> Any:
-    """What the entry point `torchrun.handlers` is to return: the maker of handlers."""
+    """The entry point `torchrun.handlers`; returns the factory of handlers."""
     return create
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """A handler for torchrun's parameters; nothing is sent before it is used.
+    """Make a handler from torchrun's parameters; nothing is sent before its first use.
 
     Args:
         params: `endpoint` is etcd, `HOST:PORT[,HOST:PORT...]`; of the settings in --rdzv-conf
@@ -74,7 +74,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             for a secure etcd `ca_cert`, `ssl_cert`, `ssl_cert_key`, `user` and `password_file`.
 
     Raises:
-        SpecError: Half of a pair of these, or a file that cannot be read.
+        SpecError: Half of a pair of these is missing, or a file cannot be read.
     """
     spec = JobSpec(
         min_nodes=params.min_nodes,
@@ -89,25 +89,21 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         address=params.local_addr or _address_towards(params.endpoint),
         slots=1,
     )
-    return EtcdV3Handler(
-        EtcdStore(params.endpoint, credentials=_credentials(params)),
-        check_job_name(params.run_id),
-        spec,
-        node,
-        timing=Timing(settle_s=float(params.get("last_call_timeout", Timing.settle_s))),
-        join_timeout_s=float(params.get("join_timeout", 600)),
-    )
-
-
-def _credentials(params: RendezvousParameters) -> Credentials:
-    """Who we are to etcd. A password is in a file: command lines are read by everybody."""
-    password = _file(params, "password_file")
-    return Credentials(
+    password = _file(params, "password_file")  # command lines can be read by every user
+    credentials = Credentials(
         user=params.get("user"),
         password=password.read_text().partition("\n")[0] if password else None,
         ca=_file(params, "ca_cert"),
         cert=_file(params, "ssl_cert"),
         key=_file(params, "ssl_cert_key"),
+    )
+    return EtcdV3Handler(
+        EtcdStore(params.endpoint, credentials=credentials),
+        check_job_name(params.run_id),
+        spec,
+        node,
+        timing=Timing(settle_s=float(params.get("last_call_timeout", Timing.settle_s))),
+        join_timeout_s=float(params.get("join_timeout", 600)),
     )
 
 
@@ -144,10 +140,10 @@ class EtcdV3Handler(RendezvousHandler):
         self._round = 0
         """The round in which this node's workers run, or ran last."""
         self._hosted: tuple[int, Any] = (0, None)
-        """The newest round whose TCPStore is hosted here, and that."""
+        """The newest round whose TCPStore is hosted here, and that TCPStore."""
 
     def get_backend(self) -> str:
-        """Its name on torchrun's command line."""
+        """The name of this handler on torchrun's command line."""
         return BACKEND
 
     def get_run_id(self) -> str:
@@ -156,18 +152,18 @@ class EtcdV3Handler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet in the TCPStore of the round, which no worker's end takes away."""
+        """True: workers use the round's TCPStore, which outlives every worker."""
         return True
 
-    # ---- torchrun asks ----
+    # ---- torchrun's interface ----
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the round of the workers that have just ended; wait for the next one.
 
         Raises:
             RendezvousClosedError: The job is over.
-            RendezvousConnectionError: etcd does not let this agent in.
-            RendezvousTimeoutError: Too few nodes came, or etcd stayed silent.
+            RendezvousConnectionError: etcd refuses this agent.
+            RendezvousTimeoutError: Too few nodes came, or etcd did not answer.
         """
         deadline = time.monotonic() + self._join_timeout_s
         reason = ""
@@ -180,7 +176,7 @@ class EtcdV3Handler(RendezvousHandler):
                 except StoreUnavailable as error:
                     if str(error) != reason:
                         reason = str(error)
-                        log.warning("%s", reason)  # torchrun waits in silence
+                        log.warning("%s", reason)  # torchrun logs nothing while it waits
             time.sleep(_POLL_S)
         raise RendezvousTimeoutError(
             f"no round of job {self._job} began within {self._join_timeout_s:g} s: {reason}; "
@@ -188,11 +184,11 @@ class EtcdV3Handler(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Whether the round is over, or to be left: torchrun then restarts the workers."""
+        """1 if the round is over, or to be left: torchrun then restarts the workers; else 0."""
         with contextlib.suppress(StoreUnavailable), _as_torchs_errors():
             job = self._rdzv.poll()
             return int(job.n != self._round or job.state is State.FORMING or bool(job.yielding))
-        return 0  # without news the workers go on
+        return 0  # while etcd does not answer, the workers continue
 
     def is_closed(self) -> bool:
         """Whether no further round can begin."""
@@ -203,13 +199,21 @@ class EtcdV3Handler(RendezvousHandler):
         self._store.put(self._closed_key, "")
 
     def shutdown(self) -> bool:
-        """End with torchrun: with success, or while its error is on the way out."""
-        failed = sys.exc_info()[1] is not None
+        """Report the end of torchrun on this node, and leave; False if etcd did not take it."""
+        failed = sys.exc_info()[1] is not None  # torchrun's error is being raised
         try:
             if self._registered:
-                self._say_how_it_ended(failed)
+                job = self._rdzv.poll()
+                if failed:
+                    self.set_closed()
+                    self._leave(job)
+                else:  # the job is done when the last node has reported it
+                    self._rdzv.report_done(self._round)
+                    deadline = time.monotonic() + _FINISH_S
+                    while not self._over(self._rdzv.poll()) and time.monotonic() < deadline:
+                        time.sleep(_POLL_S)
         except StoreError:
-            return False  # the lease runs out by itself
+            return False  # the lease expires by itself
         finally:
             self._rdzv.close()
             self._store.close()
@@ -246,7 +250,7 @@ class EtcdV3Handler(RendezvousHandler):
         return RendezvousInfo(store, index, len(job.members.nodes), where)
 
     def _leave(self, job: Snapshot) -> None:
-        """The workers of this round are gone: say so, and why if nobody else has."""
+        """Report that the workers of this round are gone, as a failure if none was reported."""
         if not job.has_member(self._rdzv.node):
             return
         if job.state is State.ACTIVE and job.yielding is None:
@@ -259,18 +263,6 @@ class EtcdV3Handler(RendezvousHandler):
         else:
             self._rdzv.report_quiet(job.n)
 
-    def _say_how_it_ended(self, failed: bool) -> None:
-        """Success: the job is done when the last node says so. Failure: the job is closed."""
-        job = self._rdzv.poll()
-        if failed:
-            self.set_closed()
-            self._leave(job)
-            return
-        self._rdzv.report_done(self._round)
-        deadline = time.monotonic() + _FINISH_S
-        while not self._over(self._rdzv.poll()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
     @property
     def _closed_key(self) -> str:
         return f"{self._rdzv.keys.prefix}closed"
@@ -282,7 +274,7 @@ class EtcdV3Handler(RendezvousHandler):
 
 @contextlib.contextmanager
 def _as_torchs_errors() -> Iterator[None]:
-    """Torchrun knows its own errors only; what may pass by itself stays ours."""
+    """Convert errors of etcd to torchrun's, except StoreUnavailable, which may pass by itself."""
     try:
         yield
     except StoreUnavailable:
@@ -292,7 +284,7 @@ def _as_torchs_errors() -> Iterator[None]:
 
 
 def _address_towards(endpoint: str) -> str:
-    """The address of this machine that the kernel would use to reach etcd."""
+    """The local address of the route to etcd, or this host's name."""
     try:
         host, port = split_host_port(endpoint.partition(",")[0])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -304,24 +296,14 @@ def _address_towards(endpoint: str) -> str:
 
 
 def _host_store(address: str) -> TCPStore:
-    """A store on this address alone: it asks nobody who they are, and torch's listen everywhere."""
-    listener = _listen(address)
-    return TCPStore(
-        address,
-        int(listener.getsockname()[1]),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        # It could not take a socket over before.
-        use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]
-    )
+    """Host a TCPStore on this address only.
 
-
-def _listen(address: str) -> socket.socket:
+    It has no authentication, and torch's own would listen on all addresses.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        ipaddress.ip_address(address)  # a name may stand for the loopback here, and not elsewhere
-        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        ipaddress.ip_address(address)  # a name may resolve to the loopback here, and not elsewhere
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except (OSError, ValueError) as error:
         log.warning(
             "cannot listen on %s alone (%s): the round's store listens on all addresses; name an "
@@ -329,4 +311,13 @@ def _listen(address: str) -> socket.socket:
             address,
             error,
         )
-        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+        listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+    return TCPStore(
+        address,
+        int(listener.getsockname()[1]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        # libuv could not take a socket over before.
+        use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]
+    )

@@ -85,7 +85,7 @@ def test_filters_choose_hosts_and_slots_in_the_order_of_the_hostfile(wanted, cho
         ({"include": "w9"}, "--include=w9: 'w9' is not in the hostfile, which has w1, w2, w3"),
         ({"include": "w2:0,5"}, "--include=w2:0,5: host w2 has slots 0 to 1, not 5"),
         ({"include": "w1:"}, "--include=w1:: 'w1:': write HOST or HOST:0,1"),
-        ({"exclude": "w1@w2@w3"}, "--exclude=w1@w2@w3: nothing is left"),
+        ({"exclude": "w1@w2@w3"}, "--exclude=w1@w2@w3: no host is left"),
         ({"num_nodes": 4}, "--num-nodes=4: the hostfile has 3; write 1 to that"),
         ({"num_slots": 3}, "--num-gpus=3: host w2 has 2 slots"),
     ],
@@ -151,9 +151,9 @@ def test_ssh_runs_one_agent_on_each_host_with_its_own_slots():
     agent = " ".join([*AGENT, "--node-id=w1", "train.py"]) + " '--text=it'\"'\"'s one'"
     assert first.argv[-1].startswith("cd /srv/job || exit 8; exec /bin/sh -c ")
     assert first.argv[-1].endswith(f" sh {agent}")
-    assert first.told == "export CUDA_VISIBLE_DEVICES=0,1\\nexport NCCL_DEBUG=INFO\\n\n"
+    assert first.stdin == "export CUDA_VISIBLE_DEVICES=0,1\\nexport NCCL_DEBUG=INFO\\n\n"
     assert (second.where, second.argv[-2]) == ("me@w2", "me@w2")
-    assert "export CUDA_VISIBLE_DEVICES=3\\n" in second.told
+    assert "export CUDA_VISIBLE_DEVICES=3\\n" in second.stdin
     assert "--nproc-per-node=1 " in second.argv[-1]
 
 
@@ -239,7 +239,7 @@ def test_hosts_that_only_ssh_knows_are_asked_of_ssh_and_others_are_refused(tmp_p
     with pytest.raises(SystemExit) as ended:
         main(words[1:])
     assert ended.value.code == 2
-    assert "zero-a, zero-b: these names mean nothing here" in capsys.readouterr().err
+    assert "zero-a, zero-b: only the launcher can resolve these names" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")

@@ -1,6 +1,6 @@
-"""The command line of `zero-ctl launch`: the flags of DeepSpeed's launcher, and ours.
+"""The command line of `zero-ctl launch`: the flags of DeepSpeed's launcher, and further ones.
 
-Must always hold: what follows the script belongs to the script.
+Must always hold: everything after the script belongs to the script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from zero_agent.launch.runners import RUNNERS
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""DeepSpeed's: used if it is there."""
+"""DeepSpeed's default hostfile, used if it exists."""
 
 _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
     (
@@ -35,7 +35,7 @@ _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
     ),
     (
         "--min-nodes",
-        "smallest number of hosts with which the job goes on (default 1)",
+        "smallest number of hosts with which the job continues (default 1)",
         {"type": int, "default": 1},
     ),
     (
@@ -92,15 +92,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for names, text, more in _FLAGS:
         options = dict(more) or {"action": "store_true"}
-        made.add_argument(*_spellings(names), help=text, **options)  # type: ignore[arg-type]
+        given = names.split()
+        given += [f"--{name[2:].replace('-', '_')}" for name in given if "-" in name[2:]]
+        made.add_argument(*given, help=text, **options)  # type: ignore[arg-type]
     made.add_argument("script", metavar="SCRIPT", help="training script")
     made.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
     )
     return made
-
-
-def _spellings(names: str) -> list[str]:
-    """`--num-nodes` and `--num_nodes`."""
-    given = names.split()
-    return [*given, *(f"--{n[2:].replace('-', '_')}" for n in given if "-" in n[2:])]

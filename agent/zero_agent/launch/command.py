@@ -1,8 +1,8 @@
-"""`zero-ctl launch`: from a hostfile to a running job, to its exit code.
+"""`zero-ctl launch`: from a hostfile to a running job and its exit code.
 
-Without a hostfile, or with no other host than this one, the agent takes this process's place.
-With several, the agents meet at --rdzv-endpoint, or at an etcd that this process runs for the
-time of the job and that listens on the address towards the first host.
+Without a hostfile, or with no other host than this one, this process becomes the agent (exec). With
+several hosts, the agents meet at --rdzv-endpoint, or at an etcd that this process runs for as long
+as the job runs, and that listens on the address of the route to the first host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SSH_PORT = 22
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
+    """The entry point of `zero-ctl launch`."""
     logging.basicConfig(format="[zero %(asctime)s] %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     try:
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         plan = _plan(args, hosts, args.rdzv_endpoint or _future_endpoint(args, hosts))
         for command in RUNNERS[args.launcher](plan, remote):
-            # Without the values of variables: what is printed ends in logs.
+            # The values of variables are not printed: the output ends in logs.
             names = sorted({*plan.env, *command.env})
             print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
         return 0
@@ -108,7 +108,7 @@ def _hosts(args: argparse.Namespace) -> Hosts | None:
 
 
 def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
-    """This host's agent of a job whose other hosts do the same."""
+    """The flags of this host's agent if every host runs the same command (--no-ssh)."""
     count = len(hosts) if hosts else args.num_nodes
     if count is None:
         raise SpecError("--no-ssh: how many hosts? give --hostfile or --num-nodes")
@@ -125,7 +125,7 @@ def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
 
 
 def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
-    """Become the agent; returns only in a dry run."""
+    """Become the agent (exec); returns only with --dry-run."""
     named = [f"--rdzv-id={args.rdzv_id}"] if args.rdzv_id else []
     flags = [f"--max-restarts={args.max_restarts}", *flags, *named, *args.agent_args]
     argv = [sys.executable, "-m", "zero_agent", *flags, *_program(args)]
@@ -136,7 +136,7 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- several ----
+# ---- agents on several hosts ----
 
 
 def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> Plan:
@@ -176,64 +176,53 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
     address = _own_address(hosts, args)
     if address is None:
         raise SpecError(
-            f"{', '.join(hosts)}: these names mean nothing here but to the launcher, so it is not "
-            "known under which address the hosts reach this machine; write addresses into the "
-            "hostfile, or name an etcd that they reach with --rdzv-endpoint"
+            f"{', '.join(hosts)}: only the launcher can resolve these names, so the address by "
+            "which the hosts reach this machine is unknown; write addresses into the hostfile, or "
+            "name an etcd that the hosts reach with --rdzv-endpoint"
         )
     token = exported(os.environ, _directories()).get(ENV_JOIN_TOKEN) or new_token()
     os.environ[ENV_JOIN_TOKEN] = token  # for the hosts, and for `zero-ctl stop`
     with private_server([] if address == LOOPBACK else [address], token=token) as local:
         endpoint = host_port(address, split_host_port(local)[1])
-        with _kept(token) as file:
+        with contextlib.closing(Scratch("zero-launch-")) as scratch:  # only this user can read it
+            file = scratch.path / "token"
+            file.write_text(f"{token}\n")
             look = f"{ENV_JOIN_TOKEN}=$(cat {file}) zero-ctl status --rdzv-endpoint={endpoint}"
-            log.info("nobody else gets into its etcd; from another terminal: %s", look)
+            log.info("its etcd admits only holders of the token; from another terminal: %s", look)
             yield endpoint
 
 
-@contextlib.contextmanager
-def _kept(token: str) -> Iterator[Path]:
-    """A file that this user alone can read, with the token in it."""
-    with contextlib.closing(Scratch("zero-launch-")) as scratch:
-        file = scratch.path / "token"
-        file.write_text(f"{token}\n")
-        yield file
-
-
 def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:
-    """What stands for the endpoint of an etcd that has not been started."""
+    """The placeholder for the endpoint of an etcd that --dry-run does not start."""
     address = _own_address(hosts, args)
     if address is None:
-        text = "an address of this machine, which cannot be told from these hosts' names"
+        text = "an address of this machine, which these hosts' names do not determine"
         log.info("ADDRESS stands for %s: name an etcd with --rdzv-endpoint", text)
-    log.info("PORT stands for a free one of this machine, where the job's etcd will listen")
+    log.info("PORT stands for a free port of this machine, where the job's etcd will listen")
     return host_port(address or "ADDRESS", "PORT")
 
 
 def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
-    """The address of this machine that the hosts can reach it by; None if nothing tells it."""
+    """The address by which the hosts can reach this machine; None if it is unknown."""
     first = next((host for host in hosts if not is_local(host)), LOOPBACK)
-    names = (first.rpartition("@")[2], _known_to_ssh(first, args))
+    names = [first.rpartition("@")[2]]
+    if args.launcher == "ssh" and shutil.which("ssh") is not None:
+        # The host may be an alias of ssh's own configuration.
+        asked = subprocess.run(
+            ["ssh", "-G", *args.launcher_args, "--", first],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+        options = (line.partition(" ") for line in asked.stdout.splitlines())
+        names += [value for name, _, value in options if name == "hostname"]
     found = (route_towards(host_port(name, _SSH_PORT)) for name in names if name)
     return next(filter(None, found), None)
 
 
-def _known_to_ssh(host: str, args: argparse.Namespace) -> str:
-    """What a name stands for in ssh's own configuration; "" if it is not used."""
-    if args.launcher != "ssh" or shutil.which("ssh") is None:
-        return ""
-    asked = subprocess.run(
-        ["ssh", "-G", *args.launcher_args, "--", host],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
-    found = (line.partition(" ") for line in asked.stdout.splitlines())
-    return next((value for name, _, value in found if name == "hostname"), "")
-
-
 def _stop(plan: Plan) -> None:
-    """Ask for the end of the job, as `zero-ctl stop` does."""
-    with contextlib.suppress(SystemExit):  # it has said what it could not do
-        why = "--reason=the launcher was told to end"
+    """Request the end of the job, as `zero-ctl stop` does."""
+    with contextlib.suppress(SystemExit):  # `zero-ctl stop` has logged its failure
+        why = "--reason=the launcher was asked to end"
         zero_ctl.main(["stop", plan.job, f"--rdzv-endpoint={plan.endpoint}", why])

@@ -1,7 +1,7 @@
-"""Which variables of this machine's environment go to the hosts.
+"""The variables that `zero-ctl launch` exports to the hosts.
 
-Those whose names begin as DeepSpeed's launcher exports them, and those in the files
-`.deepspeed_env` and `.zero_env` of the home and of the working directory, a `NAME=VALUE` a line.
+These are the variables with the prefixes that DeepSpeed's launcher exports, and those in the files
+`.deepspeed_env` and `.zero_env` of the home and of the working directory, one `NAME=VALUE` a line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def exported(environ: Mapping[str, str], directories: Iterable[Path]) -> dict[st
     """The variables for the hosts; later directories win over earlier ones, files over prefixes.
 
     Raises:
-        SpecError: A file has a line that is no assignment.
+        SpecError: A file cannot be read, or has a line that is no assignment.
     """
     found = {
         name: value
@@ -53,10 +53,10 @@ def _read(path: Path, *, must_exist: bool = False) -> dict[str, str]:
 
 
 def parse_assignments(lines: Iterable[str], where: str) -> dict[str, str]:
-    """`NAME=VALUE` lines; blank lines and those that begin with `#` say nothing.
+    """Parse `NAME=VALUE` lines; blank lines and lines that begin with `#` are skipped.
 
     Raises:
-        SpecError: Another line.
+        SpecError: A line is no assignment; `where` names the file.
     """
     found = {}
     for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Which hosts take part, and with which of their slots: DeepSpeed's hostfile and its filters.
+"""The hosts of a job and their slots (GPUs): DeepSpeed's hostfile and its filters.
 
     # comment
     worker-1 slots=4
@@ -6,8 +6,8 @@
 
 A filter is `HOST[:SLOT,SLOT...]`, several are joined with `@`: `worker-1@worker-2:0,1`.
 
-Must always hold: the order of hosts is the hostfile's; what cannot be read is an error that
-names the line, and never a host less.
+Must always hold: the order of hosts is the hostfile's; a malformed line is an error that names the
+line, and is never skipped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Hosts = Mapping[str, Slots]
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 _HOST = re.compile(r"([A-Za-z0-9_][\w.-]*@)?(\[?[A-Za-z0-9_:][\w.:%-]*\]?)", re.ASCII)
-"""What every launcher takes for the name of one host, and none for a flag, a list or a file."""
+"""Names that every launcher takes for one host, and none for a flag, a list or a file."""
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """The hosts of a file.
+    """Read the hosts of a hostfile.
 
     Raises:
-        SpecError: It cannot be read; a line says something else, or names a host again.
+        SpecError: The file cannot be read, or a line is malformed or names a host again.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -72,17 +72,17 @@ def select(
     num_nodes: int | None = None,
     num_slots: int | None = None,
 ) -> Hosts:
-    """The hosts and slots that a user wants of those there are.
+    """Select hosts and slots by the flags.
 
     Args:
-        hosts: All of them.
-        include: Only these.
-        exclude: All but these.
-        num_nodes: Only the first so many hosts.
-        num_slots: Only the first so many slots of each.
+        hosts: All hosts of the hostfile.
+        include: The filter of --include: only these.
+        exclude: The filter of --exclude: all but these.
+        num_nodes: How many hosts to use, the first ones.
+        num_slots: How many slots to use of each host, the first ones.
 
     Raises:
-        SpecError: Two of these contradict each other, or ask for what is not there.
+        SpecError: Two of these contradict each other, or select hosts or slots that do not exist.
     """
     if include and exclude:
         raise SpecError("--include and --exclude: give one of them")
@@ -93,8 +93,23 @@ def select(
         wanted = _parse_filter("--include", include, hosts)
         return {host: wanted[host] for host in hosts if host in wanted}
     if exclude:
-        return _without(hosts, _parse_filter("--exclude", exclude, hosts), exclude)
-    return _first(hosts, num_nodes, num_slots)
+        unwanted = _parse_filter("--exclude", exclude, hosts)
+        left = {
+            host: tuple(slot for slot in slots if slot not in unwanted.get(host, ()))
+            for host, slots in hosts.items()
+        }
+        if not any(left.values()):
+            raise SpecError(f"--exclude={exclude}: no host is left; leave one host in")
+        return {host: slots for host, slots in left.items() if slots}
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        raise SpecError(f"--num-nodes={num_nodes}: the hostfile has {len(hosts)}; write 1 to that")
+    chosen = dict(list(hosts.items())[:num_nodes])
+    if num_slots is None:
+        return chosen
+    for host, slots in chosen.items():
+        if not 1 <= num_slots <= len(slots):
+            raise SpecError(f"--num-gpus={num_slots}: host {host} has {len(slots)} slots")
+    return {host: slots[:num_slots] for host, slots in chosen.items()}
 
 
 def _parse_filter(flag: str, text: str, hosts: Hosts) -> Hosts:
@@ -114,25 +129,3 @@ def _parse_filter(flag: str, text: str, hosts: Hosts) -> Hosts:
             )
         found[host] = tuple(sorted({*found.get(host, ()), *slots}))
     return found
-
-
-def _without(hosts: Hosts, unwanted: Hosts, text: str) -> Hosts:
-    left = {
-        host: tuple(slot for slot in slots if slot not in unwanted.get(host, ()))
-        for host, slots in hosts.items()
-    }
-    if not any(left.values()):
-        raise SpecError(f"--exclude={text}: nothing is left; leave one host in")
-    return {host: slots for host, slots in left.items() if slots}
-
-
-def _first(hosts: Hosts, num_nodes: int | None, num_slots: int | None) -> Hosts:
-    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
-        raise SpecError(f"--num-nodes={num_nodes}: the hostfile has {len(hosts)}; write 1 to that")
-    chosen = dict(list(hosts.items())[:num_nodes])
-    if num_slots is None:
-        return chosen
-    for host, slots in chosen.items():
-        if not 1 <= num_slots <= len(slots):
-            raise SpecError(f"--num-gpus={num_slots}: host {host} has {len(slots)} slots")
-    return {host: slots[:num_slots] for host, slots in chosen.items()}

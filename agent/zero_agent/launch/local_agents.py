@@ -2,10 +2,10 @@
 
 `python -m zero_agent.launch.local_agents N FLAG ...`
 
-Each agent is in a session of its own and gets every signal that comes here, so Ctrl-C drains them
-all. Must always hold: no agent starts after the first signal; no agent outlives this process for
-longer than it takes to drain. However it ends, the kernel sends them SIGTERM, and they leave as on
-any other.
+Each agent has its own session and gets every signal that comes here, so Ctrl-C drains them all.
+Must always hold: no agent starts after the first signal; no agent outlives this process for longer
+than a drain takes. However this process ends, the kernel sends the agents SIGTERM, and they leave
+as on any other SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TICK_S = 0.1
 
 
 def run(count: int, flags: Sequence[str]) -> int:
-    """Run so many agents with the same flags to their end; the exit code of the job."""
-    # A handler that sent them on itself would miss the agent that is about to be one of `started`.
+    """Run `count` agents with the same flags until they end; returns the exit code of the job."""
+    # A handler that forwards signals itself would miss the agent that is being started.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _FORWARDED:
         signal.signal(number, lambda got, frame: signals.put(got))
@@ -34,7 +34,12 @@ def run(count: int, flags: Sequence[str]) -> int:
     agent = dying_with_parent([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)
     started: list[subprocess.Popen[bytes]] = []
     while len(started) < count and signals.empty():
-        started.append(_start(agent))
+        # The new agent inherits the mask: until it has a handler, Ctrl-C would print a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started.append(subprocess.Popen(agent, start_new_session=True))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if not started:
         return 128 + signals.get()
     while None in [process.poll() for process in started]:
@@ -43,15 +48,6 @@ def run(count: int, flags: Sequence[str]) -> int:
             for process in started:
                 process.send_signal(got)  # does nothing once it has ended
     return verdict([process.returncode for process in started])
-
-
-def _start(agent: list[str]) -> subprocess.Popen[bytes]:
-    """Start an agent; Ctrl-C waits until it can answer, since Python would with a traceback."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(agent, start_new_session=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 if __name__ == "__main__":

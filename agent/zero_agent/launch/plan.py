@@ -1,7 +1,7 @@
-"""What is to run where: one record, from which every runner makes its commands.
+"""The plan of a job on several hosts: one record, from which every runner makes its commands.
 
 Must always hold: no value of a variable is on a command line, here or on a host: every user of a
-machine can read those.
+machine can read command lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
 
 GATHER_S = 3
-"""Hosts do not start at one instant: the first round waits so long after the last that came."""
+"""How long the first round waits for more hosts after the last that came, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +25,24 @@ class Plan:
     hosts: Hosts
     job: str
     endpoint: str
-    """Of the etcd where the agents meet."""
+    """The etcd where the agents meet, `HOST:PORT`."""
     program: tuple[str, ...]
-    """The agent's last arguments: the script and its own."""
+    """The agent's last arguments: the script and the script's arguments."""
     min_nodes: int = 1
     max_restarts: int = 3
     agent_flags: tuple[str, ...] = ()
-    """More flags for every agent."""
+    """Further flags for every agent."""
     env: dict[str, str]
     python: str
-    """The interpreter, at the same place on all hosts."""
+    """The path of the interpreter, the same on all hosts."""
     directory: Path
-    """Where the agents run, on all hosts."""
+    """The working directory of the agents, the same on all hosts."""
 
     def agent(self, host: str | None = None) -> list[str]:
-        """The command of a host's agent; None: one that fits every host.
+        """The command of a host's agent; with None, one command for every host.
 
         Raises:
-            SpecError: There is none that fits every host.
+            SpecError: No single command fits every host, because their slots differ.
         """
         slots = len(self.hosts[host]) if host else len(self._same_slots())
         return [
@@ -59,13 +59,13 @@ class Plan:
         ]
 
     def environment(self, host: str | None = None) -> dict[str, str]:
-        """The variables of a host's agent; None: those that fit every host."""
+        """The variables of a host's agent; with None, those for every host."""
         slots = self.hosts[host] if host else self._same_slots()
         devices = ",".join(map(str, slots))
         return {**self.env, "CUDA_VISIBLE_DEVICES": devices}
 
     def exports(self, host: str | None = None) -> str:
-        """The variables of a host's agent as commands of a shell; secrets may be among them."""
+        """The variables of a host's agent as shell commands; secrets may be among them."""
         variables = sorted(self.environment(host).items())
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables)
 
@@ -73,8 +73,8 @@ class Plan:
         """The agent as one line for a shell of the host.
 
         Args:
-            begin: What a POSIX shell is to do there before it becomes the agent; exits if it fails.
-            host: Whose agent; None: one that fits every host.
+            begin: Commands that a POSIX shell runs there before it becomes the agent.
+            host: The host; None: one line for every host.
         """
         command = shlex.join(["/bin/sh", "-c", f'{begin} exec "$@"', "sh", *self.agent(host)])
         lacking = (

@@ -1,12 +1,13 @@
 """Ways to run a command on other hosts; each is a pure function from a plan to local commands.
 
-`ssh` runs one command for each host, the others one for all. A host's agent ends with its
-connection: ssh is told to give it a terminal (`-tt`), so that the loss of the connection is a
-SIGHUP to it.
+`ssh` runs one command for each host, the other runners one for all hosts. A host's agent ends with
+its connection: ssh allocates a terminal for it (`-tt`), so that the agent gets SIGHUP when the
+connection is lost.
 
-No value of a variable is in an argument: ssh brings them over its standard input, once the host
-has said that its terminal does not echo; pdsh has none, so there the hosts read a file in the
-working directory that the user alone can read; the others hand on their own environment.
+No value of a variable is in an argument. ssh sends the values over its standard input, once the
+host has reported that its terminal does not echo. pdsh has no standard input, so the hosts read a
+file in the working directory that only this user can read. The other runners export their own
+environment.
 
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
 """
@@ -23,12 +24,12 @@ from zero_contract.exit_codes import LOST
 
 CONNECT_TIMEOUT_S = 10
 ALIVE_S = 5
-"""A silent connection is given up after three times so long."""
+"""Keepalive interval of ssh; a connection is closed after three intervals without an answer."""
 READY = "zero-ctl launch: this host is ready for its variables"
-"""The line with which a host asks for what goes over the standard input."""
+"""The line with which a host requests the variables on its standard input."""
 
-# The variables come as one line, in which %b finds the line breaks. The terminal is made raw: it
-# would echo them, and cut a line at 4096 bytes.
+# The variables come as one line, in which %b expands the line breaks. The terminal is set to raw
+# mode: otherwise it would echo the line, and cut it at 4096 bytes.
 _READ = (
     f"terminal=$(stty -g) && stty raw -echo && echo {shlex.quote(READY)} && IFS= read -r given "
     f'&& stty "$terminal" && eval "$(printf %b "$given")" || exit {LOST};'
@@ -40,25 +41,25 @@ class Command:
     """One process on this machine that runs agents elsewhere."""
 
     where: str
-    """The host, or all of them."""
+    """The host, or all hosts."""
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the process."""
-    told: str = field(default="", repr=False)
+    stdin: str = field(default="", repr=False)
     """Written to its standard input when it has printed `READY`."""
     files: Mapping[Path, str] = field(default_factory=dict, repr=False)
-    """To be there, for this user alone, while it runs."""
+    """Files, by path, that exist while it runs, and that only this user can read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How to reach hosts."""
+    """The settings of the connections to hosts."""
 
     port: int | None = None
     arguments: tuple[str, ...] = ()
-    """The user's own, for the program that reaches them."""
+    """--launcher-args: further flags for the program that reaches the hosts."""
     pdsh_ssh_arguments: str = ""
-    """The user's own for the ssh that pdsh runs: its variable PDSH_SSH_ARGS_APPEND."""
+    """The user's PDSH_SSH_ARGS_APPEND: further flags for the ssh that pdsh runs."""
 
 
 Runner = Callable[[Plan, Remote], Sequence[Command]]
@@ -71,7 +72,7 @@ def _ssh(plan: Plan, remote: Remote) -> list[Command]:
         Command(
             where=host,
             argv=(*reach, host, plan.in_shell(_READ, host)),
-            told=plan.exports(host).replace("\\", "\\\\").replace("\n", "\\n") + "\n",
+            stdin=plan.exports(host).replace("\\", "\\\\").replace("\n", "\\n") + "\n",
         )
         for host in plan.hosts
     ]
@@ -79,7 +80,7 @@ def _ssh(plan: Plan, remote: Remote) -> list[Command]:
 
 def _ssh_options() -> tuple[str, ...]:
     options = {
-        "BatchMode": "yes",  # a question nobody can answer is a failure, at once
+        "BatchMode": "yes",  # a prompt is a failure at once: there is no user to answer it
         "ConnectTimeout": CONNECT_TIMEOUT_S,
         "ServerAliveInterval": ALIVE_S,
         "ServerAliveCountMax": 3,
@@ -116,7 +117,7 @@ def _openmpi(plan: Plan, remote: Remote) -> list[Command]:
 
 
 def _hydra(plan: Plan, remote: Remote) -> list[Command]:
-    """MPICH and Intel MPI, which share their process manager."""
+    """The command of MPICH and Intel MPI, which share their process manager."""
     argv = (
         *("mpirun", "-n", str(len(plan.hosts)), "-ppn", "1", "-hosts", ",".join(plan.hosts)),
         *("-wdir", str(plan.directory), "-genvlist", ",".join(sorted(plan.environment()))),
@@ -131,7 +132,7 @@ def _slurm(plan: Plan, remote: Remote) -> list[Command]:
     argv = (
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(plan.hosts)}",
-        "--kill-on-bad-exit=0",  # not all tasks with the first that fails: the job is elastic
+        "--kill-on-bad-exit=0",  # the failure of one task does not end the others
         *("--label", f"--chdir={plan.directory}", "--export=ALL"),
         *remote.arguments,
         *plan.agent(),
@@ -152,4 +153,4 @@ RUNNERS: Mapping[str, Runner] = {
     "slurm": _slurm,
 }
 PROGRAMS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
-"""What has to be installed here, where it is not the runner's own name."""
+"""The program that must be installed here, if its name is not the runner's."""

@@ -1,8 +1,8 @@
 """Runs the commands that run the agents, until the job has ended.
 
-One thread decides; another for each process hands on what it prints. Must always hold: no process
-started here outlives the session, however it ends; every wait has a deadline; a host that is lost
-is said at once, and is tried again while others go on.
+One thread decides; one further thread for each process forwards its output. Must always hold: no
+process started here outlives the session, however it ends; every wait has a deadline; a host that
+is lost is logged at once, and is retried with backoff while the others continue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from zero_agent.launch.runners import READY, Command
+from zero_agent.node import signals
 from zero_agent.node.process_control import dying_with_parent
 from zero_contract.exit_codes import ENDS_THE_JOB, LOST, verdict
 from zero_orchestrator.errors import SpecError
@@ -28,18 +29,18 @@ from zero_orchestrator.errors import SpecError
 log = logging.getLogger("zero")
 
 RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""How long to wait before a lost host is tried again; the last value stays."""
+"""Backoff before a lost host is tried again; the last value stays."""
 DRAIN_S = 2.0
-"""What the commands have printed is handed on within this, after the last of them has ended. A pipe
-may stay open for longer: a connection that ssh keeps for later (ControlPersist) holds it."""
+"""How long the output of the commands is read after the last of them has ended. A pipe may stay
+open for longer: a connection that ssh keeps for later (ControlPersist) holds it."""
 PARTING_S = 60.0
-"""Hosts that have not heard of the job's end by so long after it are left."""
+"""How long the session waits for the other hosts after the first has reported the job's end."""
 _TICK_S = 0.2
 
 
 @dataclass
 class _Host:
-    """One command, and how it is getting on."""
+    """One command and its state."""
 
     command: Command
     process: subprocess.Popen[bytes] | None = None
@@ -49,7 +50,7 @@ class _Host:
 
     @property
     def again(self) -> bool:
-        """It was lost, and will be tried again."""
+        """Whether the host was lost, and will be tried again."""
         return self.process is None and self.code == LOST
 
 
@@ -58,8 +59,8 @@ class Session:
     """The commands of one job, while they run.
 
     Args:
-        commands: One for each host, or one for all.
-        ask_to_stop: Lets the job end with a checkpoint.
+        commands: One command for each host, or one for all hosts.
+        ask_to_stop: Requests that the job ends with a checkpoint.
     """
 
     commands: Sequence[Command]
@@ -74,8 +75,12 @@ class Session:
         self._hosts = [_Host(command) for command in self.commands]
 
     def run(self) -> int:
-        """Until the job's end; the exit code."""
-        with self._handling_signals():
+        """Run the commands until the job's end; returns the exit code.
+
+        Raises:
+            SpecError: A file for the hosts cannot be written.
+        """
+        with signals.installed(self._signals.put, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             try:
                 for host in self._hosts:
                     _write_files(host.command)
@@ -95,19 +100,28 @@ class Session:
         if any(host.process is not None for host in self._hosts):
             return True
         over = self._stopping or self._parting_s is not None
-        return not over and any(host.again for host in self._hosts) and self._some_ran()
-
-    def _some_ran(self) -> bool:
-        """Whether any host was ever reached: if none was, trying again would help nobody."""
-        return any(host.losses == 0 or host.code != LOST for host in self._hosts)
+        # If no host was ever reached, trying again would not help.
+        reached = any(host.losses == 0 or host.code != LOST for host in self._hosts)
+        return not over and any(host.again for host in self._hosts) and reached
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
             self._signalled(self._signals.get(timeout=_TICK_S))
         now_s = time.monotonic()
         for host in self._hosts:
-            if host.process is not None and host.process.poll() is not None:
-                self._ended(host, host.process.wait())
+            if host.process is not None and (code := host.process.poll()) is not None:
+                host.process, host.code = None, code
+                if code in ENDS_THE_JOB and self._parting_s is None:
+                    self._parting_s = time.monotonic() + PARTING_S
+                elif code == LOST and not self._stopping and len(self._hosts) > 1:
+                    wait_s = RETRY_S[min(host.losses, len(RETRY_S) - 1)]
+                    host.losses, host.retry_at_s = host.losses + 1, time.monotonic() + wait_s
+                    log.warning(
+                        "host %s is lost (its own message is above); the job continues without "
+                        "it, and it is tried again in %g s",
+                        host.command.where,
+                        wait_s,
+                    )
             elif host.again and self._parting_s is None and now_s > host.retry_at_s:
                 self._start(host)
 
@@ -116,43 +130,33 @@ class Session:
         host.process = subprocess.Popen(
             dying_with_parent([shutil.which(program) or program, *words]),
             env={**os.environ, **host.command.env},
-            stdin=subprocess.PIPE if host.command.told else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if host.command.stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # this process handles Ctrl-C
         )
         what = (host.process, host.command)
-        reader = threading.Thread(target=self._hand_on, args=what, daemon=True)
+        reader = threading.Thread(target=self._forward_output, args=what, daemon=True)
         self._readers = [other for other in self._readers if other.is_alive()]
         self._readers.append(reader)
         reader.start()
 
-    def _hand_on(self, process: subprocess.Popen[bytes], command: Command) -> None:
+    def _forward_output(self, process: subprocess.Popen[bytes], command: Command) -> None:
+        """Print the lines of a process; send it the variables when it requests them."""
         assert process.stdout is not None
         prefix = f"{command.where}: " if len(self._hosts) > 1 else ""
-        waits = bool(command.told)
+        waits = bool(command.stdin)
         with process.stdout as lines:
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\r\n")
-                if waits and text.endswith(READY):
-                    waits = False
-                    _tell(process, command.told)
-                else:
+                if not (waits and text.endswith(READY)):
                     print(prefix + text, flush=True)
-
-    def _ended(self, host: _Host, code: int) -> None:
-        host.process, host.code = None, code
-        if code in ENDS_THE_JOB and self._parting_s is None:
-            self._parting_s = time.monotonic() + PARTING_S
-        elif code == LOST and not self._stopping and len(self._hosts) > 1:
-            wait_s = RETRY_S[min(host.losses, len(RETRY_S) - 1)]
-            host.losses, host.retry_at_s = host.losses + 1, time.monotonic() + wait_s
-            log.warning(
-                "host %s is lost (its own message is above); the job goes on without it, and it "
-                "is tried again in %g s",
-                host.command.where,
-                wait_s,
-            )
+                    continue
+                waits = False
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):  # it has ended: so does its output
+                    process.stdin.write(command.stdin.encode())
+                    process.stdin.close()
 
     # ---- the end ----
 
@@ -164,11 +168,11 @@ class Session:
             return
         self._stopping = number
         log.info("%s: the job stops at its next step boundary; once more to end at once", name)
-        # Not on this thread: etcd may be out of reach, and the second signal must be heard.
+        # On another thread: etcd may be out of reach, and the second signal must be handled.
         threading.Thread(target=self.ask_to_stop, daemon=True).start()
 
     def _end_all(self) -> None:
-        """Close the connections that are left; their agents get a SIGHUP."""
+        """Close the remaining connections; their agents get SIGHUP."""
         left = [host.process for host in self._hosts if host.process is not None]
         for process in left:
             process.terminate()
@@ -184,30 +188,17 @@ class Session:
         for reader in self._readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
 
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(n, lambda got, frame: self._signals.put(got)) for n in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
 
 def _write_files(command: Command) -> None:
-    """For this user alone. Raises SpecError."""
+    """Write the files of a command so that only this user can read them.
+
+    Raises:
+        SpecError: A file cannot be written.
+    """
     for path, text in command.files.items():
         try:
-            path.unlink(missing_ok=True)  # of a session that was killed; or a link, set as a trap
+            path.unlink(missing_ok=True)  # left by a session that was killed; or a planted link
             with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(text)
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error}; use --launcher=ssh") from error
-
-
-def _tell(process: subprocess.Popen[bytes], text: str) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended: so does its output
-        process.stdin.write(text.encode())
-        process.stdin.close()
