@@ -1,9 +1,10 @@
 """Universal checkpoints for any torch script, readable at any world size and ZeRO stage.
 
-`save` and `load` keep a plain structure of tensors, see `plain`; they need neither a process group
-nor an agent. What keeps more than that (background saves, checkpoints in memory, retention, leaving
-with a save) implements `persistence.Training`. `commit` and `restore` are the two protocols below
-both; `find` lists what a directory holds. The words for the state itself are in `format.pieces`.
+`save` and `load` store a plain structure of tensors, see `plain`; they need neither a process group
+nor an agent. A training that needs more (background saves, in-memory checkpoints, retention,
+leaving with a save) implements `persistence.Training`. `commit` and `restore` are the two protocols
+below both; `find` lists the checkpoints of a directory. `format.pieces` defines the terms for the
+state itself.
 """
 
 from zero_checkpoint.candidates import Candidate, Found, Rejected, find

@@ -1,12 +1,10 @@
 """Which checkpoints there are: the directories of a root, newest first, each usable or not.
 
-The order is (round, step) as the directory names say it, so manifests are read only as far as
-somebody looks. `latest` is never consulted: it is a hint for people and other tools.
+The order is (round, step) of the directory names, so a manifest is read only when its checkpoint is
+looked at. `latest` is never consulted: it is a hint for people and other tools.
 
 Must always hold: a directory is a candidate if and only if its manifest is whole and no
-QUARANTINE marker lies beside it. Nothing is ever deleted here.
-
-Called by `restore` (rank 0), `commit` (what is newest) and tools.
+QUARANTINE marker is beside it. Nothing is ever deleted here.
 """
 
 from __future__ import annotations
@@ -49,13 +47,13 @@ class Why(StrEnum):
     NEWER = "newer"
     """Written by a release whose format this one cannot read."""
     REMOVED = "removed"
-    """A tombstone is in the manifest's place: a deletion has not come to its end."""
+    """A tombstone is in the manifest's place: a deletion is not complete."""
     QUARANTINED = "quarantined"
     """Found damaged by an earlier load."""
 
 
 WAS_COMMITTED = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
-"""There was a checkpoint here: starting from scratch would silently lose it."""
+"""These directories were checkpoints: starting from scratch would silently lose them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies under a root."""
+    """The directories under a root."""
 
     candidates: tuple[Candidate, ...]
     """Newest first."""
@@ -100,24 +98,13 @@ def find(root: Place) -> Found:
 
 
 def scan(root: Place) -> Iterator[Candidate | Rejected]:
-    """As `find`, one directory at a time: a manifest is read when it is its turn."""
+    """The entries of `find`, one at a time: a manifest is read when its entry is requested."""
     for path in _newest_first(root):
         yield examine(path)
 
 
 def _newest_first(root: Place) -> list[Place]:
-    _check_root(root)
-    entries = root.iterdir() if root.is_dir() else ()
-    directories = [path for path in entries if path.is_dir() and not _is_link(path)]
-    return sorted(directories, key=_age, reverse=True)
-
-
-def _check_root(root: Place) -> None:
-    """Who names a checkpoint, or a file, would otherwise find that there are none, and begin anew.
-
-    Raises:
-        CheckpointError: It is no directory of checkpoints, and cannot become one.
-    """
+    # A run given a checkpoint, or a file, would find no checkpoints in it, and start from scratch.
     real = root.resolve()
     if NAME.fullmatch(real.name):
         raise CheckpointError(
@@ -126,6 +113,14 @@ def _check_root(root: Place) -> None:
         )
     if real.exists() and not real.is_dir():
         raise CheckpointError(f"{root}: this is a file; give a directory of checkpoints")
+    entries = root.iterdir() if root.is_dir() else ()
+    # A link is a tag that leads to a checkpoint, whose directory is listed as well.
+    directories = [
+        path
+        for path in entries
+        if path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
+    ]
+    return sorted(directories, key=_age, reverse=True)
 
 
 def examine(path: Place) -> Candidate | Rejected:
@@ -133,26 +128,27 @@ def examine(path: Place) -> Candidate | Rejected:
     if not NAME.fullmatch(path.name):
         return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
     if (path / QUARANTINE).exists():
-        return Rejected(path, Why.QUARANTINED, _quarantine_reason(path))
+        try:
+            marked = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
+        except OSError as error:
+            marked = str(error)
+        text = f"{path}: quarantined by an earlier load: {marked}"
+        return Rejected(path, Why.QUARANTINED, text)
     try:
         return Candidate(path, read_manifest(path / MANIFEST))
-    except (ManifestError, OSError) as error:
-        return _rejected(path, error)
-
-
-def _rejected(path: Place, error: ManifestError | OSError) -> Rejected:
-    """What an error says about a checkpoint; raises it if it says nothing about it."""
-    match error:
-        case FileNotFoundError():
-            return Rejected(path, Why.UNCOMMITTED, f"{path}: no {MANIFEST}, never committed")
-        case RemovedError():
-            return Rejected(path, Why.REMOVED, str(error))
-        case NewerFormatError():
-            return Rejected(path, Why.NEWER, str(error))
-        case ManifestError() | OSError(errno=errno.EIO):
-            return Rejected(path, Why.DAMAGED, str(error))
-        case _:
-            raise error  # a missing permission, a stalled mount: not the checkpoint's fault
+    except FileNotFoundError:
+        why, reason = Why.UNCOMMITTED, f"{path}: no {MANIFEST}, never committed"
+    except RemovedError as error:
+        why, reason = Why.REMOVED, str(error)
+    except NewerFormatError as error:
+        why, reason = Why.NEWER, str(error)
+    except ManifestError as error:
+        why, reason = Why.DAMAGED, str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise  # a missing permission, a stalled mount: no damage of the checkpoint
+        why, reason = Why.DAMAGED, str(error)
+    return Rejected(path, why, reason)
 
 
 def is_ours(name: str) -> bool:
@@ -175,7 +171,7 @@ def newest_committed(root: Place) -> tuple[int, int] | None:
 def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:
     """Mark a damaged checkpoint, so that no later load chooses it; never raises.
 
-    The marker is worth a try and no more: on a read-only root the load goes on without it.
+    The marker is a best effort: on a read-only root the load continues without it.
     """
     disk = disk or disk_of(path)
     text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
@@ -186,19 +182,6 @@ def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:
         disk.sync_directory(path)
     except OSError as error:
         _log.warning("could not quarantine %s: %s", path, error)
-
-
-def _quarantine_reason(path: Place) -> str:
-    try:
-        text = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
-    except OSError as error:
-        text = str(error)
-    return f"{path}: quarantined by an earlier load: {text}"
-
-
-def _is_link(path: Place) -> bool:
-    """A tag that leads to a checkpoint, which is there under its own name as well."""
-    return isinstance(path, Path) and path.is_symlink()
 
 
 def _age(path: Place) -> tuple[int, int, int]:

@@ -1,11 +1,9 @@
-"""What a script keeps in a checkpoint beside the engine's own state: as JSON, and back.
+"""The script's own state (client_state), as JSON and back.
 
-JSON lacks some of what scripts keep all the same: a best loss that is a tensor, random states,
-tuples, keys that are no text. That is written as a dictionary whose only key is a *mark*. Must
-always hold: a value comes back as it went in, tensors on the CPU; what cannot is refused by name;
-plain JSON stays as it is.
-
-Called by `persistence`.
+JSON cannot hold some values that scripts keep: a best loss that is a tensor, random states, tuples,
+keys that are no text. Such a value is written as a dictionary whose only key is a *mark*. Must
+always hold: a value is restored as it was stored, tensors on the CPU; a value that cannot be is
+refused by name; plain JSON stays as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
 
 LARGEST_BYTES = 1 << 20
-"""Of one tensor or array: the manifest holds it, which every rank reads."""
+"""The largest tensor or array: it is stored in the manifest, which every rank reads."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MARKS = frozenset({"$tensor", "$array", "$tuple", "$items", "$stored"})
 
 
 class Stored(str):
-    """In the place of a tensor that is in the checkpoint's files: its name there."""
+    """Stands for a tensor in the checkpoint's files: its name there."""
 
     __slots__ = ()
 
@@ -37,7 +35,7 @@ def pack(value: Any, path: str = "client_state") -> Any:
     """A value as JSON. Infinities and NaN pass, as Python's JSON writes and reads them.
 
     Raises:
-        CheckpointError: It, or what lies at the path that is named, would not come back.
+        CheckpointError: The value, or the value at the path in the message, cannot be restored.
     """
     if type(value) in _PLAIN:
         return value
@@ -54,7 +52,7 @@ def unpack(value: Any) -> Any:
     """The inverse of `pack`.
 
     Raises:
-        CheckpointError: It is nothing that `pack` returns.
+        CheckpointError: The value was not made by `pack`.
     """
     try:
         return _unpacked(value)
@@ -117,7 +115,7 @@ def _text(data: np.ndarray[Any, Any] | np.generic, path: str) -> str:
     if data.nbytes > LARGEST_BYTES:
         raise CheckpointError(
             f"{path} has {data.nbytes} bytes, more than the {LARGEST_BYTES} that one tensor in a "
-            "client_state may have; make it a buffer of the module, or write a file of your own"
+            "client_state may have; make it a buffer of the module, or write a file for it"
         )
     return base64.b64encode(data.tobytes()).decode()
 

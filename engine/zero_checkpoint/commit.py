@@ -5,16 +5,16 @@
     rank 0 checks the votes, writes and fsyncs
     MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not, or unknown
 
-Must always hold: the rename is the only commit point. Whoever dies before it leaves a directory
-without a manifest, which no load chooses; whoever dies after it leaves a whole checkpoint. A
-rank that has voted removes its file only when it hears "not published": without a verdict the
-rename may have happened, and where the storage has failed in it, rank 0 does not know either.
-Then nobody removes anything: a load takes what is whole, a later sweep what has no manifest.
-Earlier checkpoints are never touched.
+Must always hold: the rename is the only commit point. A process that dies before it leaves a
+directory without a manifest, which no load chooses; one that dies after it leaves a whole
+checkpoint. A rank that has voted removes its file only on the verdict "not published": without a
+verdict the rename may have happened, and if the storage has failed in it, rank 0 does not know
+either. Then no rank removes anything: a load takes a checkpoint that is whole, a later sweep
+removes a directory without a manifest. Earlier checkpoints are never touched.
 
-Called by the engine on every rank, in step, on the thread of its saves. Source of the protocol:
-two-phase commit with the rename as its decision record; torchsnapshot writes its metadata last
-in the same way.
+Every rank calls `save`, in step, on the thread of its saves. Source of the protocol: two-phase
+commit with the rename as its decision record; torchsnapshot writes its metadata last in the same
+way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import errno
 import logging
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from zero_checkpoint.candidates import newest_committed
@@ -46,7 +46,7 @@ _NONCES = 16
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _UNKNOWN = (
     "; it is not known whether this checkpoint was committed, so nothing of it was removed: a load "
-    "takes it if it was, a later save or zero-ckpt repair removes it if not"
+    "takes it if it was, a later save or zero-ckpt repair removes it if it was not"
 )
 
 
@@ -65,31 +65,31 @@ def save(
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
     Args:
-        root: On storage that all ranks share; created if need be. Rank 0's is taken where a rank
-            names one in which nobody has opened this checkpoint.
+        root: A directory on storage that all ranks share; created if need be. If ranks name
+            different ones, rank 0's counts.
         state: This rank's pieces; `tensors`, `aliases` and `meta` equal on every rank.
         consensus: The votes of this group.
         step: Steps done; the second key of the order among checkpoints.
         tag: The user's name for it; need not be unique.
         round: The round of this group; the first key of that order, see `generation`.
-        fence: Asked on rank 0 right before the commit, or None where nobody can be stale.
+        fence: Called on rank 0 right before the commit; None if no worker can be stale.
         disk: File operations; None: those that `root` needs. Tests replace it.
-        image: A copy of the pieces, see `own_layout`; None: they do not change meanwhile.
+        image: A snapshot of the pieces, see `own_layout`; None: they do not change meanwhile.
 
     Returns:
         The directory of the checkpoint, committed and on stable storage.
 
     Raises:
-        CommitRefused: The fence said no; nothing is published. On every rank.
-        DiskFull: Nothing but room was missing, on one rank or several; nothing is published.
+        CommitRefused: The fence refused; nothing is published. On every rank.
+        DiskFull: One or more ranks lacked room, and nothing else failed; nothing is published.
             On every rank.
         CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
             On every rank. Or: no verdict came, or the storage failed in the commit itself, and the
             outcome is unknown.
-        PeerLost: The store of the store consensus is gone.
+        PeerLost: The store of the votes is gone.
     """
     disk = disk or disk_of(root)
-    opened = consensus.announce(_Opening(root, step, round, disk).open, voted_on="nonce")
+    opened = consensus.announce(partial(_open, root, step, round, disk), voted_on="nonce")
     _raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
     number, nonce = opened["round"], opened["nonce"]
@@ -103,19 +103,21 @@ def save(
             lambda votes: _judge(directory, state, header, votes, fence, disk),
         )
     except KeyboardInterrupt:
-        if (
-            consensus.world == 1 and not (directory / MANIFEST).exists()
-        ):  # else it is not ours to undo
+        # With other ranks, or once committed, the attempt must not be undone from here.
+        if consensus.world == 1 and not (directory / MANIFEST).exists():
             withdraw(directory, disk)
         raise
     if "problem" in verdict and not verdict.get("unknown"):
-        _remove_own(path, disk)
+        # Rank 0 has removed the attempt already, unless this rank was still writing then.
+        with suppress(OSError):
+            disk.remove(path)
+            disk.remove_directory(path.parent)
     _raise_problem(verdict)
     return directory
 
 
 def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
-    """The round to put into the name, so that what is saved last is what is loaded next.
+    """The round to put into the name, so that the last checkpoint saved is the next one loaded.
 
     Normally `round` itself. But a new job in an old root counts its rounds from the beginning,
     and a user may go back to an earlier tag: the work done from there would rank below what is
@@ -133,66 +135,55 @@ def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
 
 
 class Lineage:
-    """The checkpoints of one run, on disk and in memory: what is saved later counts as newer.
+    """The checkpoints of one run, on disk and in memory: a later save counts as newer.
 
-    Who goes back, to a tag or because the newest is damaged, saves steps again that are there
-    already, under a higher round; from then on nothing is named with a lower one, wherever it is
-    kept.
+    A run that goes back, to a tag or because the newest checkpoint is damaged, saves existing steps
+    again, under a higher round; from then on no checkpoint gets a lower round, on disk or in
+    memory.
     """
 
     def __init__(self, round: int) -> None:
         self.round = round
-        """What the next checkpoint is named with, at least."""
+        """The least round of the next checkpoint's name."""
 
     def advance_to(self, name: str) -> None:
         """A checkpoint of this name was saved or loaded."""
         self.round = max(self.round, age(name)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """How rank 0 opens an attempt."""
-
-    root: Place
-    step: int
-    round: int
-    disk: Disk
-
-    def open(self) -> Record:
-        """Make a directory that never was: its generation and nonce, or the problem."""
-        try:
-            number = generation(self.round, self.step, newest_committed(self.root))
-            self.disk.make_directories(self.root)
-            nonce = self._make_directory(number)
-            root = self.root.absolute() if isinstance(self.root, Path) else self.root
-            return {"round": number, "nonce": nonce, "root": str(root)}
-        except Exception as error:
-            return _problem(f"rank {COORDINATOR}: no new directory under {self.root}", error)
-
-    def _make_directory(self, number: int) -> str:
+def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
+    """Rank 0: make a directory that never existed; its round and nonce, or the problem."""
+    try:
+        number = generation(round, step, newest_committed(root))
+        disk.make_directories(root)
         for _ in range(_NONCES):
             nonce = secrets.token_hex(2)
             try:
-                self.disk.make_directory(self.root / directory_name(self.step, number, nonce))
+                disk.make_directory(root / directory_name(step, number, nonce))
             except FileExistsError:
                 continue
-            return nonce
-        raise CheckpointError(f"{_NONCES} names for step {self.step} are taken; remove some")
+            where = root.absolute() if isinstance(root, Path) else root
+            return {"round": number, "nonce": nonce, "root": str(where)}
+        raise CheckpointError(f"{_NONCES} names for step {step} are taken; remove some")
+    except Exception as error:
+        return _problem(f"rank {COORDINATOR}: no new directory under {root}", error)
 
 
 def _as_opened(own: Place, first: str, name: str) -> Place:
-    """Where this rank writes: scripts name directories after the time, which ranks read apart.
+    """The root that this rank writes to.
+
+    Scripts name directories after the time, which ranks read at different moments.
 
     Args:
         own: The root that the script has named on this rank.
-        first: What it has named on rank 0, which has made the directory `name` there.
-        name: Of the checkpoint's directory.
+        first: The root on rank 0, which has made the directory `name` in it.
+        name: The name of the checkpoint's directory.
     """
     if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
         return own
     _log.warning(
-        "save_checkpoint(%r): rank 0 has named %s, which is taken; name a directory after what is "
-        "the same on all ranks, as the time is not",
+        "save_checkpoint(%r): rank 0 has named %s, and its directory is used; name a directory "
+        "after a value that is equal on all ranks, as the time is not",
         str(own),
         first,
     )
@@ -200,16 +191,16 @@ def _as_opened(own: Place, first: str, name: str) -> Place:
 
 
 def own_layout(state: State, rank: int) -> FileLayout:
-    """The file of this rank; it does not depend on where the file will be. Raises as `lay_out`."""
+    """The layout of this rank's file; it does not depend on the root. Raises as `lay_out`."""
     return lay_out(state, comment={"file": file_name(rank)})
 
 
 def _write_own(
     path: Place, state: State, image: Image | None, rank: int, block_bytes: int, disk: Disk
 ) -> Record:
-    """Write this rank's file; the vote tells what was written, or what went wrong.
+    """Write this rank's file; the vote describes the file, or the error.
 
-    A rank without a file votes too: a silent one would cost everybody the whole timeout.
+    A rank that failed votes as well: without its vote all ranks would wait for the whole timeout.
     """
     try:
         image = image or LiveImage(own_layout(state, rank))
@@ -217,13 +208,6 @@ def _write_own(
         return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)
-
-
-def _remove_own(path: Place, disk: Disk) -> None:
-    """Rank 0 has removed the attempt already, unless this rank was still writing then."""
-    with suppress(OSError):
-        disk.remove(path)
-        disk.remove_directory(path.parent)
 
 
 def _judge(
@@ -234,14 +218,17 @@ def _judge(
     fence: Fence | None,
     disk: Disk,
 ) -> Record:
-    """Rank 0: publish what all ranks wrote, or remove it all, unless it may be published."""
+    """Rank 0: publish the files of all ranks; or remove them, unless they may be published."""
     try:
         publish(directory, assemble(state, header, votes), fence, disk)
         return {}
     except CommitRefused as error:
         verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
     except CheckpointError as error:
-        verdict = {"problem": f"{directory} was not saved: {error}", "full": _lack_room(votes)}
+        # The disk is full if every rank that failed has failed for want of room alone.
+        failed = [vote for vote in votes if vote is None or "problem" in vote]
+        full = bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
+        verdict = {"problem": f"{directory} was not saved: {error}", "full": full}
     except Unsure as error:
         verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error.failure)
         if not withdraw(directory, disk, committing=True):
@@ -251,12 +238,6 @@ def _judge(
         verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
     withdraw(directory, disk)
     return verdict
-
-
-def _lack_room(votes: list[Record | None]) -> bool:
-    """Whether every rank that failed has failed for want of room alone."""
-    failed = [vote for vote in votes if vote is None or "problem" in vote]
-    return bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
 
 
 def _problem(where: str, error: Exception) -> Record:

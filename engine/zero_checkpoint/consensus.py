@@ -1,17 +1,18 @@
-"""Votes and verdicts among ranks, through a torch Store; never a collective.
+"""Consensus of ranks through a torch Store: votes and one verdict; never a collective.
 
 A save runs beside training and may outlive its process group, so it must not use the group's
-collectives. Each rank puts its vote under a key of its own, rank 0 judges all votes, and every
-rank reads the one verdict: ranks cannot disagree.
+collectives. Each rank puts its vote under its own key, rank 0 judges all votes, and every rank
+reads the one verdict: ranks cannot disagree.
 
 Must always hold: a key is never reused (every call draws the next number, and all ranks make
-the same calls in the same order); every wait ends, by an answer or by its deadline. With a key,
-whoever else can connect to the store can neither cast a vote nor pass a verdict: each is signed
-together with its name, and what is not counts as not there yet. Waiting is done by asking `check`
-at growing intervals, because a `wait` that runs out on a TCPStore writes warnings to stderr, and
-because the caller's `on_wait` can then leave at any time.
+the same calls in the same order); every wait ends, by an answer or by its deadline. With a secret
+key, a stranger that can connect to the store can neither cast a vote nor pass a verdict: each
+record is signed (HMAC) together with its name, and a record without a valid signature counts as
+not there yet. A rank waits by calling `check` at growing intervals, because a `wait` that times out
+on a TCPStore writes warnings to stderr, and because the caller's `on_wait` can then raise at any
+time.
 
-Called by `commit` and `restore`. Source of the idea: torchsnapshot's LinearBarrier on a store.
+Source of the idea: torchsnapshot's LinearBarrier on a store.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ COORDINATOR = 0
 """The rank that judges."""
 
 Record = Mapping[str, Any]
-"""What travels: JSON, and `bytes` for what is too long to be made into text and back."""
+"""A vote or a verdict: JSON, and `bytes` for values that are too long to be encoded as text."""
 Judge = Callable[[list[Record | None]], Record]
 """From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
 
 _MOST_PARTS = 1 << 12
-"""Of one record: 16 GiB."""
+"""The most parts of one record: 16 GiB."""
 _PROOF_BYTES = 32
 _PART_BYTES = 4 << 20
 """A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _FAREWELL_S = 5.0
-"""How long rank 0 stays for the others to hear a verdict; one that has died never will."""
+"""The time that rank 0 waits until all others have read a verdict; a dead rank never reads it."""
 
 
 class StoreConsensus:
-    """One rank's end of the votes; make one per process group, on a store of its own prefix."""
+    """One rank's end of the votes; make one per process group, on a store with a unique prefix."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class StoreConsensus:
         Args:
             store: Shared by all ranks; wrap it in a PrefixStore of this group.
             rank: This rank, 0 <= rank < world.
-            world: How many ranks vote.
-            timeout_s: How long rank 0 waits for all votes of one question, and again how long
-                the others wait for it to judge.
-            on_wait: Called between looks at the store; may raise to leave a group that has
-                broken, for example when the agent says so.
-            key: Known to the ranks of this group alone, and of no other group: what they write
-                is signed with it. Empty where no agent has given them a secret.
+            world: The number of ranks that vote.
+            timeout_s: The time that rank 0 waits for all votes of one question, and the further
+                time that the others wait for its verdict.
+            on_wait: Called between looks at the store; may raise to leave a broken group, for
+                example on a message of the agent.
+            key: A secret of the ranks of this group, which signs their records. Empty if no agent
+                has given them one.
         """
         self.rank = rank
         self.world = world
@@ -85,12 +86,12 @@ class StoreConsensus:
         self._key = key.encode()
         self._asked = 0
         self._refused: set[str] = set()
-        self._told: list[str] = []
-        """Keys of what rank 0 has said and not taken back yet."""
+        self._published: list[str] = []
+        """Keys that rank 0 has set and not deleted yet."""
 
     @classmethod
     def alone(cls) -> StoreConsensus:
-        """Of a process that is in no group: its vote is the verdict."""
+        """The consensus of a process without a group: its vote is judged alone."""
         return cls(HashStore(), 0, 1)
 
     def ask(self, vote: Record, judge: Judge) -> Record:
@@ -101,70 +102,69 @@ class StoreConsensus:
             PeerLost: The store, and so the rank or agent that hosts it, is gone.
         """
         question = self._next_question()
-        if self.rank == COORDINATOR:
-            return self._answer(question, judge(self._collect(question, vote)))
-        self._put(f"{question}/{self.rank}", vote)
-        return self._hear(question)
-
-    def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
-        """What `make` returns on rank 0, on every rank; it must not raise. Raises as `ask`.
-
-        Args:
-            make: What to announce.
-            voted_on: What a record has that all ranks vote on next: then rank 0 need not see that
-                they have heard it before it goes on itself.
-        """
-        question = self._next_question()
-        if self.rank == COORDINATOR:
-            record = make()
-            return self._answer(question, record, stays=voted_on not in record)
-        return self._hear(question)
-
-    def _next_question(self) -> str:
-        self._asked += 1
-        return f"consensus/{self._asked}"
-
-    def _collect(self, question: str, own: Record) -> list[Record | None]:
+        if self.rank != COORDINATOR:
+            self._put(f"{question}/{self.rank}", vote)
+            return self._await_verdict(question)
         keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
         votes: dict[str, Record] = {}
         complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self._on_wait)
         for key in [] if complete else keys:
             self._take_all([key], votes)
-        return [own, *map(votes.get, keys)]
+        return self._publish(question, judge([vote, *map(votes.get, keys)]))
+
+    def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
+        """Return on every rank the record that `make` returns on rank 0. Raises as `ask`.
+
+        Args:
+            make: Makes the record; called on rank 0. Must not raise.
+            voted_on: A key of records that all ranks vote on next: then rank 0 need not wait until
+                all of them have read the record.
+        """
+        question = self._next_question()
+        if self.rank == COORDINATOR:
+            record = make()
+            return self._publish(question, record, waits=voted_on not in record)
+        return self._await_verdict(question)
+
+    def _next_question(self) -> str:
+        self._asked += 1
+        return f"consensus/{self._asked}"
 
     def _take_all(self, keys: list[str], votes: dict[str, Record]) -> bool:
-        """Take the votes that are not taken yet, once all of them are there; whether all are."""
+        """Once all missing votes are there, move them from the store; whether `votes` has all."""
         missing = [key for key in keys if key not in votes]
         if self._has(missing):
             for key in missing:
                 with suppress(_Unsigned):
-                    votes[key] = self._take(key)
+                    record, names = self._get(key)
+                    self._delete(names)
+                    votes[key] = record
         return all(key in votes for key in keys)
 
-    def _answer(self, question: str, verdict: Record, *, stays: bool = True) -> Record:
-        """Tell the others, and stay until they have heard: this process may host the store."""
+    def _publish(self, question: str, verdict: Record, *, waits: bool = True) -> Record:
+        """Publish a verdict, and wait until all have read it: this process may host the store."""
         if self.world > 1:
             heard, count = f"{question}/heard", f"{question}/count"
-            self._told += [*self._put(question, verdict), heard, count]
-            # Whoever has heard this has heard all before it.
+            self._published += [*self._put(question, verdict), heard, count]
             limit_s = min(self._timeout_s, _FAREWELL_S)
-            if stays and self._await(partial(self._has, [heard]), limit_s, lambda: None):
-                self._delete(self._told)
-                self._told = []
+            if waits and self._await(partial(self._has, [heard]), limit_s, lambda: None):
+                # A rank that has read this verdict has read all before it.
+                self._delete(self._published)
+                self._published = []
         return verdict
 
-    def _hear(self, question: str) -> Record:
+    def _await_verdict(self, question: str) -> Record:
         # Rank 0 may wait for votes up to its own limit before it begins to judge.
         limit_s = 2 * self._timeout_s
         verdict: dict[str, Record] = {}
 
-        def heard() -> bool:
+        def has_arrived() -> bool:
             if self._has([question]):
                 with suppress(_Unsigned):
                     verdict[question], _ = self._get(question)
             return question in verdict
 
-        if not self._await(heard, limit_s, self._on_wait):
+        if not self._await(has_arrived, limit_s, self._on_wait):
             raise CheckpointError(
                 f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
                 "it has died or its storage stalls; raise timeout_s if it is only slow"
@@ -182,10 +182,10 @@ class StoreConsensus:
     def _await(
         self, arrived: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]
     ) -> bool:
-        """Whether it arrives before the limit.
+        """Whether `arrived` returns True before the limit.
 
         The pause grows with the time already waited: quick answers are seen within a
-        millisecond, and a thousand ranks that wait long ask rank 0's store only rarely.
+        millisecond, and a thousand ranks that wait long query rank 0's store only rarely.
         """
         begin = time.monotonic()
         while not arrived():
@@ -202,7 +202,8 @@ class StoreConsensus:
         value = self._proof(key, packed := _packed(record)) + packed
         parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
         names = _part_names(key, len(parts))
-        # The first part goes last and says how many there are: whoever sees it finds the others.
+        # The first part is written last and holds the number of parts: a reader that sees it finds
+        # the others.
         parts[0] = b"%d " % len(parts) + parts[0]
         with _store_errors():
             for name, part in reversed(list(zip(names, parts, strict=True))):
@@ -224,7 +225,7 @@ class StoreConsensus:
         return _unpacked(packed), names
 
     def _proof(self, key: str, packed: bytes) -> bytes:
-        """That a rank of this group wrote this under this name; nothing without a secret."""
+        """The HMAC of a record and its name, which proves who wrote it; empty without a key."""
         if not self._key:
             return b""
         return hmac.new(self._key, b"%s\0%s" % (key.encode(), packed), "sha256").digest()
@@ -240,11 +241,6 @@ class StoreConsensus:
             )
         raise _Unsigned(key)
 
-    def _take(self, key: str) -> Record:
-        record, names = self._get(key)
-        self._delete(names)
-        return record
-
     def _delete(self, keys: Iterable[str]) -> None:
         """Free the store's memory; a job saves for weeks into one rank's TCPStore."""
         with _store_errors():
@@ -253,7 +249,7 @@ class StoreConsensus:
 
 
 class _Unsigned(Exception):
-    """What the store has under a name is not of a rank of this group."""
+    """The record under a name in the store was not signed by a rank of this group."""
 
 
 def _is_count(text: bytes) -> bool:
@@ -261,7 +257,7 @@ def _is_count(text: bytes) -> bool:
 
 
 def _packed(record: Record) -> bytes:
-    """The length of the JSON and it, compressed; then what is `bytes`, as it is."""
+    """The length of the compressed JSON, and the JSON; then each `bytes` value as it is."""
     raw = {name: value for name, value in record.items() if isinstance(value, bytes)}
     others = {name: value for name, value in record.items() if name not in raw}
     sizes = {name: len(value) for name, value in raw.items()}
@@ -284,7 +280,7 @@ def _part_names(key: str, count: int) -> list[str]:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """A store that fails is a store that is gone: torch raises RuntimeErrors of many kinds."""
+    """Raise PeerLost for every error of a store: torch raises RuntimeErrors of many kinds."""
     try:
         yield
     except RuntimeError as error:

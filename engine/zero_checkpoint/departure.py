@@ -1,6 +1,6 @@
-"""How a worker that was asked to leave leaves: with a save now, with the script's next, or without.
+"""How a worker leaves that was asked to: with a save now, with the script's next save, or without.
 
-A pure function of what the script has done so far. `persistence` acts on it.
+A pure function of what the script has done so far.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Departure(StrEnum):
-    """What `engine.step()` does at the boundary where leaving has become known."""
+    """What `engine.step()` does at the first boundary at which all ranks know of the request."""
 
     SAVE_AND_LEAVE = "save and leave"
     AWAIT_SAVE = "leave after the script's next save"
@@ -28,12 +28,13 @@ def choose_departure(
 
     Args:
         directory_known: The script has saved to or loaded from a checkpoint directory.
-        script_has_state: It has saved or loaded a client_state that is not empty, or runs a
+        script_has_state: The script has saved or loaded a client_state that is not empty, or runs a
             library's loop: only the script can make a complete checkpoint.
-        script_has_saved: It has saved or loaded a checkpoint: before that nobody can know whether
-            it has state of its own.
-        script_asks: It calls `checkpoint_due()` and will save when told to.
-        engines: How many train in this process; the rest is what is so of any of them.
+        script_has_saved: The script has saved or loaded a checkpoint: before that, whether it has
+            a client_state is unknown.
+        script_asks: The script calls `checkpoint_due()`, and saves when it returns True.
+        engines: The number of engines that train in this process; the other arguments are True if
+            they are True of any of them.
     """
     if script_has_state:
         return Departure.AWAIT_SAVE, (

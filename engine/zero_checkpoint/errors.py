@@ -10,7 +10,7 @@ class CheckpointError(ZeroError):
 
 
 class DiskFull(CheckpointError):
-    """The storage has no room for a checkpoint: nothing was published; room may be made."""
+    """The storage has no room for a checkpoint: nothing was published; free some room."""
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -1,16 +1,14 @@
-"""After a commit: what has expired goes, and what dead saves have left.
+"""After a commit: delete expired checkpoints, and what dead saves have left.
 
-Must always hold: only the rank that has just committed removes anything, so a stale one, whose
+Must always hold: only the rank that has just committed removes anything, so a stale worker, whose
 commits are refused, removes nothing; the checkpoint just committed stays; a failure here is a
 warning, because the save itself has succeeded.
-
-Called by `persistence` on rank 0, in the thread of the save.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_checkpoint.candidates import Rejected, examine, find
@@ -27,7 +25,7 @@ DEAD_AFTER_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """What stays; by default everything."""
+    """The checkpoints that stay, see `retention.expired`; by default all."""
 
     last: int | None = None
     every: int | None = None
@@ -35,48 +33,40 @@ class Keep:
 
 
 def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove what is expired and what is abandoned; never raises.
+    """Remove expired checkpoints and abandoned attempts; never raises.
 
     Args:
         root: The directory of checkpoints.
-        committed: The newest one; its time is what the storage takes for now.
-        keep: What stays.
-        dead_after_s: How long an attempt must have been idle to count as dead.
+        committed: The newest checkpoint; its time is the storage's current time.
+        keep: The checkpoints that stay.
+        dead_after_s: The time for which an attempt must have been idle to count as dead.
     """
     try:
-        for path in _expired(root, committed, keep):
-            _attempt(remove, path, "expired")
-        for path, reason in _leftovers(root, committed, dead_after_s):
-            _attempt(sweep, path, reason)
+        if keep.last is not None:
+            paths = expired(
+                find(root).candidates,
+                keep_last=keep.last,
+                keep_every=keep.every,
+                keep_best=keep.best,
+                protected=[committed],
+            )
+            for path in paths:
+                _attempt(remove, path, "expired")
+        # Directories without a manifest that nobody writes to; no manifest is read for this.
+        rejected = []
+        for path in root.iterdir():
+            manifest = path / MANIFEST
+            if path.is_dir() and not (
+                manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
+            ):
+                entry = examine(path)
+                rejected += [entry] if isinstance(entry, Rejected) else []
+        now_s = (committed / MANIFEST).stat().st_mtime
+        leftovers, _ = abandoned(rejected, now_s=now_s, older_than_s=dead_after_s)
+        for leftover in leftovers:
+            _attempt(sweep, leftover.path, leftover.reason)
     except (OSError, CheckpointError) as error:
         _log.warning("old checkpoints under %s could not be looked at: %s", root, error)
-
-
-def _expired(root: Place, committed: Place, keep: Keep) -> list[Place]:
-    if keep.last is None:
-        return []
-    candidates = find(root).candidates
-    return expired(
-        candidates,
-        keep_last=keep.last,
-        keep_every=keep.every,
-        keep_best=keep.best,
-        protected=[committed],
-    )
-
-
-def _leftovers(root: Place, committed: Place, dead_after_s: float) -> Iterator[tuple[Place, str]]:
-    """Directories without a manifest that nobody works on; no manifest is read for this."""
-    bare = [path for path in root.iterdir() if path.is_dir() and not _has_manifest(path)]
-    rejected = [entry for entry in map(examine, bare) if isinstance(entry, Rejected)]
-    now_s = (committed / MANIFEST).stat().st_mtime
-    found, _ = abandoned(rejected, now_s=now_s, older_than_s=dead_after_s)
-    yield from ((leftover.path, leftover.reason) for leftover in found)
-
-
-def _has_manifest(path: Place) -> bool:
-    manifest = path / MANIFEST
-    return manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
 
 
 def _attempt(action: Callable[[Place], None], path: Place, reason: str) -> None:

@@ -1,8 +1,8 @@
-"""How often to save: as often as failures make it worth while.
+"""The optimal checkpoint interval, from the cost of a save and the time between failures.
 
-Saving costs time; what was not saved when a failure comes costs the time to compute it again.
-Young's optimum between the two, in Daly's second order, is the interval here. Pure functions:
-the numbers come from `schedule`, which also makes sure that all ranks use the same.
+A save costs time; steps that were not saved when a failure comes cost the time to compute them
+again. The interval is Young's optimum between the two, in Daly's second order. Pure functions; all
+ranks must call them with the same numbers.
 
 Source: Young, CACM 17(9), 1974; Daly, FGCS 22(3), 2006, eq. 37. CheckFreq (FAST 2021) tunes the
 interval to the stall in the same way.
@@ -14,29 +14,29 @@ import math
 from dataclasses import dataclass
 
 _PRIOR_FAILURES, _PRIOR_S = 0.1, 0.1 * 24 * 3600
-"""As if a tenth of a failure had been seen in a tenth of a day: one a day is expected until the
-job's own failures say more, which the first of them does."""
+"""A prior of a tenth of a failure in a tenth of a day: one failure a day is expected until the
+job's own failures outweigh it, which the first of them does."""
 _FIRST_S = 60.0
-"""Before anything is measured."""
+"""The interval before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the last save took."""
+    """The costs of the last save."""
 
     stall_s: float
-    """For how long training stood still."""
+    """The time for which training stood still."""
     write_s: float
-    """Until it was committed; the next one cannot begin earlier."""
+    """The time until it was committed; the next save cannot begin earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """What is known about how often the job is interrupted."""
+    """The interruptions of the job so far."""
 
     restarts: int
     elapsed_s: float
-    """In which there were so many."""
+    """The time in which the restarts happened."""
 
     @property
     def mean_time_s(self) -> float:
@@ -61,7 +61,7 @@ def best_interval_s(costs: Costs | None, failures: Failures) -> tuple[float, str
 
 
 def daly_s(cost_s: float, between_s: float) -> float:
-    """The time to compute between two saves that cost `cost_s`, if one fails every `between_s`."""
+    """The time to compute between two saves that cost `cost_s`, at a failure every `between_s`."""
     if cost_s >= 2 * between_s:
         return between_s
     ratio = cost_s / (2 * between_s)

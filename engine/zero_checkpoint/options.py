@@ -1,6 +1,6 @@
-"""The "checkpoint" section: how and when to save, and what to keep.
+"""The "checkpoint" section of the config: how and when to save, and which checkpoints to keep.
 
-DeepSpeed's block of that name has none of these keys. `persistence` reads it.
+DeepSpeed's block of that name has none of these keys.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     zero_checkpoint.save("checkpoints", {"model": model.state_dict(), "epoch": 3}, step=100)
     found = zero_checkpoint.load("checkpoints")
 
-A structure is dictionaries, lists and tuples of tensors and of what `client_state` can keep. Its
-tensors become tensors of the universal format, named by the way to them (`model.layer.weight`); the
-rest goes into the manifest. In a process group every rank calls both, with the part that it has;
-without one, a process is alone. The commit, its verification and its fallback are those of
-`commit` and `restore`.
+A structure is dictionaries, lists and tuples of tensors and of values that `client_state` can
+store. Its tensors become tensors of the universal format, named by the keys that lead to them
+(`model.layer.weight`); the other values go into the manifest. In a process group every rank calls
+both functions, with the part that it has; without a group, a process is alone. The commit, its
+verification and its fallback are those of `commit` and `restore`.
 
-Must always hold: what is held by several ranks is written once; a tensor that no rank has whole is
-saved only if the parts of all ranks cover it.
+Must always hold: elements that several ranks hold (replicated tensors) are written once; a tensor
+that no rank has whole is saved only if the parts of all ranks cover it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ UNKNOWN_RUN: Mapping[str, Any] = {
     **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
     **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler", "weight_hash")),
 }
-"""What the engine says of its run in a checkpoint; None where only the engine could have known."""
+"""The engine's record of its run in a checkpoint; None for values that only the engine knows."""
 _STATE = "state"
 """The key of the structure in `meta`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """In place of a tensor: the elements of it that this rank has."""
+    """Stands for a tensor of which this rank has a run of elements."""
 
     data: Tensor
     """Elements [start, start + data.numel()) of the whole tensor, flattened in row-major order."""
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `load` has found."""
+    """The result of `load`."""
 
     state: dict[str, Any]
     """The structure; of an engine's checkpoint, its parameters and buffers by name."""
@@ -84,20 +84,21 @@ def save(
 
     Args:
         root: A directory on storage that all ranks share, or a URL (s3://bucket/dir).
-        state: What this rank has. Ranks may have different tensors, the same ones, or `Part`s of
-            them; where they differ in anything else, rank 0's counts.
+        state: This rank's structure. Ranks may have different tensors, the same ones, or `Part`s of
+            them; for all other values, rank 0's count.
         step: Steps done. Of two checkpoints, the one with more steps is newer.
         tag: A name to load it by; by default global_step<N>.
-        keep_last: How many of the newest checkpoints stay, at least 2; None: all.
-        consensus: How the ranks agree; None: through the default process group, or alone.
+        keep_last: The number of newest checkpoints that stay, at least 2; None: all.
+        consensus: The votes of the ranks; None: of the default process group, or of this process
+            alone.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        CheckpointError: Something in the structure cannot be stored, the ranks contradict each
+        CheckpointError: A value of the structure cannot be stored, the ranks contradict each
             other, or a rank failed: nothing was published. On every rank.
-        PeerLost: A rank is gone.
+        PeerLost: A rank is lost.
     """
     consensus, where = consensus or _default_consensus(), place(root)
     own: dict[str, Part] = {}
@@ -155,21 +156,21 @@ def load(
 
     Args:
         root: As given to `save`.
-        into: A structure with tensors and `Part`s that are filled in place, on any device; what
-            else the checkpoint holds is not read. None: every rank gets all tensors, on the CPU.
+        into: A structure with tensors and `Part`s that are filled in place, on any device; other
+            tensors of the checkpoint are not read. None: every rank gets all tensors, on the CPU.
         tag: Only a checkpoint of this name.
-        consensus: As for `save`.
+        consensus: See `save`.
 
     Returns:
-        What was found; None if nothing was ever saved here.
+        The restored state; None if nothing was ever saved here.
 
     Raises:
         DamagedCheckpoint: There are checkpoints, and none is whole; names them all.
         ModelMismatch: The newest does not have a tensor of `into`, or has it in another shape or
-            dtype; `into` is as it was.
+            dtype; `into` is unchanged.
         CheckpointError: No checkpoint has this name, or a rank could not read: `into` may be half
             filled.
-        PeerLost: A rank is gone.
+        PeerLost: A rank is lost.
     """
     filled: dict[str, Part] = {}
     originals: dict[str, Tensor | Part] = {}
@@ -203,13 +204,13 @@ def load(
 
 
 def agree(votes: Sequence[Record | None]) -> Record:
-    """What all ranks save together, a pure function: every tensor, and which rank writes what.
+    """Which tensors all ranks save together, and which rank writes which; a pure function.
 
-    Of those that hold the same elements, the one writes them that has the fewest bytes so far.
+    Of the ranks that hold the same elements, the one with the fewest bytes so far writes them.
 
     Args:
         votes: By rank: "state", the packed structure, and "tensors", name -> dtype, shape, start
-            and count of the elements; or "problem". None where a rank did not answer.
+            and count of the elements; or "problem". None for a rank that did not answer.
 
     Returns:
         "state", "tensors" (name -> dtype and shape) and "writes" (by rank, names); or "problem".
@@ -238,7 +239,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """A structure with what only another one has; where both have something, the first counts."""
+    """A structure with the keys that only another one has; for common keys, the first counts."""
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return first
     both = {key: _joined(value, second.get(key)) for key, value in first.items()}
@@ -246,7 +247,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
-    """The same structure with all that is no dictionary, list or tuple changed, given its name."""
+    """The same structure; `change` replaces each value that is no collection, given its name."""
     prefix = name and f"{name}."
     match value:
         case Mapping():
@@ -265,14 +266,14 @@ def _taken_out(
     parts: dict[str, Part],
     originals: dict[str, Tensor | Part] | None = None,
 ) -> Any:
-    """What stands for a tensor in the structure; it itself goes to the others."""
+    """The placeholder of a tensor in the structure; the tensor goes to `parts` and `originals`."""
     if not isinstance(value, Tensor | Part):
         return value
     if name in parts:
         raise CheckpointError(f"two tensors are called {name}; rename one of the keys on the way")
     if hasattr(value, "to_local"):
         raise CheckpointError(
-            f"{name} is a {type(value).__name__}; give the elements that this rank has, as a "
+            f"{name} is a {type(value).__name__}; pass the elements that this rank has, as a "
             "zero_checkpoint.Part"
         )
     parts[name] = value if isinstance(value, Part) else _whole(value)
@@ -282,7 +283,7 @@ def _taken_out(
 
 
 def _whole(tensor: Tensor) -> Part:
-    """All of it; a copy, if its elements do not lie one after the other."""
+    """All of a tensor; a copy, if the tensor is not contiguous."""
     return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
 
 

@@ -1,10 +1,8 @@
-"""Rank 0's part of a save: judge the votes, then make the checkpoint appear, or nothing.
+"""Rank 0's part of a save: check the votes, then publish the checkpoint as a whole, or nothing.
 
 Must always hold: `publish` renames only when every byte that the manifest names is durable and
-visible from here, and after the fence has agreed; `withdraw` takes the manifest away before any
-file that it names.
-
-Called by `commit` on rank 0.
+visible from here, and after the fence has agreed; `withdraw` removes the manifest before any file
+that it names.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from zero_checkpoint.format.table import canonical, table_of, uncollected
 _log = logging.getLogger(__name__)
 
 Fence = Callable[[str], None]
-"""Told the manifest's digest; raises CommitRefused when this round may publish no more."""
+"""Called with the manifest's digest; raises CommitRefused if this worker is stale."""
 _TEMPORARY = ".tmp"
 _OWN = tuple(name for name in COLUMNS if name != "file")
-"""The columns of fragments that a rank votes with, one after the other."""
+"""The columns of fragments in a rank's vote, in this order."""
 
 
 class Unsure(Exception):
-    """Something failed while the manifest was given its name: it may have it, or get it yet."""
+    """The rename of the manifest failed: it may have happened, or may still happen."""
 
     def __init__(self, failure: OSError) -> None:
         super().__init__(str(failure))
@@ -46,7 +44,7 @@ class Unsure(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the ranks agreed on before they wrote: the part of a manifest that no vote changes."""
+    """The part of a manifest that the ranks agreed on before they wrote: no vote changes it."""
 
     step: int
     round: int
@@ -75,14 +73,30 @@ def fingerprint(state: State) -> str:
 
 @uncollected()
 def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Manifest:
-    """The manifest out of the votes of all ranks, in rank order.
+    """The manifest from the votes of all ranks, in rank order.
 
     Raises:
         CheckpointError: A rank did not vote, failed, or describes another model; or the
             fragments do not cover every tensor exactly once.
     """
     table = fingerprint(state)
-    good = [_checked(rank, vote, table) for rank, vote in enumerate(votes)]
+    good: list[Record] = []
+    for rank, vote in enumerate(votes):
+        if vote is None:
+            raise CheckpointError(f"rank {rank} did not report in time: it has died or stalls")
+        if problem := vote.get("problem"):
+            raise CheckpointError(str(problem))
+        if vote["table"] != table:
+            raise CheckpointError(
+                f"rank {rank} has another table of tensors or ties than rank 0; "
+                "build the same model, in the same order, on every rank"
+            )
+        good.append(vote)
+    files = []
+    for rank, vote in enumerate(good):
+        digests = np.frombuffer(vote["xxh3_64"], dtype=np.uint64)
+        size_bytes, data_offset = vote["size_bytes"], vote["data_offset"]
+        files.append(FileRecord(file_name(rank), size_bytes, data_offset, digests))
     return Manifest(
         step=header.step,
         round=header.round,
@@ -91,29 +105,11 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
         world=len(votes),
         tensors=table_of(state.tensors),
         aliases=dict(state.aliases),
-        files=tuple(_file_of(rank, vote) for rank, vote in enumerate(good)),
+        files=tuple(files),
         fragments=_fragments_of(state, good),
         meta=state.meta,
         block_bytes=header.block_bytes,
     )
-
-
-def _checked(rank: int, vote: Record | None, table: str) -> Record:
-    if vote is None:
-        raise CheckpointError(f"rank {rank} did not report in time: it has died or stalls")
-    if problem := vote.get("problem"):
-        raise CheckpointError(str(problem))
-    if vote["table"] != table:
-        raise CheckpointError(
-            f"rank {rank} has another table of tensors or ties than rank 0; "
-            "build the same model, in the same order, on every rank"
-        )
-    return vote
-
-
-def _file_of(rank: int, vote: Record) -> FileRecord:
-    digests = np.frombuffer(vote["xxh3_64"], dtype=np.uint64)
-    return FileRecord(file_name(rank), vote["size_bytes"], vote["data_offset"], digests)
 
 
 def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
@@ -132,13 +128,21 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
     """Commit: when this returns, the checkpoint is the newest and survives a power cut.
 
     Raises:
-        CommitRefused: By the fence, before anything is visible.
+        CommitRefused: The fence refused, before anything is visible.
         CheckpointError: A file is not visible from here.
         FileExistsError: Another manifest is there, or a tombstone: this attempt was swept.
         OSError: An operation failed before the commit.
-        Unsure: One failed at the commit, or right after.
+        Unsure: An operation failed at the commit, or right after it.
     """
-    _check_visible(directory, manifest)
+    # A root that is not shared would otherwise show only at a load, when it is too late.
+    sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
+    for rank, file in enumerate(manifest.files):
+        path, size = directory / file.name, sizes.get(file.name)
+        if size != file.size_bytes:
+            raise CheckpointError(
+                f"rank {rank} wrote {file.size_bytes} bytes to {path}, rank 0 sees {size}; "
+                f"put {directory.parent} on storage that all nodes share"
+            )
     text, digest = encode(manifest)
     final = directory / MANIFEST
     temporary = final.with_name(MANIFEST + _TEMPORARY)
@@ -156,18 +160,6 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
     _write_hints(directory, manifest.tag, disk)
 
 
-def _check_visible(directory: Place, manifest: Manifest) -> None:
-    """A root that is not shared would otherwise show only when it is too late."""
-    sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
-    for rank, file in enumerate(manifest.files):
-        path, size = directory / file.name, sizes.get(file.name)
-        if size != file.size_bytes:
-            raise CheckpointError(
-                f"rank {rank} wrote {file.size_bytes} bytes to {path}, rank 0 sees {size}; "
-                f"put {directory.parent} on storage that all nodes share"
-            )
-
-
 def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
     with disk.create(path) as file:
         disk.write(file, text)
@@ -175,43 +167,34 @@ def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
 
 
 def _write_hints(directory: Place, tag: str, disk: Disk) -> None:
-    """Name the newest checkpoint, and it by its tag, for people and other tools; no load asks."""
+    """Write `latest`, and a link named after the tag: for people and other tools, not for loads."""
     hint = directory.parent / LATEST
+    temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
-        _write_latest(hint, directory.name, disk)
-        if _can_stand_beside(tag):
+        disk.remove(temporary)
+        _write_whole(temporary, directory.name.encode() + b"\n", disk)
+        disk.publish(temporary, hint, replace=True)
+        # A tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it.
+        if not tag.startswith((".", LATEST, REMOVED, "step-")) and "/" not in tag:
             hint = hint.with_name(tag)
             disk.link(hint, directory.name)
     except OSError as error:
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
 
 
-def _write_latest(hint: Place, name: str, disk: Disk) -> None:
-    temporary = hint.with_name(LATEST + _TEMPORARY)
-    disk.remove(temporary)
-    _write_whole(temporary, name.encode() + b"\n", disk)
-    disk.publish(temporary, hint, replace=True)
-
-
-def _can_stand_beside(tag: str) -> bool:
-    """Whether a tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it."""
-    ours = (".", LATEST, REMOVED, "step-")
-    return not tag.startswith(ours) and "/" not in tag
-
-
 def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
-    """Remove a failed attempt; what cannot be removed is left for a later sweep.
+    """Remove a failed attempt; files that cannot be removed are left for a later sweep.
 
-    The manifest goes first, durably: it may have got its final name before a later fsync failed,
-    and a manifest must never outlive a file that it names.
+    The manifest is removed first, durably: it may have got its final name before a later fsync
+    failed, and a manifest must never outlive a file that it names.
 
     Args:
-        directory: Of the attempt.
+        directory: The directory of the attempt.
         disk: File operations.
-        committing: The manifest was on its way to its final name.
+        committing: Whether the rename of the manifest had begun.
 
     Returns:
-        Whether it surely has no manifest, and will have none; if not, everything is left.
+        Whether it surely has no manifest, and will have none; if not, all files are left.
     """
     if committing and disk.publishes_late:
         return False

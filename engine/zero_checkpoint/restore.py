@@ -7,12 +7,11 @@
                                                or stop
 
 Must always hold: all ranks end with pieces of the same checkpoint, or all raise the same error.
-Damage makes everybody fall back; a checkpoint of another model does not, because the one before
-it is of that model too. A root in which every checkpoint is unusable is an error: starting
-from scratch there would silently throw the training away. Checkpoints in the memory of the nodes
-take their place in the same order; what is lost there is lost with its nodes, and only said.
-
-Called by the engine on every rank, in step.
+Damage makes all ranks fall back to the checkpoint before; a checkpoint of another model does not,
+because the one before it is of that model too. A root in which every checkpoint is unusable is an
+error: starting from scratch there would silently throw the training away. Checkpoints in the memory
+of the nodes are tried in the same order; those that are lost with their nodes are logged. Every
+rank calls `load`, in step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -46,27 +45,28 @@ from zero_contract.errors import PeerLost
 _log = logging.getLogger(__name__)
 
 _MOST_TOLD_BYTES = 1 << 30
-"""Of manifests, from rank 0 to all others: beyond that, each of them reads it from storage."""
+"""The most bytes of manifests that rank 0 sends to all others; beyond that, each rank reads the
+manifest from storage."""
 _InMemory = tuple[MemoryCheckpoint, Manifest]
 _Entry = Candidate | Rejected | _InMemory
 Wanted = Callable[[Manifest], State]
 """From a manifest to the state whose pieces are to be filled in place."""
 Exchange = Callable[[bool], None]
-"""Told whether this rank has filled its weights, lets the ranks begin to exchange them."""
+"""Called with whether this rank has filled its weights; lets the ranks begin to exchange them."""
 Meet = Callable[[str], None]
-"""Returns when all ranks have come there, which they name; raises PeerLost if one does not."""
+"""A barrier with a name: returns when all ranks have called it; raises PeerLost if one does not."""
 
 
 class Outcome(StrEnum):
-    """How it went on a rank, or for all of them. Mildest first: the verdict is the worst."""
+    """The result of a load on a rank, or on all. Mildest first: the verdict is the worst vote."""
 
     GOOD = "good"
     DAMAGED = "damaged"
-    """The checkpoint is; an older one may do."""
+    """The checkpoint is damaged; an older one may be good."""
     MISMATCHED = "mismatched"
-    """The model is another one."""
+    """The checkpoint is of another model."""
     FAILED = "failed"
-    """Neither is to blame: a rank could not read, or did not answer."""
+    """A rank could not read, or did not answer; checkpoint and model are not at fault."""
 
 
 _SEVERITY = list(Outcome)
@@ -84,9 +84,9 @@ class Loaded:
     path: Place
     manifest: Manifest
     bytes_read: int = 0
-    """By this rank from the files of this checkpoint, edges of blocks included."""
+    """Bytes that this rank read from the files of this checkpoint, edges of blocks included."""
     in_memory: bool = False
-    """It was in the memory of the nodes; `path` is this node's part of it."""
+    """Whether it was in the memory of the nodes; `path` is then this node's part of it."""
 
 
 def load(
@@ -109,18 +109,18 @@ def load(
         exchange: Called once for each checkpoint that is tried, on every rank: with True when
             the weights among its pieces are filled and verified, before the rest is read; with
             False when they will not be. Must not wait for ranks that have not called it.
-        meet: Called after that, on every rank, before it votes: a lost rank is missed at once.
-        tag: Only checkpoints of this tag, or the one of this name, as `latest` has it.
-        ram: To look into the memory of the nodes as well; on all ranks or on none.
+        meet: Called after that, on every rank, before it votes: a lost rank is detected at once.
+        tag: Only checkpoints of this tag, or the one with this directory name, as in `latest`.
+        ram: The search in the memory of the nodes; on all ranks or on none.
 
     Returns:
-        What was loaded, or None if nothing was ever saved here.
+        The checkpoint that was loaded, or None if nothing was ever saved here.
 
     Raises:
         DamagedCheckpoint: There are checkpoints, and none is usable; names them all.
         ModelMismatch: The newest one is of another model; names the tensors. No rank has read it.
         CheckpointError: No checkpoint has this tag; or a rank could not read, or died.
-        PeerLost: The store of the store consensus is gone; or `exchange` or `meet` says so.
+        PeerLost: The store of the votes is gone; or raised by `exchange` or `meet`.
     """
     search = _Search(root, tag, ram)
     if ram is not None:
@@ -143,14 +143,14 @@ def load(
 
 
 def _raise(verdict: Record, cause: Exception | None = None) -> None:
-    """Raise the error that a verdict or an offer tells of, if any."""
+    """Raise the error of a verdict or an offer, if there is one."""
     if "outcome" in verdict:
         raise _ERRORS[Outcome(verdict["outcome"])](verdict["reason"]) from cause
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDisk:
-    """A checkpoint on disk, in the words of `MemoryCheckpoint`."""
+    """A checkpoint on disk, with the interface of `MemoryCheckpoint`."""
 
     path: Place
     copies: Copies | None = None
@@ -163,7 +163,7 @@ _Offered = _OnDisk | MemoryCheckpoint
 
 
 def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
-    """The manifest that rank 0 has read: its own, out of the offer, or read once more."""
+    """The manifest that rank 0 has read: on rank 0 itself; from the offer; or read once more."""
     if search.manifest is not None:
         return search.manifest
     path = offered.path / MANIFEST
@@ -172,15 +172,15 @@ def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
             f"rank {COORDINATOR} sees it, this rank does not; "
             f"put {offered.path.parent} on storage that all nodes share"
         )
-    told = offer.get("manifest")
-    manifest = parse(told) if told is not None else offered.read_manifest()
+    text = offer.get("manifest")
+    manifest = parse(text) if text is not None else offered.read_manifest()
     if manifest.digest != offer["digest"]:
         raise DamagedCheckpoint(f"{path}: differs from what rank {COORDINATOR} read")
     return manifest
 
 
 def _open(root: Place, ram: MemorySearch | None, offer: Record) -> _Offered:
-    """What rank 0 offers, as this rank sees it."""
+    """The checkpoint that rank 0 offers, as this rank sees it."""
     name = str(offer["name"])
     if "home" not in offer:
         return _OnDisk(root / name)
@@ -190,7 +190,7 @@ def _open(root: Place, ram: MemorySearch | None, offer: Record) -> _Offered:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What came of one checkpoint on one rank."""
+    """The result of one checkpoint on one rank."""
 
     vote: Record
     loaded: Loaded | None = None
@@ -204,10 +204,18 @@ def _try(
     exchange: Exchange,
     rank: int,
 ) -> _Attempt:
-    """Fill this rank's pieces from one checkpoint, turning whatever happens into a vote."""
+    """Fill this rank's pieces from one checkpoint, and turn the result or the error into a vote."""
     path = offered.path
     try:
-        with _sure_to(exchange) as weights_filled:
+        with ExitStack() as otherwise:
+            # If the weights are never filled, the exchange begins all the same, at the end: the
+            # other ranks have begun it, or will, and without this rank it would never end.
+            otherwise.callback(exchange, False)
+
+            def weights_filled() -> None:
+                otherwise.pop_all()
+                exchange(True)
+
             manifest = read()
             state = wanted(manifest)
             count = fill(
@@ -226,22 +234,6 @@ def _try(
         return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
 
 
-@contextmanager
-def _sure_to(exchange: Exchange) -> Iterator[Callable[[], None]]:
-    """What to call when the weights are filled; if nobody does, the exchange begins at the end.
-
-    The other ranks have begun it, or will, and without this one it would never end.
-    """
-    with ExitStack() as otherwise:
-        otherwise.callback(exchange, False)
-
-        def filled() -> None:
-            otherwise.pop_all()
-            exchange(True)
-
-        yield filled
-
-
 @dataclass(slots=True)
 class _Search:
     """Rank 0's walk through the candidates, newest first; idle on the other ranks."""
@@ -253,11 +245,11 @@ class _Search:
     rejected: list[Rejected] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
-    """Of what was offered last."""
+    """The manifest of the checkpoint that was offered last."""
     _entries: Iterator[_Entry] | None = None
 
     def next_offer(self, world: int) -> Record:
-        """The next checkpoint to try; without a name, there is none: with the reason, or {}."""
+        """The next checkpoint to try; if there is none, a record without a name: why, or {}."""
         try:
             found = self._next_candidate()
         except Exception as error:
@@ -273,27 +265,24 @@ class _Search:
         return offer
 
     def _next_candidate(self) -> tuple[Record, Manifest] | None:
-        """Where it is, as `_open` is told, and its manifest."""
+        """Its part of an offer, from which `_open` finds it, and its manifest."""
         self._entries = self._entries or _newest_first(self.root, self.ram)
         for entry in self._entries:
             if isinstance(entry, tuple):
                 kept, manifest = entry
                 return {"name": kept.name, "home": kept.home, "places": kept.places}, manifest
             if isinstance(entry, Rejected):
-                self._note(entry)
+                if entry.why in WAS_COMMITTED:
+                    self.rejected.append(entry)
+                    _log.warning("checkpoint skipped: %s", entry.reason)
             elif self.tag in (None, entry.manifest.tag, entry.path.name):
                 return {"name": entry.path.name}, entry.manifest
             else:
                 self.tags.append(entry.manifest.tag)
         return None
 
-    def _note(self, rejected: Rejected) -> None:
-        if rejected.why in WAS_COMMITTED:
-            self.rejected.append(rejected)
-            _log.warning("checkpoint skipped: %s", rejected.reason)
-
     def _conclusion(self) -> Record:
-        """Why there is nothing (more) to try; {} if nothing was ever saved."""
+        """Why there is no further checkpoint to try; {} if nothing was ever saved."""
         unusable = self.damaged + [entry.reason for entry in self.rejected]
         if self.damaged or (unusable and self.tag is None):
             return {
@@ -311,7 +300,7 @@ class _Search:
         return {"outcome": Outcome.FAILED, "reason": reason}
 
     def judge(self, offered: _Offered, votes: list[Record | None]) -> Record:
-        """The worst vote is everybody's; damage is marked for good."""
+        """The verdict of all ranks: the worst vote. A damaged checkpoint is quarantined."""
         verdict = worst(offered.path, votes)
         if verdict["outcome"] == Outcome.DAMAGED:
             _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
@@ -322,13 +311,13 @@ class _Search:
 
 
 def _newest_first(root: Place, ram: MemorySearch | None) -> Iterator[_Entry]:
-    """Both kinds in one order; of two that are equally new, the one in memory first."""
+    """Checkpoints in memory and on disk in one order; of equal age, the one in memory first."""
     in_memory = ram.candidates(root) if ram is not None else iter(())
-    return heapq.merge(in_memory, scan(root), key=_age, reverse=True)
 
+    def age_of(entry: _Entry) -> tuple[int, int]:
+        return age(entry[0].name if isinstance(entry, tuple) else entry.path.name)
 
-def _age(entry: _Entry) -> tuple[int, int]:
-    return age(entry[0].name if isinstance(entry, tuple) else entry.path.name)
+    return heapq.merge(in_memory, scan(root), key=age_of, reverse=True)
 
 
 def worst(path: Place, votes: list[Record | None]) -> Record:
@@ -336,7 +325,7 @@ def worst(path: Place, votes: list[Record | None]) -> Record:
 
     Args:
         path: The checkpoint.
-        votes: By rank; None where a rank did not answer.
+        votes: By rank; None for a rank that did not answer.
     """
     for rank, vote in enumerate(votes):
         if vote is None:

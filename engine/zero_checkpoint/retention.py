@@ -1,10 +1,9 @@
-"""Which checkpoints may go, and how to make one go without ever leaving half of it.
+"""Which checkpoints may be deleted, and how to delete one so that no half of it is ever loaded.
 
-Must always hold: what is being deleted stops being a checkpoint, durably, before any byte of it
-is gone; a process that dies at any line leaves what `abandoned` finds later. The newest
-`keep_last` checkpoints stay, and what the caller protects stays.
-
-Called by `tools` and after a save. The decisions are pure; only `remove` and `sweep` write.
+Must always hold: a directory stops being a checkpoint, durably, before any byte of it is deleted; a
+process that dies at any line leaves a directory that `abandoned` finds later. The newest
+`keep_last` checkpoints stay, and so do those that the caller protects. The decisions are pure; only
+`remove` and `sweep` write.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _LEFTOVER = re.compile(rf"{re.escape(REMOVED)}step-\d{{9,}}\.g\d+\.[0-9a-f]{{4}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The checkpoints with the best values of a metric, as the script has put it into its state."""
+    """The checkpoints with the best values of a metric in the script's client_state."""
 
     metric: str
     """A key of `client_state`."""
     mode: str = "min"
-    """Which is better: "min" or "max"."""
+    """Whether a smaller ("min") or a larger ("max") value is better."""
     count: int = 1
 
     def value(self, checkpoint: Candidate) -> float | None:
-        """The metric; None where there is none, or it is no finite number."""
+        """The metric; None if it is missing, or no finite number."""
         client = checkpoint.manifest.meta.get("client")
         value = client.get(self.metric) if isinstance(client, dict) else None
         return float(value) if is_number(value) and math.isfinite(value) else None
 
     def among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The best, best first; of equal ones the newer. `candidates` are newest first."""
+        """The best ones, best first; of equal ones the newer. `candidates` are newest first."""
         valued = [(self.value(c), c) for c in candidates]
         sign = 1 if self.mode == "min" else -1
         known = [(sign * value, c) for value, c in valued if value is not None]
@@ -53,13 +52,13 @@ class Best:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether JSON has it as a number."""
+    """Whether a value is a number in JSON."""
     return type(value) in (int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A directory that no load would choose and nobody is writing."""
+    """A directory that no load would choose and no process writes to."""
 
     path: Place
     reason: str
@@ -78,10 +77,10 @@ def expired(
     Args:
         candidates: All usable checkpoints of a root, newest first, as `candidates.find` lists
             them; quarantined ones do not count as kept.
-        keep_last: How many of the newest stay, at least 2.
-        keep_every: Those of steps that this divides stay, too; the newest one of each step.
-        keep_best: The best of all of them stay, too.
-        protected: These stay whatever the numbers say, for example the only verified one.
+        keep_last: The number of newest checkpoints that stay, at least 2.
+        keep_every: The newest checkpoint of each step that is a multiple of it stays as well.
+        keep_best: The best of all of them stay as well.
+        protected: These stay in any case, for example the only verified one.
 
     Raises:
         CheckpointError: `keep_last` or `keep_every` is out of bounds.
@@ -97,7 +96,7 @@ def expired(
 
 
 def check_policy(*, keep_last: int, keep_every: int | None) -> None:
-    """Raises CheckpointError for numbers that make no policy."""
+    """Refuse numbers out of bounds: raises CheckpointError."""
     if keep_last < FEWEST_KEPT:
         raise CheckpointError(
             f"keep_last={keep_last}: the newest checkpoint may turn out damaged; "
@@ -110,15 +109,15 @@ def check_policy(*, keep_last: int, keep_every: int | None) -> None:
 def abandoned(
     entries: Iterable[Rejected], *, now_s: float, older_than_s: float
 ) -> tuple[list[Leftover], list[str]]:
-    """What dead saves and dead deletions have left, and why the other directories stay.
+    """The leftovers of dead saves and dead deletions, and why the other directories stay.
 
-    A save that lives writes its files; one whose files have not changed for longer than any rank
+    A running save writes its files; a save whose files have not changed for longer than any rank
     waits for another is dead.
 
     Args:
         entries: The directories that are no candidates, as `candidates.find` lists them.
-        now_s: Time since the epoch, as the storage counts it.
-        older_than_s: How long nothing in a directory must have changed.
+        now_s: Seconds since the epoch, by the clock of the storage.
+        older_than_s: The time for which nothing in a directory must have changed.
     """
     leftovers: list[Leftover] = []
     kept: list[str] = []
@@ -132,13 +131,13 @@ def abandoned(
                 if idle_s > older_than_s:
                     leftovers.append(Leftover(path=entry.path, reason=sentence))
                 else:
-                    kept.append(f"{entry.path}: {sentence}; it may still be being saved")
+                    kept.append(f"{entry.path}: {sentence}; the save may still be running")
     return leftovers, kept
 
 
 @contextmanager
 def going(path: Place) -> Iterator[None]:
-    """What is done to a directory that somebody else may be deleting ends when it is gone."""
+    """Ignore FileNotFoundError for a directory that another process may be deleting."""
     try:
         yield
     except FileNotFoundError:
@@ -147,7 +146,7 @@ def going(path: Place) -> Iterator[None]:
 
 
 def last_change_s(path: Place) -> float:
-    """When anything in a directory last changed, in seconds since the epoch."""
+    """The last change of a directory or of a file in it, in seconds since the epoch."""
     changed_s = [path.stat().st_mtime]
     for inner in path.iterdir():
         try:
@@ -158,12 +157,12 @@ def last_change_s(path: Place) -> float:
 
 
 def remove(path: Place, disk: Disk | None = None) -> None:
-    """Delete one checkpoint; returns when it is gone for good, or others delete it.
+    """Delete one checkpoint; returns when it is deleted durably, or others delete it.
 
     Raises:
-        CheckpointError: Something in the directory could not be deleted; it is no checkpoint any
-            more, and a later `sweep` goes on.
-        OSError: It could not be made to stop being a checkpoint; it is as it was.
+        CheckpointError: A file in the directory could not be deleted; it is no checkpoint any
+            more, and a later `sweep` deletes the rest.
+        OSError: It could not be made to stop being a checkpoint; it is unchanged.
     """
     disk = disk or disk_of(path)
     with going(path):
@@ -171,7 +170,7 @@ def remove(path: Place, disk: Disk | None = None) -> None:
 
 
 def sweep(path: Place, disk: Disk | None = None) -> None:
-    """Delete what is no checkpoint. Raises as `remove`."""
+    """Delete a directory that is no checkpoint. Raises as `remove`."""
     disk = disk or disk_of(path)
     with going(path):
         _delete(disk.retire(path, committed=False), disk)

@@ -1,11 +1,9 @@
 """The saves of one rank: copied and written in the background, or written while training waits.
 
-Both are one path: a save always runs on the thread of `Background`. Where the state can be copied,
-that thread begins with what is copied already, and training goes on after the copy; if not, it
-waits for the end. Must always hold: at most one save is in flight; its failure is reported once
-and stops nothing; rank 0 tidies up after each commit.
-
-Called by `persistence`.
+Both are one path: a save always runs on the thread of `Background`. If the state can be copied,
+that thread begins to write during the copy, and training continues after the copy; if not, training
+waits for the end of the save. Must always hold: at most one save is in flight; its failure is
+reported once and stops nothing; rank 0 tidies up after each commit.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to save, and where. `state.meta` must not change any more."""
+    """One save: the state, and the directory. `state.meta` must not change any more."""
 
     root: Place
     state: State
@@ -56,14 +54,14 @@ class Saver:
         """Nothing is saved yet.
 
         Args:
-            config: What to keep of the checkpoints before.
-            consensus: The votes of these saves alone; its `on_wait` says when the group is lost.
-            lineage: Shared with all that keeps checkpoints of this run.
+            config: Which of the earlier checkpoints to keep.
+            consensus: The votes of these saves alone; its `on_wait` raises when the group is lost.
+            lineage: Shared by all savers of this run.
         """
         self.disk: Disk = DirectDisk()
         self.staging = StagingBuffer(PrivateStaging())
         self.last_step = 0
-        """Of the newest checkpoint that this worker knows to be committed."""
+        """The step of the newest checkpoint that this worker knows to be committed."""
         best, wanted = None, config.keep_best
         if wanted is not None:
             best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
@@ -75,7 +73,7 @@ class Saver:
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
-        self._copies = True
+        self._has_warned = False
         self._memories = two_memories()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
@@ -94,63 +92,74 @@ class Saver:
 
         Args:
             request: The save.
-            copy: Copy the state, if there is room for it.
+            copy: Copy the state, if there is memory for it.
 
         Returns:
-            Whether it was copied; if not, nothing may change before `wait`.
+            Whether it was copied; if not, the state must not change before `wait`.
         """
         self._in_flight_step, self._in_flight_root = request.step, request.root
         try:
             layout = self.lay_out(request.state)
-        except CheckpointError:  # the save itself will say it, to all ranks
+        except CheckpointError:  # the save itself reports it, to all ranks
             self._start(request, None)
             return False
-        copied = copy and self._snapshot(request, layout)
-        if not copied:
-            self._start(request, LiveImage(layout, self._memories))
-        return copied
+        if copy:
+            try:
+                self.staging.snapshot(layout, begin=partial(self._start, request))
+                return True
+            except NoStagingMemory as error:
+                if not self._has_warned:
+                    _log.warning("training waits for checkpoints to be written: %s", error)
+                self._has_warned = True
+        self._start(request, LiveImage(layout, self._memories))
+        return False
 
     def wait(self) -> Outcome | None:
-        """How the save in flight has ended, once it has; None if there is none to tell of."""
+        """The outcome of the save in flight, once it has ended; None if it was returned before."""
         return self._noted(self._background.wait())
 
     def finished(self) -> Outcome | None:
-        """The same, or None if it is still in flight."""
+        """The outcome as of `wait`; None if the save is still in flight."""
         return self._noted(self._background.finished())
 
     def wait_for_room(self) -> Outcome | None:
-        """As `wait`, with a word if it takes time."""
+        """The outcome as of `wait`; logs that training waits, if the save is still in flight."""
         if self.busy and self._rank == 0:
             step = self._in_flight_step
             _log.info("waiting: the checkpoint of step %d is still being written", step)
         return self.wait()
 
     def report(self, outcome: Outcome | None) -> None:
-        """Say how a save ended that nobody has waited for."""
+        """Log the failure of a save that the script has not waited for."""
         match outcome:
             case Outcome(error=CommitRefused() as error):
                 _log.warning(
-                    "nothing was written for step %d, and training goes on: %s", outcome.step, error
+                    "nothing was written for step %d, and training continues: %s",
+                    outcome.step,
+                    error,
                 )
-            case Outcome(error=Exception() as error) if self._rank == 0 or _is_own(error):
+            # All ranks know of a CheckpointError, which the votes decided; of others only this one.
+            case Outcome(error=Exception() as error) if self._rank == 0 or not isinstance(
+                error, CheckpointError
+            ):
                 _log.warning(
-                    "the checkpoint of step %d was not saved; training goes on, and the one "
+                    "the checkpoint of step %d was not saved; training continues, and the one "
                     "before stays: %s",
                     outcome.step,
                     error,
                 )
 
-    def tell_lost(self, *, in_memory: bool) -> None:
-        """When leaving: which steps are lost, if the last save has failed.
+    def log_lost_steps(self, *, in_memory: bool) -> None:
+        """When leaving: log which steps are lost, if the last save has failed.
 
         Args:
-            in_memory: Checkpoints are kept in memory as well.
+            in_memory: Whether there are in-memory checkpoints as well.
         """
         if self._failed is None or self._rank != 0:
             return
         try:
             newest = newest_committed(self._failed)
-        except (OSError, CheckpointError):  # that failed the save, and is said
+        except (OSError, CheckpointError):  # it has failed the save as well, and is logged
             return
         kept = newest[1] if newest is not None else 0
         _log.warning(
@@ -164,12 +173,12 @@ class Saver:
         )
 
     def forget(self) -> None:
-        """Let go of the tensors of the last save."""
+        """Drop the references to the tensors of the last save."""
         self._layout = None
         self.staging.forget()
 
     def close(self) -> None:
-        """Finish what is in flight, and give the memory back."""
+        """Finish the save in flight, and free the memory."""
         self.report(self.wait())
         self._background.close()
         self.staging.close()
@@ -180,22 +189,11 @@ class Saver:
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 
-    def _snapshot(self, request: Request, layout: FileLayout) -> bool:
-        """Copy this rank's share, which is written meanwhile; False if there is no room."""
-        try:
-            self.staging.snapshot(layout, begin=partial(self._start, request))
-        except NoStagingMemory as error:
-            if self._copies:
-                _log.warning("training waits for checkpoints to be written: %s", error)
-            self._copies = False
-            return False
-        return True
-
     def _start(self, request: Request, image: Image | None) -> None:
         self._background.start(request.step, partial(self._save, request, image))
 
     def lay_out(self, state: State) -> FileLayout:
-        """The layout; where tensors are many it takes as long as the copy, so it is kept."""
+        """The layout of this rank's file; kept, because it may take as long as the copy."""
         if self._layout is None or not self.has_laid_out(state):
             self._layout = (state.pieces, own_layout(state, self._rank))
         return self._layout[1]
@@ -223,8 +221,3 @@ class Saver:
             _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")
             tidy(request.root, path, self._keep)
         return path
-
-
-def _is_own(error: Exception) -> bool:
-    """Whether other ranks may not know of it; what the store consensus decided, all of them do."""
-    return not isinstance(error, CheckpointError)

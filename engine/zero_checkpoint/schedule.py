@@ -1,10 +1,8 @@
-"""When to save: what the script and the config ask for, and the numbers that time needs.
+"""When a save is due, by the intervals of the script and the config, in steps or in seconds.
 
-Must always hold: all ranks answer alike. Clocks differ, so every rank takes rank 0's numbers, as
-the notes of the last step have carried them; a number that rank 0 has measured since counts from
-the next step on.
-
-Called by `persistence`.
+Must always hold: all ranks decide alike. Clocks differ, so every rank uses rank 0's numbers, which
+travel with the notes of each step; a number that rank 0 has measured since counts from the next
+step on.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from zero_contract.errors import ZeroError
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
-"""A save that found no room on the disk is due again after so long."""
+"""The time after which a save that found no room on the disk is due again."""
 _WORTH_A_WORD = 1.2
 """The factor by which "auto" must have moved to be reported again."""
 
@@ -52,15 +50,15 @@ class Schedule:
 
     @property
     def elapsed_s(self) -> float:
-        """For how long the job has trained, in this and the rounds before."""
+        """Seconds that the job has trained, in this round and those before."""
         return self._elapsed_before_s + self._clock() - self._started_s
 
-    def go_on_from(self, elapsed_s: float) -> None:
+    def resume_from(self, elapsed_s: float) -> None:
         """Take over the time of the rounds before from a checkpoint."""
         self._elapsed_before_s = elapsed_s
 
     def begun(self, stall_s: float) -> None:
-        """A save has begun, and held training up for so long."""
+        """A save has begun, and has stalled training for `stall_s`."""
         self._last_save_s = self._clock() - stall_s
         self._since_save_s = 0.0
         self._stall_s = stall_s
@@ -69,7 +67,7 @@ class Schedule:
             self._failed_s = None  # of a save before this one
 
     def committed(self, write_s: float) -> None:
-        """A save has been committed, so long after its beginning."""
+        """A save has been committed, `write_s` after its beginning."""
         self._write_s = write_s
 
     def found_no_room(self) -> None:
@@ -79,34 +77,29 @@ class Schedule:
     # ---- what travels ----
 
     def notes(self) -> tuple[float, float, bool]:
-        """For all ranks: seconds since the last save, seconds that "auto" finds right, retry?"""
+        """For all ranks: seconds since the last save, the interval of "auto", whether to retry."""
+        costs = None
+        if self._write_s is not None:
+            costs = Costs(stall_s=self._stall_s, write_s=self._write_s)
         failures = Failures(restarts=self._restarts, elapsed_s=self.elapsed_s)
-        interval_s, reason = best_interval_s(self._costs(), failures)
+        interval_s, reason = best_interval_s(costs, failures)
         if self._config.every_s == AUTO and self._rank == 0:
-            self._report(interval_s, reason)
+            known_s = self._reported_s
+            if known_s is None or not 1 / _WORTH_A_WORD < interval_s / known_s < _WORTH_A_WORD:
+                self._reported_s = interval_s
+                _log.info("checkpoints: %s", reason)
         retries = self._failed_s is not None and self._clock() - self._failed_s >= RETRY_S
         return self._clock() - self._last_save_s, interval_s, retries
 
-    def hear(self, notes: Sequence[float]) -> None:
-        """Take rank 0's notes."""
+    def take_notes(self, notes: Sequence[float]) -> None:
+        """Use rank 0's notes, on every rank."""
         self._since_save_s, self._auto_s, retries = notes
         self._retries = bool(retries)
-
-    def _costs(self) -> Costs | None:
-        if self._write_s is None:
-            return None
-        return Costs(stall_s=self._stall_s, write_s=self._write_s)
-
-    def _report(self, interval_s: float, reason: str) -> None:
-        known_s = self._reported_s
-        if known_s is None or not 1 / _WORTH_A_WORD < interval_s / known_s < _WORTH_A_WORD:
-            self._reported_s = interval_s
-            _log.info("checkpoints: %s", reason)
 
     # ---- deciding ----
 
     def due(self, step: int, every_steps: int | None, every_s: float | str | None) -> bool:
-        """Whether to save after this step; without an interval, by the config's.
+        """Whether to save after this step, by the given interval or else by the config's.
 
         Raises:
             ZeroError: There is no interval, or there are two.

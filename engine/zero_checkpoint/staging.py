@@ -135,7 +135,16 @@ class Background:
     def start(self, step: int, save: Callable[[], Place]) -> None:
         """Begin a save; the outcome of the one before must have been taken."""
         assert self._running is None, "take the outcome of the save before"
-        self._running = self._threads.submit(_outcome_of, step, save)
+
+        def run() -> Outcome:
+            begin = time.monotonic()
+            try:
+                path = save()
+                return Outcome(step=step, path=path, write_s=time.monotonic() - begin)
+            except Exception as error:
+                return Outcome(step=step, error=error, write_s=time.monotonic() - begin)
+
+        self._running = self._threads.submit(run)
 
     def wait(self) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that."""
@@ -150,12 +159,3 @@ class Background:
     def close(self) -> None:
         """End the thread, after the last save; no other may be started."""
         self._threads.shutdown()
-
-
-def _outcome_of(step: int, save: Callable[[], Place]) -> Outcome:
-    begin = time.monotonic()
-    try:
-        path = save()
-        return Outcome(step=step, path=path, write_s=time.monotonic() - begin)
-    except Exception as error:
-        return Outcome(step=step, error=error, write_s=time.monotonic() - begin)

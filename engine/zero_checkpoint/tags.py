@@ -1,9 +1,9 @@
 """Whether all ranks give a checkpoint the same name.
 
-Must always hold: the name is rank 0's; ranks that say another one are told of, or refused before
-anything is written, as checkpoint.tag_validation says.
+Must always hold: the name is rank 0's; ranks with another name are logged, or the save is refused
+before anything is written, see checkpoint.tag_validation.
 
-Called by `saving`. DeepSpeed has the key; its tutorials name checkpoints after a rank's own loss.
+DeepSpeed has the key; its tutorials name checkpoints after a rank's own loss.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     if tag is None or mode == IGNORE or collectives.world == 1:
         return
     digests = torch.zeros(collectives.world, dtype=torch.int64)
-    collectives.own(digests).fill_(_digest(tag))
+    digest = hashlib.sha256(tag.encode()).digest()
+    collectives.own(digests).fill_(int.from_bytes(digest[:8], "big", signed=True))
     wait(collectives.all_gather(digests, "the name of a checkpoint"))
     others = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]
     if not others:
         return
     what = (
         f"save_checkpoint(tag={tag!r}): rank{'s' if len(others) > 1 else ''} "
-        f"{', '.join(map(str, others))} said another name than rank 0; name it after what is "
-        "equal everywhere, such as engine.global_steps or engine.mean_loss"
+        f"{', '.join(map(str, others))} gave another name than rank 0; name it after a value that "
+        "is equal on all ranks, such as engine.global_steps or engine.mean_loss"
     )
     if mode == FAIL:
         raise CheckpointError(what)
     if collectives.rank == 0:
-        _log.warning("%s: rank 0's name is taken", what)
-
-
-def _digest(tag: str) -> int:
-    return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
+        _log.warning("%s: rank 0's name is used", what)

@@ -1,8 +1,8 @@
 """The weight hash: two runs with the same one have the same weights, bit for bit.
 
-Must always hold: it depends on names, dtypes, shapes and values alone; not on who held which part
-of a weight, nor on the order in which they come. One weight is looked at at a time, so whoever has
-to gather them need not hold them all.
+Must always hold: it depends on names, dtypes, shapes and values alone; not on how the weights were
+sharded, nor on their order. One weight is hashed at a time, so a caller that gathers the weights
+need not hold all of them.
 """
 
 from __future__ import annotations

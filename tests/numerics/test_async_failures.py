@@ -45,7 +45,7 @@ def test_a_full_disk_is_a_warning_of_the_next_step_and_training_ends_as_if_undis
         warnings = [line for line in lines if "was not saved" in line]
         assert len(warnings) == (1 if number == 0 else 0)
     (warning,) = [line for line in ranks[0][0] if "was not saved" in line]
-    assert warning.startswith("the checkpoint of step 2 was not saved; training goes on")
+    assert warning.startswith("the checkpoint of step 2 was not saved; training continues")
     assert "rank 1: " in warning
     assert warning.endswith("r00001.safetensors: No space left on device (errno 28)")
     assert [c.manifest.step for c in find(tmp_path).candidates] == [1]

@@ -179,7 +179,7 @@ def test_rank_0_names_a_checkpoint_and_other_names_are_told_of(
 ) -> None:
     first, *others = worlds.run(3, save_by_loss, str(tmp_path), mode)
     assert [len(lines) for lines in (first, *others)] == [messages, 0, 0]
-    assert all("ranks 1, 2 said another name than rank 0; name it after" in line for line in first)
+    assert all("ranks 1, 2 gave another name than rank 0; name it after" in line for line in first)
     assert [json.loads(p.read_text())["tag"] for p in tmp_path.glob("step-*/MANIFEST.json")] == [
         "0"
     ]

@@ -212,7 +212,7 @@ def test_a_disk_that_fails_for_a_while_costs_the_saves_of_that_while(
 ) -> None:
     (lines, end), (_, other_end) = worlds.run(2, save_through_a_failure, str(tmp_path))
     assert end == other_end == worlds.run(1, undisturbed)[0]
-    failed = [line for line in lines if "was not saved; training goes on" in line]
+    failed = [line for line in lines if "was not saved; training continues" in line]
     assert [line.split(" was not saved")[0] for line in failed] == [
         "the checkpoint of step 2",
         "the checkpoint of step 3",

@@ -43,7 +43,7 @@ def test_a_save_that_finds_no_room_costs_a_warning_and_the_script_goes_on_and_sa
     end = worlds.run(1, undisturbed)[0]
     assert [(saved, due, last) for saved, due, last, _ in ranks] == [(False, True, end)] * 2
     (warning,), nothing = (lines for *_, lines in ranks)
-    assert warning.startswith("the checkpoint of step 2 was not saved; training goes on")
+    assert warning.startswith("the checkpoint of step 2 was not saved; training continues")
     assert warning.endswith(
         "r00001.safetensors: No space left on device (errno 28); free some room"
     )

@@ -139,7 +139,7 @@ def drained_beside_others(root: str) -> tuple[int, int]:
         ((2, 9, {"0": 9, "1": 9}), [(0, 9, {"1": 8, "2": 8}), (1, 9, {"0": 9, "2": 8})], None),
         ((2, 9, {"0": 9, "1": 9}), [(0, 10, {"1": 9, "2": 9})], None),
         ((2, 8, {"0": 8, "1": 8}), [(0, 9, {"1": 9, "2": 9})], "engine 0 of this process goes on"),
-        ((0, 9, {"2": 9}), [(2, 8, {"0": 8})], "engine 2 of this process goes on from step 8"),
+        ((0, 9, {"2": 9}), [(2, 8, {"0": 8})], "engine 2 of this process resumes from step 8"),
         ((0, 9, {}), [(1, 3, {})], None),
     ],
     ids=["one after the other", "one step ahead", "older", "newer", "from several runs"],
@@ -159,9 +159,9 @@ def test_checkpoints_that_never_were_together_are_named(worlds: WorldPool, tmp_p
     assert worlds.run(1, warned, str(tmp_path), [None] * 3) == [[]]
     (lines,) = worlds.run(1, warned, str(tmp_path), ["global_step2", "global_step1", None])
     assert [line.split(" if one")[0] for line in lines] == [
-        "engine 0 of this process goes on from step 2 and engine 1 from step 1, but engine 0 was "
+        "engine 0 of this process resumes from step 2 and engine 1 from step 1, but engine 0 was "
         "at step 1 when the latter was saved:",
-        "engine 1 of this process goes on from step 1 and engine 2 from step 2, but engine 1 was "
+        "engine 1 of this process resumes from step 1 and engine 2 from step 2, but engine 1 was "
         "at step 2 when the latter was saved:",
     ]
 

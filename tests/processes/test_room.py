@@ -40,7 +40,7 @@ def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbe
     job.start("a", "b")
     job.wait_for_step(1, world=2)
     fill(disk / "somebody-else")
-    wait_for(lambda: "was not saved; training goes on" in job.output, 150, "a save without room")
+    wait_for(lambda: "was not saved; training continues" in job.output, 150, "a save without room")
     job.pace(LONG_S)
     missed = max(step for step, _ in job.last_steps().values())
     job.wait_for_step(missed + 2, world=2)

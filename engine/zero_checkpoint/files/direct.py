@@ -89,7 +89,11 @@ class DirectDisk(Disk):
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         """Append all of `data`."""
         file.flush()
-        pages = _whole_pages(data)
+        whole = memoryview(data)
+        # The part that can be written directly; empty if the data are short or not aligned.
+        pages = whole[: len(whole) // PAGE_BYTES * PAGE_BYTES]
+        if len(whole) < _LEAST_BYTES or np.frombuffer(whole, np.uint8).ctypes.data % PAGE_BYTES:
+            pages = whole[:0]
         trial = self._trials.setdefault(os.fstat(file.fileno()).st_dev, Trial())
         if pages and trial.over:
             self._write(file, pages, trial)
@@ -106,7 +110,7 @@ class DirectDisk(Disk):
                 _log.info("checkpoints are written %s: %s", trial.way, measured)
         else:
             pages = pages[:0]
-        if rest := memoryview(data)[len(pages) :]:
+        if rest := whole[len(pages) :]:
             _set_direct(file, False)
             super().write(file, rest)
 
@@ -119,14 +123,6 @@ class DirectDisk(Disk):
                 if trial.way is Way.CACHED or error.errno not in _REFUSED:
                     raise
                 trial.refused = True
-
-
-def _whole_pages(data: memoryview | bytes) -> memoryview:
-    """The part of a chunk that can be written directly; empty where that is not worth it."""
-    whole = memoryview(data)
-    if len(whole) < _LEAST_BYTES or np.frombuffer(whole, np.uint8).ctypes.data % PAGE_BYTES:
-        return whole[:0]
-    return whole[: len(whole) // PAGE_BYTES * PAGE_BYTES]
 
 
 def _set_direct(file: BinaryIO, wanted: bool) -> None:

@@ -2,9 +2,6 @@
 
 Must always hold: a URL is never taken for a relative path, nor a path for a URL; a store is
 accepted only if it can create an object that must not exist yet, because that is the commit.
-
-Called by the engine and by `tools` with what the user wrote; everything behind them gets a
-`Place`.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from zero_checkpoint.files.objects import PROTOCOLS, ObjectPath, file_system
 from zero_checkpoint.files.source import Source
 
 Place: TypeAlias = Path | ObjectPath
-"""What is read like a `Path`; written with a `storage.Disk`, see `object_disk.disk_of`."""
+"""A directory or file, read like a `Path`; written with the `Disk` of `object_disk.disk_of`."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _FLATTENED = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*):/[^/]")
@@ -32,29 +29,25 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
     """The place that a user means by a path or a URL.
 
     Raises:
-        CheckpointError: It is a URL of a store that cannot be used here; with the remedy.
+        CheckpointError: The URL names a store that cannot be used here; the message names the
+            remedy.
     """
     if isinstance(where, ObjectPath):
         return where
     text = os.fspath(where)
     url = _URL.fullmatch(text)
     if url is None:
-        _refuse_flattened(text)
+        # A `Path` makes one slash of two: checkpoints would go into a directory called `s3:`.
+        found = _FLATTENED.match(text)
+        if found and found["protocol"] in PROTOCOLS:
+            whole = text.replace(":/", "://", 1)
+            raise CheckpointError(
+                f"{text}: a URL in a Path loses a slash; give it as text: {whole!r}"
+            )
         return Path(text)
-    if url["protocol"] == "file":
-        return Path("/" + url["rest"].lstrip("/"))
-    return _object_path(text, url["protocol"], url["rest"])
-
-
-def _refuse_flattened(text: str) -> None:
-    """A `Path` makes one slash of two: training would go into a directory called `s3:`."""
-    found = _FLATTENED.match(text)
-    if found and found["protocol"] in PROTOCOLS:
-        url = text.replace(":/", "://", 1)
-        raise CheckpointError(f"{text}: a URL in a Path loses a slash; give it as text: {url!r}")
-
-
-def _object_path(text: str, protocol: str, rest: str) -> ObjectPath:
+    protocol, rest = url["protocol"], url["rest"]
+    if protocol == "file":
+        return Path("/" + rest.lstrip("/"))
     if protocol not in PROTOCOLS:
         known = ", ".join(f"{name}://" for name in PROTOCOLS)
         raise CheckpointError(
@@ -78,7 +71,7 @@ def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextMan
     """Open a file to read ranges of it; raises OSError, like every operation on it.
 
     Args:
-        path: Of the file.
-        ahead: As `open_file`; what is in an object store is not fetched ahead by it.
+        path: The file.
+        ahead: See `open_file`; unused for an object store.
     """
     return open_file(path, ahead) if isinstance(path, Path) else path.source()

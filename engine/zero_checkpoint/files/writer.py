@@ -101,18 +101,18 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
         OSError: Any operation failed; a partial file may be left.
     """
     hasher, layout = BlockHasher(block_bytes), image.layout
+
+    def hashed() -> Iterator[memoryview]:
+        for chunk in image.chunks():
+            hasher.update(chunk)
+            yield chunk
+
     with disk.create(path) as file:
-        for chunk in _ahead(_hashed(image.chunks(), hasher)):
+        for chunk in _ahead(hashed()):
             disk.write(file, chunk)
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())
-
-
-def _hashed(chunks: Iterator[memoryview], hasher: BlockHasher) -> Iterator[memoryview]:
-    for chunk in chunks:
-        hasher.update(chunk)
-        yield chunk
 
 
 def _ahead(chunks: Iterator[memoryview]) -> Iterator[memoryview]:

@@ -11,8 +11,6 @@ train a different model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
 from zero_checkpoint.errors import ModelMismatch
@@ -44,13 +42,19 @@ def resolve(state: State, manifest: Manifest) -> Ints:
         if source in manifest.tensors and manifest.tensors[source] != state.tensors[wanted]
     ]
     if missing or extra or reshaped:
-        raise _mismatch(
-            manifest,
-            {
-                "missing in the checkpoint": [_name(t) for t in missing],
-                "extra in the checkpoint": [_name(t) for t in extra],
-                "reshaped": reshaped,
-            },
+        listed = []
+        for what, names in (
+            ("missing in the checkpoint", [_name(t) for t in missing]),
+            ("extra in the checkpoint", [_name(t) for t in extra]),
+            ("reshaped", reshaped),
+        ):
+            if names:
+                more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                listed.append(f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}")
+        raise ModelMismatch(
+            f"{manifest.directory} (tag {manifest.tag!r}) was saved by another model: "
+            f"{'; '.join(listed)}. "
+            "Build the model it was saved with, or load another tag or directory"
         )
     return np.array([table.index[source] for source in stored.values()], dtype=np.int64)
 
@@ -60,18 +64,6 @@ def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
     if wanted in manifest.tensors:
         return wanted
     return TensorId(wanted.kind, manifest.aliases.get(wanted.fqn, wanted.fqn))
-
-
-def _mismatch(manifest: Manifest, differences: Mapping[str, Sequence[str]]) -> ModelMismatch:
-    listed = []
-    for what, names in differences.items():
-        if names:
-            more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            listed.append(f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}")
-    return ModelMismatch(
-        f"{manifest.directory} (tag {manifest.tag!r}) was saved by another model: "
-        f"{'; '.join(listed)}. Build the model it was saved with, or load another tag or directory"
-    )
 
 
 def _name(tensor: TensorId) -> str:

@@ -169,14 +169,20 @@ def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
     nonce = fields.take("nonce", str)
     if not _NONCE.fullmatch(nonce):
         raise ManifestError(f"manifest.nonce {nonce!r} is not four hex digits")
+    step, round, tag = fields.count("step"), fields.count("round"), fields.take("tag", str)
+    aliases = fields.take("aliases", dict)
+    stored = {tensor.fqn for tensor in tensors} if aliases else set()
+    for name, target in aliases.items():
+        if name in stored or type(target) is not str or target not in stored:
+            raise ManifestError(f"aliases[{name!r}] = {target!r} is not a name of a stored tensor")
     return Manifest(
-        step=fields.count("step"),
-        round=fields.count("round"),
+        step=step,
+        round=round,
         nonce=nonce,
-        tag=fields.take("tag", str),
+        tag=tag,
         world=world,
         tensors=tensors,
-        aliases=_aliases(fields.take("aliases", dict), tensors),
+        aliases=aliases,
         files=files,
         fragments=_fragments(fields, tensors, files),
         meta=fields.take("meta", dict),
@@ -212,14 +218,6 @@ def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
         if volume > MAX_BYTES:
             raise _unbounded(volume, f"tensors[{position}]: size in bytes")
     return TensorInfo(tuple(dims), dtype)
-
-
-def _aliases(aliases: dict[str, Any], tensors: TensorTable) -> dict[str, str]:
-    stored = {tensor.fqn for tensor in tensors} if aliases else set()
-    for name, target in aliases.items():
-        if name in stored or type(target) is not str or target not in stored:
-            raise ManifestError(f"aliases[{name!r}] = {target!r} is not a name of a stored tensor")
-    return aliases
 
 
 def _files(records: list[Any], block_bytes: int) -> tuple[FileRecord, ...]:

@@ -103,11 +103,12 @@ class MemorySearch:
     def gather(self, consensus: StoreConsensus) -> None:
         """Tell rank 0 what all nodes hold. Collective; raises as `StoreConsensus.ask`."""
         address = self._node.address if self._node is not None else ""
-        consensus.ask({"address": address, "holdings": self._holdings}, self._take)
 
-    def _take(self, votes: list[Record | None]) -> Record:
-        self._votes = votes
-        return {}
+        def keep(votes: list[Record | None]) -> Record:
+            self._votes = votes
+            return {}
+
+        consensus.ask({"address": address, "holdings": self._holdings}, keep)
 
     def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:
         """On rank 0, the checkpoints that are whole, newest first; logs why others are not."""

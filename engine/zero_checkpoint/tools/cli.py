@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     logging.basicConfig(format="zero-ckpt: %(message)s", level=logging.WARNING)
     options = make_parser().parse_args(arguments)
-    before = signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         return _run(options)
     except _Terminated:
@@ -47,10 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, "interrupted", INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -84,12 +84,14 @@ def find_layout(
         raise CheckpointError(f"no model in it; name its key with --model-key: {_tops(keys)}")
     chosen = _choose(wanted, {key.removeprefix(model) for key in mine}, optimizer_key)
     used = mine | steps | {key for key in keys if chosen is not None and _is_of(key, chosen)}
+    taken = {prefix for key in used for prefix in _cuts(key)}
+    unused = set(keys) - used
     return Layout(
         model=model,
         tensors=sorted(mine),
         optimizer=chosen,
         steps=sorted(steps),
-        left_out=_beginnings(set(keys) - used, used),
+        left_out=sorted({next((p for p in _cuts(key) if p not in taken), key) for key in unused}),
     )
 
 
@@ -159,12 +161,6 @@ def _choose(
             f"the optimizer may be each of {_listed(fitting)}; choose with --optimizer-key"
         )
     return next(iter(fitting), None)
-
-
-def _beginnings(unused: Collection[str], used: Collection[str]) -> list[str]:
-    """The shortest prefixes that unused keys have and used keys have not."""
-    taken = {begin for key in used for begin in _cuts(key)}
-    return sorted({next((b for b in _cuts(key) if b not in taken), key) for key in unused})
 
 
 def _cuts(key: str) -> Iterator[str]:

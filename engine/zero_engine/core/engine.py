@@ -236,7 +236,7 @@ class Engine(nn.Module):
             _log.info("step %d: %s", cursor.step, outcome.scaling)
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
-        self._persistence.hear(outcome.notes[:, :NOTES].tolist())
+        self._persistence.take_notes(outcome.notes[:, :NOTES].tolist())
         self._link.progress(self._persistence.number, cursor.step, cursor.samples, self.mean_loss)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
 

@@ -79,7 +79,7 @@ def step(clock, *ranks, seconds):
     clock.now_s += seconds
     notes = [rank.notes() for rank in ranks]
     for rank in ranks:
-        rank.hear(notes[0])
+        rank.take_notes(notes[0])
 
 
 def test_steps_are_counted_and_the_beginning_is_not_one():
@@ -127,7 +127,7 @@ def test_auto_first_measures_and_then_follows_its_own_numbers(caplog):
 def test_the_time_of_earlier_rounds_counts():
     clock = Clock()
     ours = schedule(clock)
-    ours.go_on_from(1000.0)
+    ours.resume_from(1000.0)
     clock.now_s += 5
     assert ours.elapsed_s == 1005
 

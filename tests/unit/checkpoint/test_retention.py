@@ -163,7 +163,7 @@ def test_only_saves_that_are_idle_for_long_are_abandoned(tmp_path):
     assert [item.path.name for item in leftovers] == ["step-000000001.g0.aaaa"]
     assert leftovers[0].reason == "never committed, last written 900 s ago"
     assert len(kept) == 1
-    assert "last written 100 s ago; it may still be being saved" in kept[0]
+    assert "last written 100 s ago; the save may still be running" in kept[0]
 
 
 def test_quarantined_and_foreign_directories_are_never_abandoned():
