@@ -52,7 +52,7 @@ def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEA
             )
             for path in paths:
                 _attempt(remove, path, "expired")
-        # Directories without a manifest that nobody writes to; no manifest is read for this.
+        # Directories without a manifest that no process writes to; no manifest is read for this.
         rejected = []
         for path in root.iterdir():
             manifest = path / MANIFEST

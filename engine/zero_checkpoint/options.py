@@ -62,7 +62,7 @@ class Checkpoint:
     """How and when to save, and which checkpoints to keep."""
 
     asynchronous: bool = False
-    """Training goes on while a checkpoint is being written."""
+    """Training continues while a checkpoint is being written."""
     when_busy: str = WAIT
     """What a save does while the one before it is being written: "wait", or "skip" this save."""
     every_steps: int | None = None

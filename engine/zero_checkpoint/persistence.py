@@ -88,7 +88,7 @@ class Training(Protocol):
 
     @property
     def in_library_loop(self) -> bool:
-        """Whether a library's loop runs it, which writes state of its own after each checkpoint."""
+        """Whether a library's loop runs it, which writes its state after each checkpoint."""
 
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool

@@ -17,7 +17,7 @@ from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.chunks import two_memories
+from zero_checkpoint.files.chunks import gather_buffers
 from zero_checkpoint.files.direct import DirectDisk
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place
@@ -74,7 +74,7 @@ class Saver:
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._has_warned = False
-        self._memories = two_memories()
+        self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
     @property
@@ -111,7 +111,7 @@ class Saver:
                 if not self._has_warned:
                     _log.warning("training waits for checkpoints to be written: %s", error)
                 self._has_warned = True
-        self._start(request, LiveImage(layout, self._memories))
+        self._start(request, LiveImage(layout, self._buffers))
         return False
 
     def wait(self) -> Outcome | None:

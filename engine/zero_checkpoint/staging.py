@@ -79,8 +79,8 @@ class StagingBuffer:
             grains = -(-layout.size_bytes // _GRAIN_BYTES)
             self._memory = self._source.reserve(grains * _GRAIN_BYTES)
         if self._plan is None or self._plan.layout is not layout:
-            rooms = halves(memoryview(self._memory)[: layout.size_bytes])
-            self._plan = _Plan(layout, list(copies(layout, rooms)))
+            buffers = halves(memoryview(self._memory)[: layout.size_bytes])
+            self._plan = _Plan(layout, list(copies(layout, buffers)))
         image = FrozenImage(layout, self._source.path, [Future() for _ in self._plan.copies])
         try:
             begin(image)

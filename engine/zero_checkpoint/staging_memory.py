@@ -92,12 +92,12 @@ class SharedStaging:
         """
         self.release()
         try:
-            room = os.statvfs(self._directory)
+            system = os.statvfs(self._directory)
         except OSError:
             free = 0
         else:
             # A tmpfs may be larger than the memory, and the kernel then kills processes.
-            free = min(room.f_bavail * room.f_frsize, _available_bytes())
+            free = min(system.f_bavail * system.f_frsize, _available_bytes())
         if free < size_bytes:
             raise NoStagingMemory(
                 f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "

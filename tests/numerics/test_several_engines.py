@@ -177,4 +177,4 @@ def warned(root: str, tags: list[str | None]) -> list[str]:
     with heard(logging.WARNING) as lines:
         for engine, name, tag in zip(make_engines(), NAMES, tags, strict=True):
             engine.load_checkpoint(f"{root}/{name}", tag=tag)
-    return [line for line in lines if "goes on from" in line]
+    return [line for line in lines if "resumes from" in line]

@@ -24,7 +24,7 @@ from zero_checkpoint.format.layout import FileLayout, parts
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHUNK_BYTES = 16 << 20
 """Bytes of a chunk of a finished copy: large, so that the disk hardly waits between two chunks."""
-ROOM_BYTES = 4 << 20
+GATHER_BYTES = 4 << 20
 """Bytes of a chunk that is gathered for the disk: two of them stay in the processor's cache, from
 which the disk reads them. With larger ones, disk and copying compete for the memory: measured a
 tenth slower."""
@@ -62,35 +62,35 @@ class Copy:
         return self.memory
 
 
-def copies(layout: FileLayout, rooms: Iterable[memoryview]) -> Iterator[Copy]:
-    """All of a file as copies that fill one room each; only the last may be shorter."""
+def copies(layout: FileLayout, buffers: Iterable[memoryview]) -> Iterator[Copy]:
+    """All of a file as copies that fill one buffer each; only the last may be shorter."""
     vectors = parts(layout)
     rest = nothing = torch.empty(0, dtype=torch.uint8)
-    for room in rooms:
-        sources, free = [], len(room)
+    for buffer in buffers:
+        sources, free = [], len(buffer)
         while free and (rest.numel() or (rest := next(vectors, nothing)).numel()):
             sources.append(rest[:free])
             rest, free = rest[free:], free - sources[-1].numel()
         if not sources:
             return
-        memory = room[: len(room) - free]
+        memory = buffer[: len(buffer) - free]
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         yield Copy(memory, whole.split([source.numel() for source in sources]), sources)
 
 
-def two_memories() -> tuple[memoryview, memoryview]:
-    """Memory for two chunks; the kernel allocates its pages as they are written to."""
-    memory = memoryview(zeros(2 * ROOM_BYTES))
-    return memory[:ROOM_BYTES], memory[ROOM_BYTES:]
+def gather_buffers() -> tuple[memoryview, memoryview]:
+    """Two buffers of one chunk each; the kernel allocates their pages as they are written to."""
+    memory = memoryview(zeros(2 * GATHER_BYTES))
+    return memory[:GATHER_BYTES], memory[GATHER_BYTES:]
 
 
 def halves(memory: memoryview) -> list[memoryview]:
-    """The memory as two rooms of whole chunks, or as one if it is shorter than two chunks."""
+    """The memory as two buffers of whole chunks, or as one if it is shorter than two chunks."""
     middle = len(memory) // 2 // CHUNK_BYTES * CHUNK_BYTES
-    return [room for room in (memory[:middle], memory[middle:]) if room]
+    return [half for half in (memory[:middle], memory[middle:]) if half]
 
 
 def chunks_of(memory: memoryview) -> Iterator[memoryview]:
-    """A filled room, cut into chunks."""
+    """A filled buffer, cut into chunks."""
     for begin in range(0, len(memory), CHUNK_BYTES):
         yield memory[begin : begin + CHUNK_BYTES]

@@ -73,7 +73,7 @@ class Trial:
         return min(Way, key=lambda way: measure(self.seconds[way]))
 
     def use(self, size_bytes: int) -> None:
-        """Count bytes written in the way that was found; the trial begins anew after 8 GiB."""
+        """Count bytes written in the way that was found; after 8 GiB the trial is repeated."""
         self._used_bytes += size_bytes
         if self._used_bytes >= _GOOD_FOR_BYTES and not self.refused:
             self._used_bytes, self.seconds = 0, {way: [] for way in Way}

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from zero_checkpoint.files.chunks import copies, two_memories
+from zero_checkpoint.files.chunks import copies, gather_buffers
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import FileLayout
@@ -45,12 +45,12 @@ class LiveImage:
     """The tensors themselves; they must not change until the file is written."""
 
     layout: FileLayout
-    rooms: Sequence[memoryview] = field(default_factory=two_memories)
+    buffers: Sequence[memoryview] = field(default_factory=gather_buffers)
     """Memory for two chunks; the next save uses it again, because fresh memory costs time."""
 
     def chunks(self) -> Iterator[memoryview]:
-        """All bytes in order, gathered in the two rooms in turn; see `Image.chunks`."""
-        for copy in copies(self.layout, itertools.cycle(self.rooms)):
+        """All bytes in order, gathered in the two buffers in turn; see `Image.chunks`."""
+        for copy in copies(self.layout, itertools.cycle(self.buffers)):
             yield copy.make()
 
 

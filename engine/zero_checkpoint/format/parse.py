@@ -73,7 +73,7 @@ def parse(text: bytes) -> Manifest:
     """The manifest in a text, wholly validated.
 
     Raises:
-        ManifestError: It is damaged, hostile or too new; the message says where.
+        ManifestError: The text is damaged, hostile or too new; the message says where.
     """
     if text == TOMBSTONE:
         raise RemovedError("this checkpoint is being removed")

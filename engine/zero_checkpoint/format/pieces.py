@@ -24,7 +24,7 @@ PARAM = "param"
 BUFFER = "buffer"
 """A module buffer, owned whole by rank 0."""
 # Any other kind is an optimizer key under its own name: "exp_avg", with one value per element, or,
-# of an optimizer that is stepped whole, "row_var" or "factors.0", in a shape of its own.
+# of an optimizer that is stepped whole, "row_var" or "factors.0", in another shape.
 
 
 class TensorId(NamedTuple):

@@ -1,6 +1,6 @@
 """Turns what an import brought into a checkpoint of ours, by the same save that training uses.
 
-Must always hold: what the source does not say is left open in the new checkpoint (None, or no
+Must always hold: a value that the source lacks is left open in the new checkpoint (None, or no
 param groups at all), never guessed; a parameter of a group that has moments has all of them,
 because the engine keeps them for every element that it trains.
 """
@@ -109,7 +109,7 @@ def freeze(foreign: Foreign, patterns: Sequence[str]) -> Foreign:
 
 
 def unexplained(foreign: Foreign) -> list[str]:
-    """Parameters that the optimizer of the source does not train, though nobody froze them."""
+    """Parameters that the optimizer of the source does not train, though they are not frozen."""
     trained = {name for group in foreign.groups for name in group["params"]}
     return sorted(foreign.params.keys() - trained - foreign.frozen) if foreign.groups else []
 

@@ -246,7 +246,7 @@ def _must_be_new(out: Path) -> None:
 
 
 def _publish(partial: Path, out: Path) -> None:
-    _must_be_new(out)  # somebody else may have made one meanwhile
+    _must_be_new(out)  # another process may have made it meanwhile
     DISK.publish(partial, out)
     DISK.sync_directory(out.parent)
 

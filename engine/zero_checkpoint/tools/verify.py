@@ -74,7 +74,7 @@ def verify(
     present = present_bytes(checkpoint)
     for file in manifest.files:
         size = present.get(file.name, 0)
-        # No load would notice a file that has grown, but somebody wrote to it.
+        # No load would notice a file that has grown, but a process has written to it.
         if size > file.size_bytes:
             problem = f"the file is {size - file.size_bytes} bytes too long"
             damages.append(
