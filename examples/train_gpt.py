@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=HERE / "gpt.json", help="engine config")
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (the config's)")
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")))
-    parser.add_argument("--samples", type=int, help="use only so many samples")
+    parser.add_argument("--samples", type=int, help="number of samples (default: all)")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--checkpoints", default="runs/gpt/checkpoints", help="or s3://...")
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
