@@ -43,6 +43,7 @@ UNKNOWN_RUN: Mapping[str, Any] = {
     "skipped": 0,
     **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
     **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler", "weight_hash")),
+    "reduction": None,
 }
 """The engine's record of its run in a checkpoint; None for values that only the engine knows."""
 _STATE = "state"

@@ -1,17 +1,16 @@
 """The exchanges of the engine: leaves to their owners, shards to everybody, pieces, a broadcast.
 
-Owns the names, the counts and the waits of everything that ranks send to each other. Must always
-hold:
+Owns the name, the count and the waiting of everything that travels between ranks. Must always hold:
 
 - The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
   them in micro-batch order. A sum depends on the micro-batches, never on who computed them.
-- All ranks issue the same exchanges in the same order. If they do not, nothing is mixed up: shards
-  are sent under the name of what they belong to, and a deadlock raises `Diverged`, which names the
-  exchanges.
-- Every wait goes through `wait`, which ends at once when this rank is asked to leave, ends with the
+- All ranks issue the same exchanges in the same order. Where they do not, nothing is mixed up:
+  shards travel under the name of what they belong to, and ranks that wait for each other in a
+  circle get `Diverged`, which names the exchanges.
+- Every wait goes through `wait`, which ends at once when this rank is asked to leave, by the
   group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
-A `Transport` sends the bytes; it is chosen here by the device of the tensor.
+How the bytes travel is a `Transport`, chosen here by the device that a tensor is on.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Pending:
     works: tuple[Work, ...] = ()
     buffers: tuple[Tensor, ...] = ()
     turn: int = 0
-    """The number of earlier exchanges of this name."""
+    """How many of this name came before."""
     group: Collectives | None = None
     kind: str = ""
-    """The kind of exchange, a name in `comms_log.OPERATIONS`."""
+    """In the words of `comms_log`."""
     sent_bytes: int = 0
 
 
@@ -53,9 +52,9 @@ def wait(pending: Pending) -> None:
     """Block until the exchange has ended.
 
     Raises:
-        PeerLost: A peer is lost, or has not answered within the group's timeout.
+        PeerLost: A peer is gone, or has not answered within the group's timeout.
         LeavingNow: This rank was asked to leave.
-        Diverged: The ranks wait for each other: a deadlock.
+        Diverged: The ranks wait for each other.
     """
     if pending.group is not None:
         with LOG.waiting(pending.kind, pending.what, pending.sent_bytes):
@@ -63,12 +62,12 @@ def wait(pending: Pending) -> None:
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether a `wait` would return at once; False for any gather over sockets."""
+    """Whether a `wait` would return at once; a gather over sockets never says so."""
     return all(work.is_completed() for work in pending.works)
 
 
 class Collectives:
-    """The exchanges within one process group. At world 1 nothing is sent."""
+    """The exchanges within one process group. At world 1 nothing travels."""
 
     def __init__(
         self,
@@ -79,9 +78,9 @@ class Collectives:
         """Use a process group.
 
         Args:
-            group: The process group; None: the default group.
-            interrupt: Ends every wait.
-            name: The name of the group among those of one run.
+            group: By default the default one.
+            interrupt: What ends every wait.
+            name: Of the group among those of one run.
         """
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
@@ -98,10 +97,10 @@ class Collectives:
         return self._by_cpu if tensor.device.type == "cpu" else self._by_device
 
     def meet(self, device: torch.device) -> None:
-        """Find the fastest transport between ranks that compute on `device`. Collective.
+        """Find the fastest way between ranks that compute on `device`. Collective.
 
         Raises:
-            PeerLost: A peer is lost.
+            PeerLost: A peer is gone.
         """
         if self.world > 1 and device.type == "cpu":
             try:
@@ -127,13 +126,13 @@ class Collectives:
             self._leave(pending)
         with transport_failures(pending.what):
             if pending.buffers and pending.buffers[0].device.type != "cpu":
-                for work in pending.works:  # blocks the stream, not this process
+                for work in pending.works:  # holds up the stream, not this process
                     work.wait()
                 return
             ended = self._waiter.wait(pending.works, look)
         if not ended:
             self._leave(pending)
-        self._deadlock.end_wait()  # a wait that was given up stays posted: the rank never begins it
+        self._deadlock.go_on()  # a wait that was given up stays posted: the rank is not coming
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
@@ -150,10 +149,10 @@ class Collectives:
         return full[self.rank * size : (self.rank + 1) * size]
 
     def exchange_gradients(self, microbatches: Tensor, received: Tensor, what: str) -> Pending:
-        """Send interval j of `microbatches` [world * n] to every other rank j.
+        """Send interval j of `leaves` [world * n] to every other rank j.
 
-        `received` [(world - 1) * n] gets this rank's interval of the micro-batches of the other
-        ranks; `in_microbatch_order` sorts these and its own.
+        `received` [(world - 1) * n] gets this rank's interval of the micro-batches that the others
+        ran; `in_microbatch_order` puts them and its own in order.
         """
         sent_bytes, turn = self._count("leaves", microbatches), self._deadlock.begun[what]
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
@@ -162,7 +161,7 @@ class Collectives:
         return self._pending("leaves", what, works, (microbatches, received), sent_bytes)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
-        """This rank's interval of the gradients of rank 0, rank 1, ...: views [n]."""
+        """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
         others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
         others.insert(self.rank, self.own(microbatches))
         return others
@@ -179,10 +178,10 @@ class Collectives:
     def exchange_pieces(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
     ) -> Pending:
-        """Send tensors of any sizes to some ranks, and receive from some; by rank, contiguous.
+        """Send to some ranks, and get from some, tensors of any sizes; by rank, contiguous.
 
-        What one rank holds for another has the size that the other wants. Empty tensors, and those
-        under this rank's own number, are not sent.
+        What one rank holds for another is what that one wants of it. Empty ones do not travel,
+        neither does what is under this rank's own number.
         """
 
         def to_others(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -198,7 +197,7 @@ class Collectives:
         return self._pending("pieces", what, works, buffers, sent_bytes)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
-        """Copy `tensor` from rank `source` to all ranks, and wait for it."""
+        """Make `tensor` what it is on rank `source`, and wait for it."""
         if self.world == 1:
             return
         with transport_failures(what):
@@ -207,7 +206,7 @@ class Collectives:
         wait(self._pending("broadcast", what, (work,), (tensor,), sent_bytes))
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has called this."""
+        """Return when every rank has come here."""
         wait(self.all_gather(torch.zeros(self.world), what))
 
     def _count(self, kind: str, full: Tensor) -> int:

@@ -1,8 +1,10 @@
-"""The number of exchanges of each kind, their bytes, and how long this rank has waited for them.
+"""How often each kind of exchange happens, what it moves, how long this rank stood still for it.
 
-Owns the tallies of this process. They count the engine's exchanges, and not a script's calls of
-torch.distributed. An exchange during a computation costs nothing, so the time is that of the waits,
-not that of the transfers.
+Owns the tallies of this process. They are of the engine's exchanges: a script's own calls of
+torch.distributed are not among them. What is exchanged while the rank computes costs it nothing,
+so the time is that of its waits, not that of the transfers.
+
+Filled by `collectives` once a config turns it on; shown by `comm.log_summary`.
 
 Source of the idea: DeepSpeed's comms logger.
 """
@@ -22,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
-"""The kinds of exchange: gradients to the owners of their sums; shards, norms and notes to all
-ranks; pieces of whole parameters to one rank and back; tensors of one rank to all."""
+"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces
+of whole parameters to one rank and back; what one rank has to everybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class CommsLogger:
 
 @dataclass(slots=True)
 class Tally:
-    """The exchanges of one kind and size."""
+    """Of one kind and size."""
 
     count: int = 0
     waited_s: float = 0.0
@@ -65,13 +67,13 @@ class CommsLog:
         self._tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
 
     def configure(self, settings: CommsLogger) -> None:
-        """Clear the tallies, and count as the config says from now on."""
+        """Count from now on, as a config says, from nothing."""
         self._settings = settings
         self._tallies.clear()
 
     @contextmanager
     def waiting(self, operation: str, what: str, size_bytes: int) -> Iterator[None]:
-        """Measure the wait for one exchange."""
+        """Around the wait for one exchange."""
         chosen = self._settings.prof_all or operation in self._settings.prof_ops
         if not (self._settings.enabled and chosen and operation):
             yield
@@ -83,12 +85,12 @@ class CommsLog:
         tally.count += 1
         tally.waited_s += waited_s
         if self._settings.verbose:
-            name = f" of {what}" if self._settings.debug else ""
-            _log.info("%s%s: %d bytes, waited %.3f ms", operation, name, size_bytes, waited_s * 1e3)
+            told = f" of {what}" if self._settings.debug else ""
+            _log.info("%s%s: %d bytes, waited %.3f ms", operation, told, size_bytes, waited_s * 1e3)
 
     @property
     def waited_s(self) -> float:
-        """The time that this rank has waited in all."""
+        """How long this rank has stood still in all."""
         return sum(tally.waited_s for tally in self._tallies.values())
 
     def lines(self) -> list[str]:
@@ -109,4 +111,4 @@ class CommsLog:
 
 
 LOG = CommsLog()
-"""The log of this process."""
+"""One for the process, because `comm.log_summary` is a function."""

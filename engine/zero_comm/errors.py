@@ -1,4 +1,4 @@
-"""The errors of communication between ranks."""
+"""The errors of the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from zero_contract.errors import PeerLost, ZeroError
 
 
 class LeavingNow(PeerLost):
-    """This rank was asked to leave its group at once."""
+    """This rank was asked to leave its group without waiting for anything."""
 
 
 class Diverged(ZeroError):
-    """A deadlock: the ranks wait for each other, because they do not run the same exchanges."""
+    """The ranks wait for each other, because they do not do the same."""

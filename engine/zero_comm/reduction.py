@@ -2,8 +2,9 @@
 
 Owns the order of every addition that crosses ranks or micro-steps. Must always hold:
 
-- The owner of an interval adds the gradients of micro-batches one after the other, in the order of
-  their numbers, in fp32. What padding micro-batches give is received and not added.
+- The owner of an interval receives the gradients of micro-batches in the order of their numbers
+  and adds them as `ordered_sum` says, in fp32. What padding micro-batches give is received and not
+  added.
 - A norm is taken over blocks of NORM_BLOCK elements, and the blocks are summed in the order of the
   tensors, in fp64, so it does not depend on the world size either.
 
@@ -14,7 +15,6 @@ the norm of what they come to.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,91 +22,16 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, wait
-from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.ordered_sum import OrderedSum
+from zero_comm.quantization import pack, packed_size
 
 NORM_BLOCK = 1024
 """Elements; the interval of each rank begins on a multiple of it."""
-_PIECE = 1 << 18
-"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
-
-
-class BufferPool:
-    """Flat buffers that are used again within a backward: fresh ones cost page faults."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer with undefined contents."""
-        idle = self._idle[numel, dtype]
-        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer that nobody reads any more."""
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
-
-    def free(self) -> None:
-        """Give back the memory of the idle buffers."""
-        self._idle.clear()
 
 
 # ---- sums ----
-
-
-def fold(
-    microbatches: Sequence[Tensor],
-    total: Tensor,
-    pool: BufferPool,
-    *,
-    first: bool,
-    packed: bool = False,
-) -> None:
-    """Add the gradients of micro-batches to a total, one after the other as they are given.
-
-    Args:
-        microbatches: At least one of [n], or of the bytes that `pack` makes of it; used up.
-        total: [n], fp32; with `first` it may be the memory of one of them.
-        pool: Of memory for their copies in fp32.
-        first: The total holds nothing yet.
-        packed: They are the bytes that `pack` makes.
-    """
-    if not packed and microbatches[0].dtype == total.dtype:
-        if first:
-            _sum(microbatches, total)
-        else:
-            for gradient in microbatches:
-                total.add_(gradient)
-        return
-    if packed:  # they can only be unpacked as a whole
-        pieces = [(total, *microbatches)]
-    else:
-        size = total.numel() if total.is_cuda else _PIECE
-        pieces = list(zip(*(each.split(size) for each in (total, *microbatches)), strict=True))
-    for piece, *gradients in pieces:
-        if first:
-            _widen(gradients.pop(0), piece, packed=packed)
-        # Copying to fp32 first is several times faster than adding bf16 to fp32 directly.
-        wide = pool.take(piece.numel(), piece.dtype)
-        for gradient in gradients:
-            piece.add_(_widen(gradient, wide, packed=packed))
-        pool.give(wide)
-
-
-def _sum(microbatches: Sequence[Tensor], total: Tensor) -> None:
-    """Add up what may share memory with `total`: all of it is read before that is written."""
-    first, *others = microbatches
-    if not others and first.data_ptr() != total.data_ptr():
-        total.copy_(first)
-    for number, gradient in enumerate(others, start=1):
-        torch.add(first, gradient, out=total if number == len(others) else first)
-
-
-def _widen(gradient: Tensor, into: Tensor, *, packed: bool) -> Tensor:
-    if packed:
-        return unpack(gradient.view(1, -1), into.view(1, -1)).view(-1)
-    return into.copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +47,7 @@ class OrderedReduction:
     """A reduce-scatter whose sums do not depend on the world size.
 
     At micro-step s, rank r of W runs micro-batch s * W + r. `start` sends the intervals of its
-    gradient to their owners; `finish` adds what has come to the total of this rank's own interval.
+    gradient to their owners; `finish` adds what has come to the sum of this rank's own interval.
     """
 
     def __init__(
@@ -155,14 +80,23 @@ class OrderedReduction:
         pending = self._collectives.exchange_gradients(gradient, received, what)
         return Reduction(pending, gradient, received)
 
-    def finish(self, reduction: Reduction, total: Tensor, *, live: int, first: bool) -> None:
+    def finish(
+        self,
+        reduction: Reduction,
+        into: OrderedSum,
+        *,
+        live: int,
+        first: bool,
+        last: bool = False,
+    ) -> None:
         """Wait for everybody's gradients of this rank's interval and add them up.
 
         Args:
             reduction: What `start` has begun.
-            total: [n], fp32, the sum over the micro-steps.
+            into: The sum of the step, of n elements.
             live: Ranks [0, live) have run micro-batches, the others padding ones.
-            first: The total holds nothing yet.
+            first: It is the first micro-step of a step.
+            last: It is the last one, as far as anybody knows.
 
         Raises:
             PeerLost: A peer is gone, or has not answered within the group's timeout.
@@ -171,7 +105,7 @@ class OrderedReduction:
         """
         wait(reduction.pending)
         gradients = self._collectives.in_microbatch_order(reduction.sent, reduction.received)
-        fold(gradients[:live], total, self._pool, first=first, packed=self._quantized)
+        into.add(gradients[:live], self._pool, first=first, last=last, packed=self._quantized)
         self._pool.give(reduction.received)
         if self._quantized:
             self._pool.give(reduction.sent)

@@ -31,6 +31,9 @@ from math import lcm
 SUM_BYTES = 4
 """Of an element of a sum: fp32."""
 
+DEFAULT_BLOCK = 8
+"""B where nobody has chosen otherwise; never derived from nodes or world size."""
+
 Rows = Sequence[Sequence[int | None]]
 """For each micro-step, the micro-batch that each rank runs; None: a padding micro-batch."""
 
@@ -314,6 +317,21 @@ def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
     turn = lcm(*nodes)
     middles = [((2 * local + 1) * (turn // nodes[node]), node) for node, local in places]
     return tuple(sorted(range(len(places)), key=lambda rank: middles[rank]))
+
+
+def most_pending(block: int, world: int, micro_batches: int | None = None) -> int:
+    """The most pieces that an owner keeps beside its sum, between strided micro-steps.
+
+    Args:
+        block: B, a power of two.
+        world: Ranks.
+        micro_batches: Of a step; None: any number.
+    """
+    micro_steps = -(-micro_batches // world) if micro_batches is not None else 2 * block
+    kept = 0
+    for done in range(world, min(micro_steps, 2 * block) * world, world):  # it repeats after that
+        kept = max(kept, (done % block).bit_count() - (done < block))
+    return kept
 
 
 def plan_reduction(

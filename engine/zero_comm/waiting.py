@@ -1,17 +1,19 @@
-"""Waits for exchanges that can be interrupted.
+"""Standing still until an exchange has ended, and getting away when there is no point in it.
 
-Owns the thread that waits inside the transport. Must always hold:
+Owns the thread that waits in the transport's stead. Must always hold:
 
 - The caller waits in Python, never inside the transport: an interrupt ends the wait within
-  milliseconds, and so does a signal (Ctrl-C), though a silent peer blocks the transport for ever.
-- An interrupt is final: a group that is left is not waited for again.
-- Abandoned exchanges are kept for ever, with their group: the transport may still write into the
-  buffers, and the destructor of a gloo group waits for its exchanges, also when the process ends.
+  milliseconds, and so does a signal (Ctrl-C), though a silent peer keeps the transport for ever.
+- An interrupt is for good: a group that is left is not waited for again.
+- What is abandoned is kept for ever, the group with it: the transport may still write into the
+  buffers, and the end of a gloo group waits for its exchanges, at the end of the process, too.
 
-The thread is needed because gloo can neither abort an exchange nor test whether a receive has
-completed. A GPU's exchanges are waited for by its stream, which blocks no thread.
+The thread is needed because gloo can neither abort an exchange nor say of a receive whether it
+has come. A GPU's exchanges are waited for by its stream, which holds nobody up.
 
-Errors of a transport whose peer is lost are distinguished here from errors of the program.
+What a transport raises when a peer is gone is told from mistakes of the program here as well.
+
+Used by `collectives` and `distributed`; the agent link interrupts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch.distributed as dist
 
 from zero_contract.errors import PeerLost
 
-# Messages of gloo (a plain RuntimeError) and NCCL for a broken connection.
+# How gloo (a plain RuntimeError) and NCCL say that a connection, not the program, is broken.
 _SIGNS = (
     "application timeout caused pair closure",
     "broken pipe",
@@ -46,12 +48,12 @@ _SIGNS = (
     "timed out waiting",
 )
 _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*", re.DOTALL)
-"""A line of gloo's source, and its advice to look at the logs of a worker that is lost."""
+"""Where in gloo's source it happened, and its advice: to look at logs of a worker that is gone."""
 
 
 @contextmanager
 def transport_failures(what: str) -> Iterator[None]:
-    """Turn the error of a broken connection into PeerLost, which names the exchange."""
+    """Raise PeerLost, which names what was being done, for a broken connection."""
     try:
         yield
     except RuntimeError as error:
@@ -62,16 +64,16 @@ def transport_failures(what: str) -> Iterator[None]:
 
 
 LOOK_S = 3.0
-"""The interval at which a wait checks for a deadlock."""
+"""How long a wait lasts before somebody looks at what the others are doing, each time."""
 
 
 class Interrupt:
-    """A request, from any thread, that this rank stop waiting for its peers."""
+    """A wish, from any thread, that this rank stop waiting for its peers."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.reason = ""
-        """The reason; empty as long as there is no request."""
+        """Why; empty as long as nobody wants it."""
 
     def request(self, reason: str) -> None:
         """End every wait, now and later."""
@@ -87,11 +89,11 @@ class Work(Protocol):
         """Whether it has ended, well or not."""
 
     def wait(self) -> object:
-        """Block until it has ended; raises what the transport raises."""
+        """Stand still until it has ended; raises what the transport raises."""
 
 
 class Watched:
-    """An exchange whose end is notified: no thread has to wait for it."""
+    """An exchange whose end somebody tells: no thread has to wait for it."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._ended = False
@@ -99,7 +101,7 @@ class Watched:
         self._changed = changed
 
     def end(self, error: BaseException | None = None) -> None:
-        """Notify the end of the exchange, once."""
+        """Tell it, once."""
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
@@ -114,7 +116,7 @@ class Watched:
         return self._error is not None
 
     def wait(self) -> None:
-        """Block until it has ended; raises its error."""
+        """Stand still until it has ended; raises what went wrong."""
         with self._changed:
             self._changed.wait_for(self.is_completed)
         if self._error is not None:
@@ -122,7 +124,7 @@ class Watched:
 
 
 class _Job(Watched):
-    """Exchanges that the waiting thread waits for."""
+    """Exchanges that the thread waits for."""
 
     def __init__(self, works: Sequence[Work], changed: threading.Condition) -> None:
         super().__init__(changed)
@@ -152,45 +154,49 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
-        """Block until all have ended, or until there is an interrupt.
+        """Stand still until all have ended, or until there is an interrupt.
 
         Args:
-            works: The exchanges; on the CPU.
-            look: Called every LOOK_S of the wait; an exception of it ends the wait.
+            works: What to wait for; on the CPU.
+            look: Called every LOOK_S of the wait; what it raises ends the wait.
 
         Returns:
-            False if the wait was interrupted. Raises what the transport raises.
+            False if it was interrupted. Raises what the transport raises.
         """
-        watched = [work for work in works if isinstance(work, Watched)]
+        told = [work for work in works if isinstance(work, Watched)]
         others = [work for work in works if not isinstance(work, Watched)]
         if all(work.is_completed() for work in works):
             for work in works:  # an exchange that failed has also ended
                 work.wait()
             return not self.interrupt.reason
-        if others:  # the thread waits for these
-            job = _Job(others, self.interrupt.changed)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-                self._thread.start()
-                weakref.finalize(self, self._jobs.put, None)
-            self._jobs.put(job)
-            watched.append(job)
+        if others:
+            told.append(self._begin(others))
         try:
-            self._wait_until_settled(watched, look)
+            self._stand_still(told, look)
         finally:
-            if not _ended(watched):
+            if not _ended(told):
                 # Not even the end of the interpreter may destroy these.
-                for kept in (watched, self._group):
+                for kept in (told, self._group):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        for work in watched:
+        for work in told:
             if work.is_completed():
                 work.wait()
-        return _ended(watched)
+        return _ended(told)
 
-    def _wait_until_settled(self, watched: Sequence[Watched], look: Callable[[], None]) -> None:
+    def _begin(self, works: Sequence[Work]) -> Watched:
+        """Let the thread wait for these."""
+        job = _Job(works, self.interrupt.changed)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(job)
+        return job
+
+    def _stand_still(self, told: Sequence[Watched], look: Callable[[], None]) -> None:
         def settled() -> bool:
-            failed = any(work.failed for work in watched)
-            return failed or _ended(watched) or bool(self.interrupt.reason)
+            failed = any(work.failed for work in told)
+            return failed or _ended(told) or bool(self.interrupt.reason)
 
         begun = time.monotonic()
         while True:
@@ -202,12 +208,12 @@ class Waiter:
                 raise RuntimeError(f"timed out waiting for {self._timeout_s:g} s")
 
 
-def _ended(watched: Sequence[Watched]) -> bool:
-    return all(work.is_completed() for work in watched)
+def _ended(told: Sequence[Watched]) -> bool:
+    return all(work.is_completed() for work in told)
 
 
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:
-    """The waiting thread: run one job after the other, until None."""
+    """The thread: one job after the other, until None."""
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it holds buffers

@@ -9,7 +9,7 @@ from tests.support.world import WorldPool
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[WorldPool]:
-    """Worlds of up to four ranks."""
-    pool = WorldPool(4)
+    """Worlds of up to five ranks."""
+    pool = WorldPool(5)
     yield pool
     pool.close()

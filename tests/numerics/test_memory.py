@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
-from zero_comm.reduction import BufferPool
+from zero_comm.buffer_pool import BufferPool
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
 from zero_engine.observe.memory import estimate

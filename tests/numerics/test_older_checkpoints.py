@@ -1,4 +1,5 @@
-"""Checkpoints of earlier versions of this project load to the same weights."""
+"""Checkpoints of earlier versions of this project load to the same weights, and go on in their
+order of sums."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def load(stage: int, root: str) -> tuple[Any, ...]:
     engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
     _, client = engine.load_checkpoint(root)
     rate = engine.lr_scheduler.get_last_lr()
-    return engine.weight_hash(), engine.global_steps, rate, client, model.seen.tolist()
+    assert engine._core.zero is not None
+    block = engine._core.zero.reduction_block
+    return engine.weight_hash(), engine.global_steps, rate, client, model.seen.tolist(), block
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -47,5 +50,5 @@ def test_a_checkpoint_from_before_the_libraries_loads_to_its_hash(
 ) -> None:
     shutil.copytree(OLD, tmp_path / "old")
     client = {"epoch": 0, "note": "before the libraries"}
-    expected = (HASH, 3, [0.006826061944859854], client, [0, 1, 2])
+    expected = (HASH, 3, [0.006826061944859854], client, [0, 1, 2], 1)
     assert worlds.run(world, load, stage, str(tmp_path / "old")) == [expected] * world

@@ -3,74 +3,122 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.plain import summed
 from tests.support.world import WorldPool
+from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
-from zero_comm.reduction import (
-    NORM_BLOCK,
-    BlockNorm,
-    BufferPool,
-    OrderedReduction,
-    fold,
-    total_norm,
-)
+from zero_comm.ordered_sum import OrderedSum
+from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, total_norm
 
 CPU = torch.device("cpu")
-MICROBATCHES = 4
+MICROBATCHES = 13
 N = 6 * NORM_BLOCK
 """Divides among one, two and three ranks."""
 
 
 def gradient(microbatch: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(microbatch)
-    return (torch.randn(N, generator=generator) * 100.0**microbatch).to(dtype)
+    return (torch.randn(N, generator=generator) * 10.0 ** (microbatch % 5)).to(dtype)
 
 
-def one_after_the_other(dtype: torch.dtype) -> Tensor:
-    total = gradient(0, dtype).float()
-    for microbatch in range(1, MICROBATCHES):
-        total = total + gradient(microbatch, dtype).float()
-    return total
-
-
-def reduced(dtype: torch.dtype) -> Tensor:
+def reduced(dtype: torch.dtype, block: int) -> Tensor:
     """What the ranks of this group come to, put together; each runs every `world`-th micro-batch,
     and past the last of them a padding micro-batch of NaN."""
     collectives, pool = Collectives(), BufferPool(CPU)
     reduction, world = OrderedReduction(collectives, pool), collectives.world
     whole = torch.empty(N)
+    sums = OrderedSum(collectives.own(whole), block)
     for begin in range(0, MICROBATCHES, world):
         number = begin + collectives.rank
         own = gradient(number, dtype) if number < MICROBATCHES else torch.full((N,), torch.nan)
         under_way = reduction.start(own.to(dtype), f"gradients of micro-step {begin}")
         live = min(world, MICROBATCHES - begin)
-        reduction.finish(under_way, collectives.own(whole), live=live, first=begin == 0)
-    return collectives.everybodys(collectives.own(whole), "sums").flatten()
+        reduction.finish(under_way, sums, live=live, first=begin == 0)
+    sums.settle()
+    return collectives.everybodys(sums.total, "sums").flatten()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 4, 8])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_sum_is_that_of_the_micro_batches_one_after_the_other(
-    worlds: WorldPool, world: int, dtype: torch.dtype
+@pytest.mark.corners(world=[1, 3], block=[1, 8])
+def test_a_sum_is_that_of_the_expression_at_every_world_size(
+    worlds: WorldPool, world: int, block: int, dtype: torch.dtype
 ) -> None:
-    expected = one_after_the_other(dtype)
-    assert not torch.equal(
-        expected, sum(gradient(i, dtype).float() for i in reversed(range(MICROBATCHES)))
-    )
-    for rank in worlds.run(world, reduced, dtype):
+    gradients = [gradient(i, dtype) for i in range(MICROBATCHES)]
+    expected = summed(gradients, block)
+    assert not torch.equal(expected, summed(gradients, 2))
+    for rank in worlds.run(world, reduced, dtype, block):
         assert torch.equal(rank, expected)
 
 
-def test_a_total_may_be_the_memory_of_one_of_the_micro_batches() -> None:
-    for place in range(3):
-        microbatches = [gradient(number) for number in range(3)]
-        expected = microbatches[0] + microbatches[1] + microbatches[2]
-        fold(microbatches, microbatches[place], BufferPool(CPU), first=True)
-        assert torch.equal(microbatches[place], expected)
+def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> None:
+    """In every dtype; told of the last ones or not; what is pending stays within its bound."""
+    draw, pool = random.Random(0), BufferPool(CPU)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+        for _ in range(60):
+            count, block = draw.randint(1, 40), draw.choice([1, 2, 4, 8, 16])
+            wide = dtype == torch.uint8
+            gradients = [gradient(i, torch.float32 if wide else dtype)[:256] for i in range(count)]
+            given = [packed(each) for each in gradients] if wide else [*map(torch.clone, gradients)]
+            if wide:
+                gradients = [unpacked(each) for each in given]
+            sums, at = OrderedSum(torch.full((256,), torch.nan), block), 0
+            while at < count:
+                some, begin = given[at : at + draw.randint(1, 9)], at
+                at += len(some)
+                last = at == count and draw.random() < 0.5
+                sums.add(some, pool, first=begin == 0, last=last, packed=wide)
+                assert len(list(sums.kept())) <= math.log2(block)
+                assert torch.equal(sums.value(), summed(gradients[:at], block))
+            sums.settle()
+            assert not list(sums.kept())
+            assert torch.equal(sums.total, summed(gradients, block))
+
+
+def packed(values: Tensor) -> Tensor:
+    into = torch.empty(packed_size(values.numel()), dtype=torch.uint8)
+    pack(values.view(1, -1), into.view(1, -1))
+    return into
+
+
+def unpacked(bytes_: Tensor) -> Tensor:
+    return unpack(bytes_.view(1, -1), torch.empty(1, 256)).view(-1)
+
+
+def test_what_is_added_after_a_gradient_was_replaced_is_added_to_it() -> None:
+    """In the middle of a block: the first five are settled, and no sibling is left of the sixth."""
+    gradients, pool = [gradient(number) for number in range(9)], BufferPool(CPU)
+    sums = OrderedSum(torch.empty(N), 8)
+    sums.add([each.clone() for each in gradients[:5]], pool, first=True)
+    sums.settle()
+    sums.total.fill_(3)
+    sums.add([each.clone() for each in gradients[5:]], pool, first=False)
+    sums.settle()
+    block = gradients[5] + (gradients[6] + gradients[7])
+    assert torch.equal(sums.total, (3 + block) + gradients[8])
+
+
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("block", [1, 2, 4, 8])
+def test_a_total_may_be_the_memory_of_one_of_the_first_micro_batches(
+    block: int, count: int
+) -> None:
+    """Piece of memory after piece of memory: more elements than are added at once."""
+    for place in {0, 1, count - 1}:
+        gradients = [gradient(number).repeat(43) for number in range(count)]
+        given = [each.clone() for each in gradients]
+        sums = OrderedSum(given[place], block)
+        sums.add(given, BufferPool(CPU), first=True)
+        sums.settle()
+        assert torch.equal(sums.total, summed(gradients, block))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

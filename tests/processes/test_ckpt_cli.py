@@ -95,6 +95,7 @@ def test_one_looks_into_a_checkpoint_and_finds_what_the_engine_wrote(trained, ck
     assert shown.returncode == 0
     assert weight_hash in shown.stdout
     assert "head.weight is tied to embed.weight" in shown.stdout
+    assert "in tree order, blocks of 8" in shown.stdout
 
     record = of_json("show", f"{root}@global_step3")
     assert record["run"]["weight_hash"] == weight_hash

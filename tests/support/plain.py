@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE
@@ -38,17 +39,35 @@ def plain_torch(
     position = 0
     for step in range(steps):
         plan = next(plan_epoch(position, batch, DATASET_SIZE))
-        made.zero_grad()
+        gradients: list[list[Tensor]] = []
         for index in range(plan.microbatches):
             microbatch = plan.microbatch(index, 0, 1)
             ids = sample_ids(plan, microbatch, DATASET_SIZE, DATASET_SIZE, 42)
             tokens = torch.stack([data[i] for i in ids])
             torch.manual_seed(mix(42, step, index))
+            made.zero_grad()
             (model(tokens) * (len(ids) / plan.samples)).backward()
-        for param in trained:  # flat shards cannot tell "no gradient" from a gradient of zero
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            # Flat shards cannot tell "no gradient" from a gradient of zero.
+            gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained])
+        for param, *addends in zip(trained, *gradients, strict=True):
+            param.grad = summed(addends, 8)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(trained, clip)
         made.step()
         position += plan.samples
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def summed(gradients: Sequence[Tensor], block: int) -> Tensor:
+    """The definition of the sum, word for word: a chain over blocks, a tree inside a block."""
+
+    def tree(start: int, size: int) -> Tensor:
+        if size == 1:
+            return gradients[start].float()
+        left, middle = tree(start, size // 2), start + size // 2
+        return left if middle >= len(gradients) else left + tree(middle, size // 2)
+
+    total = tree(0, block)
+    for start in range(block, len(gradients), block):
+        total = total + tree(start, block)
+    return total

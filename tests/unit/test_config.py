@@ -189,6 +189,8 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
         ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown config key; known: max_skipped"),
+        ({"elastic": {"reduction_block": 0}}, "elastic.reduction_block: 0 is less than 1"),
+        ({"elastic": {"reduction_block": 6}}, "6, which is no power of two; set it to 4 or 8"),
         ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not an integer"),
         ({"train_batch_size": True}, "train_batch_size: True is not an integer"),
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),

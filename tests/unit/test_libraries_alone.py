@@ -13,7 +13,9 @@ import torch, torch.distributed as dist
 from zero_comm.agent_link import agent_link
 from zero_comm.collectives import Collectives, wait
 from zero_comm.errors import LeavingNow
-from zero_comm.reduction import BufferPool, OrderedReduction
+from zero_comm.buffer_pool import BufferPool
+from zero_comm.ordered_sum import OrderedSum
+from zero_comm.reduction import OrderedReduction
 from zero_comm.waiting import Interrupt
 
 ready, done = os.pipe(), os.pipe()
@@ -30,11 +32,12 @@ group.meet(torch.device("cpu"))
 # Three micro-batches on two ranks: the last one beside a padding micro-batch of NaN.
 gradients = [torch.full((8,), value) for value in (1e8, 1.0, -1e8, float("nan"))]
 reduction = OrderedReduction(group, BufferPool(torch.device("cpu")))
-total = torch.empty(4)
+sums = OrderedSum(torch.empty(4), block=1)
 for begin, live in ((0, 2), (2, 1)):
     under_way = reduction.start(gradients[begin + rank].clone(), f"micro-step {begin}")
-    reduction.finish(under_way, total, live=live, first=begin == 0)
-whole = group.everybodys(total, "sums").flatten()
+    reduction.finish(under_way, sums, live=live, first=begin == 0)
+sums.settle()
+whole = group.everybodys(sums.total, "sums").flatten()
 assert torch.equal(whole, (gradients[0] + gradients[1]) + gradients[2]), whole
 assert not agent_link(rank).present
 

@@ -17,6 +17,7 @@ from zero_comm.reduction_plan import (
     Piece,
     Plan,
     Where,
+    most_pending,
     plan_reduction,
     rail_order,
 )
@@ -237,6 +238,15 @@ def test_what_owners_and_senders_keep_is_bounded_by_the_logarithm_of_the_block()
         assert peak(plan, "owner") <= int(math.log2(block // math.gcd(block, sum(nodes))))
         assert peak(plan, "nodes") == peak(plan, "ranks") == 0
         assert not any(plan.early(step) for step in range(len(rows)))
+
+
+def test_the_most_that_an_owner_keeps_is_that_of_the_plan() -> None:
+    for world, block, count in itertools.product(range(1, 10), BLOCKS, [1, 5, 16, 40, 70]):
+        plan = plan_reduction(strided(world).rows(count), block=block, nodes=(1,) * world)
+        last = len(plan.micro_steps) - 1
+        kept = [sum(p.start > 0 for p in s.owner.keeps) for s in plan.micro_steps[:last]]
+        assert most_pending(block, world, count) == max(kept, default=0)
+    assert [most_pending(8, world) for world in (1, 2, 4, 8)] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("nodes", [(1,) * 4, (2, 2), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1), (8, 8)])

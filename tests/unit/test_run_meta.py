@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero_engine.state.run_meta import differences
+from zero_contract.errors import ConfigError
+from zero_engine.state.run_meta import block_of, differences
 
 RUN: dict[str, Any] = {
     "leaves": 2,
@@ -75,3 +76,41 @@ def test_what_nobody_knows_is_no_difference() -> None:
     assert differences(RUN, RUN) == []
     assert differences(RUN, {}) == []
     assert differences(RUN, dict.fromkeys(RUN)) == []
+
+
+# ---- the order of the sum ----
+
+TREE = {"order": "tree", "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "configured", "block"),
+    [
+        ({}, None, 1),  # of before there were blocks
+        ({}, 1, 1),
+        ({"reduction": None}, None, 8),  # imported
+        ({"reduction": None}, 2, 2),
+        ({"reduction": {**TREE, "block": 4}}, None, 4),
+        ({"reduction": {**TREE, "block": 4}}, 4, 4),
+    ],
+)
+def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
+    saved: dict[str, Any], configured: int | None, block: int
+) -> None:
+    assert block_of(saved, configured) == block
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({}, "reduction_block is 8, and the run of this checkpoint sums gradients in blocks of 1"),
+        ({"reduction": {**TREE, "block": 4}}, "remove the key or set it to 4"),
+        (
+            {"reduction": {**TREE, "version": 2, "block": 8}},
+            "order that this release does not know",
+        ),
+    ],
+)
+def test_an_order_that_would_change_is_refused(saved: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        block_of(saved, 8)

@@ -160,6 +160,8 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for key, label in _RUN.items():
         if run.get(key) is not None:
             yield label, run[key]
+    if isinstance(order := run.get("reduction"), Mapping):
+        yield "gradients summed", f"in {order.get('order')} order, blocks of {order.get('block')}"
     if record["client"]:
         yield "client state", ", ".join(record["client"])
     yield "manifest", record["digest"]

@@ -1,1 +1,1 @@
-"""Tuning for training on CPUs, not needed on GPUs: same-host reads, settings of malloc."""
+"""What makes training on CPUs fast, and no GPU needs: same-host reads, settings of malloc."""

@@ -218,9 +218,19 @@ class Elastic:
     """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: int = 8
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
+    reduction_block: int | None = None
+    """Micro-batches that are summed in a tree, a power of two; the bits of every sum depend on it.
+    null: 8 in a new run, and what it was in one that is resumed."""
 
     def __post_init__(self) -> None:
-        check_least("elastic", self, {"max_skipped_steps": 1})
+        check_least("elastic", self, {"max_skipped_steps": 1, "reduction_block": 1})
+        block = self.reduction_block
+        if block is not None and block & (block - 1):
+            below = 1 << block.bit_length() - 1
+            raise ConfigError(
+                f"elastic.reduction_block is {block}, which is no power of two; "
+                f"set it to {below} or {2 * below}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
+from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
@@ -236,10 +237,11 @@ def _make_stepper(
         pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
         whole=whole,
+        block=config.elastic.reduction_block or DEFAULT_BLOCK,
     )
     reducer = GradReducer(
         trained,
-        zero.totals,
+        zero.sums,
         shared.collectives,
         stage,
         zero.wholes,

@@ -214,7 +214,7 @@ class MicroSteps:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
         core.coordinator.begin_backward()
         first = run.cursor.micro == 0 and not self.awaits_step
-        core.reducer.begin(live, first=first, weight=weight)
+        core.reducer.begin(live, first=first, last=self.at_boundary, weight=weight)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core

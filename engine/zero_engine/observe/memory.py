@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_comm.reduction_plan import DEFAULT_BLOCK, most_pending
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
@@ -96,6 +97,7 @@ def estimate(  # noqa: PLR0913 - a fact each
     root: int = 0,
     gpu: bool = True,
     whole: bool = False,
+    pending: int = 0,
 ) -> Estimate:
     """The bytes on one rank for the state of training.
 
@@ -112,6 +114,7 @@ def estimate(  # noqa: PLR0913 - a fact each
             gathered, and their gradients are collected, during a whole pass.
         gpu: Whether the device has separate memory.
         whole: Whether the optimizer is given whole parameters.
+        pending: Pieces of gradient sums that are kept between micro-steps, see `most_pending`.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for the tiers.
@@ -137,7 +140,7 @@ def estimate(  # noqa: PLR0913 - a fact each
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),
-        gradients=_FP32_BYTES * stepped,
+        gradients=_FP32_BYTES * (stepped + pending * shard),
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=max(
@@ -275,4 +278,15 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
+        pending=most_pending(
+            config.elastic.reduction_block or DEFAULT_BLOCK, world, _micro_batches(config, world)
+        ),
     )
+
+
+def _micro_batches(config: Config, world: int) -> int:
+    """Of a step."""
+    micro_batch = config.train_micro_batch_size_per_gpu
+    if config.train_batch_size is not None and micro_batch is not None:
+        return -(-config.train_batch_size // micro_batch)
+    return (config.gradient_accumulation_steps or 1) * world

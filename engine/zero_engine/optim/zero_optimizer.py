@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_comm.collectives import Collectives, wait
+from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
+from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
@@ -71,6 +73,7 @@ class ZeroOptimizer:
         moments: torch.dtype = torch.float32,
         *,
         whole: bool = False,
+        block: int = DEFAULT_BLOCK,
     ) -> None:
         """Take over an optimizer.
 
@@ -84,6 +87,7 @@ class ZeroOptimizer:
             pace: The sub-groups of state that is offloaded, or rests in 16 bits.
             moments: The dtype in which the optimizer's state rests.
             whole: Give the optimizer whole parameters, each on the rank that owns it.
+            block: Micro-batches that are summed in a tree; see `reduction_plan`.
         """
         self.optimizer = optimizer
         self.units = tuple(units)
@@ -102,6 +106,7 @@ class ZeroOptimizer:
         self.totals = self._gradients
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
+        self.sums = tuple(OrderedSum(total, block) for total in self.totals)
         lengths = [unit.layout.numel for unit in units]
         self._norm = BlockNorm(lengths, sizes, collectives.world, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
@@ -137,9 +142,21 @@ class ZeroOptimizer:
         """The tensor that each total is an interval of, if every rank steps all; else empty."""
         return () if self._stage.shards_optimizer else self._gradients
 
+    @property
+    def reduction_block(self) -> int:
+        """Micro-batches that are summed in a tree; blocks are summed one after the other."""
+        return self.sums[0].block
+
+    @reduction_block.setter
+    def reduction_block(self, block: int) -> None:
+        for each in self.sums:
+            each.block = block
+
     def gradient_sums(self) -> Iterator[Tensor]:
         """The tensors that hold gradients between micro-steps."""
         yield from self._gradients
+        for each in self.sums:
+            yield from each.kept()
 
     def _attach(self) -> tuple[Segment, ...]:
         """Put segments in the place of the groups' parameters."""
@@ -213,13 +230,15 @@ class ZeroOptimizer:
     def step(
         self, notes: Tensor, correction: Callable[[Tensor], float] = lambda _: 1.0
     ) -> StepOutcome:
-        """Apply the gradient totals. Collective. The caller sets `changing` to False afterwards.
+        """Apply the gradient sums. Collective. The caller sets `changing` to False afterwards.
 
         Args:
             notes: [n] fp32, the same n on all ranks; every rank gets the notes of all.
             correction: From the notes of all ranks [world, n], on the CPU, to the factor of the
                 totals.
         """
+        for each in self.sums:
+            each.settle()
         blocks = self._norm.of_own(self.totals)
         everybodys = self._exchange(torch.cat([blocks, notes]))
         ordered = self._norm.in_order(everybodys[:, : blocks.numel()])

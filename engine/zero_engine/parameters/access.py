@@ -112,13 +112,15 @@ class OwnedParam:
                 "and the step that applies it, for a trained parameter"
             )
         scaled = value.detach() * zero.scale
-        _write(self._local(zero.totals[zero.units.index(self.unit)]), scaled, self.slot.fqn)
+        gradients = zero.sums[zero.units.index(self.unit)]
+        gradients.settle()  # what is pending is of the value that is replaced
+        _write(self._local(gradients.total), scaled, self.slot.fqn)
 
     def _total(self) -> Tensor | None:
         zero = self.core.zero
         if zero is None or not zero.accumulating or not self.unit.trained:
             return None
-        return zero.totals[zero.units.index(self.unit)] / zero.scale
+        return zero.sums[zero.units.index(self.unit)].value() / zero.scale
 
     # ---- optimizer state ----
 

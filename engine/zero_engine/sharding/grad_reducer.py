@@ -23,8 +23,10 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, has_ended
-from zero_comm.reduction import BufferPool, OrderedReduction, Reduction
+from zero_comm.ordered_sum import OrderedSum
+from zero_comm.reduction import OrderedReduction, Reduction
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.stages import Stage
@@ -38,14 +40,14 @@ class UnitGradient:
 
     Attributes:
         buffer: [padded] in the compute dtype, or None while there is none.
-        total: [padded / world] in fp32, this rank's interval of the sum over micro-batches.
-        whole: [padded] in fp32, of which `total` is an interval and which is not read before the
-            step; None if gradients are sharded.
+        sum: This rank's interval, [padded / world], of the sum over micro-batches.
+        whole: [padded] in fp32, of which the sum's total is an interval and which is not read
+            before the step; None if gradients are sharded.
     """
 
-    def __init__(self, unit: FlatUnit, total: Tensor, whole: Tensor | None) -> None:
+    def __init__(self, unit: FlatUnit, sum: OrderedSum, whole: Tensor | None) -> None:
         self.unit = unit
-        self.total = total
+        self.sum = sum
         self.whole = whole
         self.buffer: Tensor | None = None
         self._gaps = _gaps(unit)
@@ -105,7 +107,7 @@ class GradReducer:
     def __init__(
         self,
         units: Sequence[FlatUnit],
-        totals: Sequence[Tensor],
+        sums: Sequence[OrderedSum],
         collectives: Collectives,
         stage: Stage,
         wholes: Sequence[Tensor] = (),
@@ -118,11 +120,11 @@ class GradReducer:
 
         Args:
             units: The trained units, in module order.
-            totals: For each unit its accumulator [padded / world], fp32.
+            sums: For each unit the sum of this rank's interval, [padded / world].
             collectives: The group to reduce over.
             stage: Whether parameters are gathered in backward.
-            wholes: For each unit the tensor [padded] that its accumulator is an interval of, if
-                every rank has it.
+            wholes: For each unit the tensor [padded] that the total of its sum is an interval of,
+                if every rank has it.
             on_ready: Called when this backward pass does not need a unit's weights any more.
             guard: A context around exchanges, which may find that a peer is lost.
             quantized: Send the gradients of micro-batches as int8.
@@ -133,8 +135,8 @@ class GradReducer:
         self._guard = guard
         self._on_ready = on_ready or (lambda _: None)
         gradients = [
-            UnitGradient(unit, total, whole)
-            for unit, total, whole in zip(units, totals, wholes or repeat(None), strict=False)
+            UnitGradient(unit, each, whole)
+            for unit, each, whole in zip(units, sums, wholes or repeat(None), strict=False)
         ]
         # Backward meets the modules in about the reverse of their order, and ends with the root.
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
@@ -142,6 +144,7 @@ class GradReducer:
         self._next = 0
         self._live = 0
         self._first = True
+        self._last = False
         self._weight = 1.0
         self.running = False
         """Whether a backward pass has begun and has not ended."""
@@ -152,7 +155,7 @@ class GradReducer:
         self.on_plain_backward: Callable[[], None] = _refuse
         """Called at a gradient of an unannounced backward pass; it must call `begin`."""
         self._in_flight: deque[tuple[UnitGradient, Reduction]] = deque()
-        self._pool = BufferPool(totals[0].device)
+        self._pool = BufferPool(sums[0].total.device)
         self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
         _REDUCERS.add(self)
         self._hooks = [
@@ -168,12 +171,13 @@ class GradReducer:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def begin(self, live: int, *, first: bool, weight: float = 1.0) -> None:
+    def begin(self, live: int, *, first: bool, last: bool = False, weight: float = 1.0) -> None:
         """Announce one backward pass.
 
         Args:
-            live: The leaves of ranks [0, live) count; at least one.
-            first: Whether it is the first of its step: the totals then hold the step before.
+            live: The micro-batches of ranks [0, live) count; at least one.
+            first: Whether it is the first of its step: the sums then hold the step before.
+            last: Whether it is the last of its step, as far as is known.
             weight: The factor of the gradients, if the loss was not multiplied with it.
 
         Raises:
@@ -190,6 +194,7 @@ class GradReducer:
         self._inconsistent = False
         self._live = live
         self._first = first
+        self._last = last
         self._weight = weight
         self._next = 0
         self.running = True
@@ -278,8 +283,10 @@ class GradReducer:
             self._next += 1
 
     def _complete(self, gradient: UnitGradient, reduction: Reduction) -> None:
-        """Wait for the gradients of all ranks for a unit, and add them to its total."""
-        self._reduction.finish(reduction, gradient.total, live=self._live, first=self._first)
+        """Wait for the gradients of all ranks for a unit, and add them to its sum."""
+        self._reduction.finish(
+            reduction, gradient.sum, live=self._live, first=self._first, last=self._last
+        )
         assert gradient.buffer is not None
         if gradient.buffer is not gradient.whole:
             self._pool.give(gradient.buffer)

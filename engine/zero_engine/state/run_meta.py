@@ -1,7 +1,8 @@
 """A checkpoint's record of the run: its position, and what its result depends on.
 
 Must always hold: a run that resumes from a checkpoint resumes at its position, with its batch if
-the config leaves that open; whatever would change the result is logged.
+the config leaves that open, and sums gradients in its order; whatever would change the result is
+logged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_contract.errors import ConfigError
 from zero_data.global_batch import BatchShape
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
@@ -54,6 +57,11 @@ _SAME_RESULT = {
 its name for a user; what a change means for the run, and what to set."""
 
 
+_TREE = {"order": "tree", "version": 1}
+_BEFORE_BLOCKS = {**_TREE, "block": 1}
+"""The order of older checkpoints, which have no such key."""
+
+
 def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
     """Counters, batch and environment, as JSON."""
     cursor = run.cursor
@@ -64,6 +72,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "leaves": run.batch.microbatches,
         "micro_batch": run.batch.micro_batch,
         "summed_over": run.summed_over,
+        "reduction": {**_TREE, "block": core.zero.reduction_block} if core.zero else None,
         "dataset_size": run.loader.dataset_size if run.loader is not None else None,
         "seed": config.seed,
         "world": run.world,
@@ -78,7 +87,13 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
 
 
 def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> None:
-    """Resume at the position in `saved`, the `describe` of the checkpoint; warn of differences."""
+    """Resume at the position in `saved`, the `describe` of the checkpoint; warn of differences.
+
+    Raises:
+        ConfigError: The config asks for another order of the gradients' sums.
+    """
+    if core.zero is not None:
+        core.zero.reduction_block = block_of(saved, config.elastic.reduction_block)
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(microbatches=saved["leaves"], micro_batch=saved["micro_batch"]))
@@ -92,6 +107,36 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
             _log.warning("%s", line)
     cursor = run.cursor
     cursor.step, cursor.samples, cursor.skipped = saved["step"], saved["samples"], saved["skipped"]
+
+
+def block_of(saved: Mapping[str, Any], configured: int | None) -> int:
+    """The block in which a resumed run sums gradients: that of its checkpoint.
+
+    Args:
+        saved: `describe` of the checkpoint.
+        configured: `elastic.reduction_block`.
+
+    Raises:
+        ConfigError: The config asks for another block, or the order is not known.
+    """
+    reduction = saved.get("reduction", _BEFORE_BLOCKS)
+    if reduction is None:  # unknown, as after an import
+        return configured or DEFAULT_BLOCK
+    order = {key: reduction.get(key) for key in _TREE}
+    if order != _TREE:
+        raise ConfigError(
+            f"the run of this checkpoint sums gradients in an order that this release does not "
+            f"know: {order}; resume it with the release that it was made with, or take only its "
+            "weights, with load_checkpoint(load_module_only=True)"
+        )
+    block: int = reduction["block"]
+    if configured not in (None, block):
+        raise ConfigError(
+            f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
+            f"gradients in blocks of {block}: another order gives other bits; remove the key or "
+            f"set it to {block}, or begin a new run with load_checkpoint(load_module_only=True)"
+        )
+    return block
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,270 @@
+"""An owner's interval of a step's sum: a chain over blocks of micro-batches, a tree inside a block.
+
+Owns the owner's half of `reduction_plan`: which buffers are added to which, in fp32. Must always
+hold: only siblings are added to each other and only whole blocks to the chain, whatever number of
+micro-batches comes at once, so the sum depends on their numbers alone; what is pending is
+log2(block) pieces at most, and the piece that begins the sum lies where the sum is going to be.
+
+What is to be added is decided before (`next_sums`, a pure function), then done piece of memory by
+piece of memory, while that is in a CPU's cache. `reduction` receives what is added here;
+`zero_optimizer` has one sum for each unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_comm.buffer_pool import BufferPool
+from zero_comm.quantization import unpack
+from zero_comm.reduction_plan import Piece
+
+_PIECE = 1 << 18
+"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
+
+
+# ---- what is added to what ----
+
+
+class Memory(NamedTuple):
+    """Where a number lies."""
+
+    kind: str
+    """"total", "kept" or "given"."""
+    number: int = 0
+
+
+TOTAL = Memory("total")
+
+
+class Addition(NamedTuple):
+    """target = left + right, or a copy of left; the target is left's memory, or nobody's."""
+
+    target: Memory
+    left: Memory
+    right: Memory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a sum has come to."""
+
+    count: int = 0
+    """Micro-batches so far."""
+    pending: tuple[tuple[Piece, Memory], ...] = ()
+    """By start; a piece that begins the sum is in TOTAL."""
+    chain: Memory | None = None
+    """The blocks before; TOTAL between two calls."""
+
+
+@dataclass(slots=True)
+class _Stack:
+    """The additions of one call, as they are decided."""
+
+    block: int
+    pending: list[tuple[Piece, Memory]]
+    chain: Memory | None
+    additions: list[Addition] = field(default_factory=list)
+
+    def push(self, number: int, memory: Memory) -> None:
+        """Give the gradient of one micro-batch; add siblings, and end the block if it is whole."""
+        self.pending.append((Piece(number, 0), memory))
+        while len(self.pending) > 1 and self._are_siblings(*self.pending[-2:]):
+            self._unite()
+        if (number + 1) % self.block == 0:
+            self.end_block()
+
+    def _are_siblings(self, left: tuple[Piece, Memory], right: tuple[Piece, Memory]) -> bool:
+        (one, _), (other, _) = left, right
+        size = 1 << one.level
+        return one.level == other.level and other.start == one.start ^ size and size < self.block
+
+    def _unite(self) -> None:
+        (left, at), (_, other) = self.pending[-2:]
+        self.pending[-2:] = [(Piece(left.start, left.level + 1), at)]
+        self.additions.append(Addition(at, at, other))
+
+    def end_block(self) -> None:
+        """Add what there is of a block to the chain: what is absent adds nothing."""
+        while len(self.pending) > 1:
+            self._unite()
+        for _, memory in self.pending:
+            if self.chain is None:
+                self.chain = memory
+            else:
+                self.additions.append(Addition(self.chain, self.chain, memory))
+        self.pending.clear()
+
+
+@lru_cache(maxsize=1024)
+def next_sums(
+    progress: Progress, given: int, block: int, *, last: bool
+) -> tuple[tuple[Addition, ...], Progress]:
+    """What is to be done with the next micro-batches, and what the sum has come to then.
+
+    Args:
+        progress: What it has come to before.
+        given: How many there are.
+        block: B, a power of two.
+        last: There are no more in this step.
+    """
+    stack = _Stack(block, list(progress.pending), progress.chain)
+    for index in range(given):
+        stack.push(progress.count + index, Memory("given", index))
+    if last:
+        stack.end_block()
+    used = {memory.number for _, memory in stack.pending if memory.kind == "kept"}
+    free = (index for index in range(len(used) + given) if index not in used)
+    pending = []
+    for piece, memory in stack.pending:
+        home = memory
+        if memory.kind == "given":
+            begins = piece.start == 0 and stack.chain is None
+            home = TOTAL if begins else Memory("kept", next(free))
+            _move(stack.additions, memory, home)
+        pending.append((piece, home))
+    if stack.chain is not None and stack.chain.kind == "given":
+        _move(stack.additions, stack.chain, TOTAL)
+    chain = None if stack.chain is None else TOTAL
+    if not progress.count:
+        # The total may be the memory of one of them: all of it is read before that is written.
+        stack.additions.sort(key=lambda addition: addition.target == TOTAL)
+    done = Progress(progress.count + given, tuple(pending), chain)
+    return tuple(stack.additions), done
+
+
+def _move(additions: list[Addition], source: Memory, home: Memory) -> None:
+    """Let the last addition that writes `source` write `home` instead; none does: copy it."""
+    for index in reversed(range(len(additions))):
+        if additions[index].target == source:
+            additions[index] = additions[index]._replace(target=home)
+            return
+    additions.append(Addition(home, source, None))
+
+
+# ---- doing it ----
+
+
+class OrderedSum:
+    """The sum of one interval over the micro-batches of a step.
+
+    Attributes:
+        total: [n] fp32; the sum once it is settled.
+        block: B; it may change between two steps.
+    """
+
+    def __init__(self, total: Tensor, block: int) -> None:
+        self.total = total
+        self.block = block
+        self._progress = Progress()
+        self._kept: dict[Memory, Tensor] = {}
+
+    def add(
+        self,
+        microbatches: Sequence[Tensor],
+        pool: BufferPool,
+        *,
+        first: bool,
+        last: bool = False,
+        packed: bool = False,
+    ) -> None:
+        """Add the gradients of the next micro-batches.
+
+        Args:
+            microbatches: At least one of [n], or of the bytes that `pack` makes of it; used up.
+            pool: Of memory for their copies in fp32.
+            first: They are the first of their step; the total may be the memory of one of them.
+            last: They are the last of their step, as far as is known; so nothing is kept pending.
+            packed: They are the bytes that `pack` makes.
+        """
+        before = Progress() if first else self._progress
+        if first:
+            self._kept.clear()
+        additions, self._progress = next_sums(before, len(microbatches), self.block, last=last)
+        memory = {TOTAL: self.total, **self._kept}
+        for _, home in self._progress.pending:
+            if home not in memory:
+                memory[home] = torch.empty_like(self.total)
+        pending = {home for _, home in self._progress.pending} - {TOTAL}
+        self._kept = {home: memory[home] for home in pending}
+        for index, gradient in enumerate(microbatches):
+            memory[Memory("given", index)] = gradient
+        for piece in self._pieces(memory, packed=packed):
+            _Worker(piece, self.total.dtype, pool, packed=packed).run(additions)
+
+    def _pieces(
+        self, memory: Mapping[Memory, Tensor], *, packed: bool
+    ) -> Iterator[dict[Memory, Tensor]]:
+        if packed or self.total.is_cuda:  # packed ones can only be unpacked as a whole
+            yield dict(memory)
+            return
+        columns = [tensor.split(_PIECE) for tensor in memory.values()]
+        for row in zip(*columns, strict=True):
+            yield dict(zip(memory, row, strict=True))
+
+    def settle(self) -> None:
+        """Put the sum of all that has been given into `total`; what comes later is added to it."""
+        value = self.value()
+        if value is not self.total:
+            self.total.copy_(value)
+        self._kept.clear()
+        self._progress = Progress(self._progress.count, chain=TOTAL)
+
+    def value(self) -> Tensor:
+        """The sum of all that has been given so far; not to be written to."""
+        value: Tensor | None = None
+        for _, memory in reversed(self._progress.pending):
+            piece = self.total if memory == TOTAL else self._kept[memory]
+            value = piece if value is None else piece + value
+        if value is None:
+            return self.total
+        return value if self._progress.chain is None else self.total + value
+
+    def kept(self) -> Iterator[Tensor]:
+        """The pieces that are pending, beside the total."""
+        yield from self._kept.values()
+
+
+class _Worker:
+    """The additions on one piece of memory; what is narrower than fp32 is widened first."""
+
+    def __init__(
+        self, memory: Mapping[Memory, Tensor], dtype: torch.dtype, pool: BufferPool, *, packed: bool
+    ) -> None:
+        self._memory = memory
+        self._dtype = dtype
+        self._pool = pool
+        self._packed = packed
+        self._wide: dict[Memory, Tensor] = {}
+
+    def run(self, additions: Sequence[Addition]) -> None:
+        """Do them in their order."""
+        for target, left, right in additions:
+            if right is None:
+                self._widen(self._memory[left], self._memory[target])
+                continue
+            one, other = self._number(left), self._number(right)
+            torch.add(one, other, out=one if target == left else self._memory[target])
+            for read in {left, right} - {target}:
+                if read in self._wide:
+                    self._pool.give(self._wide.pop(read))
+
+    def _number(self, memory: Memory) -> Tensor:
+        """In fp32. Copying first is several times faster than adding bf16 to fp32 directly."""
+        tensor = self._memory[memory]
+        if memory.kind != "given" or (tensor.dtype == self._dtype and not self._packed):
+            return tensor
+        if memory not in self._wide:
+            numel = self._memory[TOTAL].numel()
+            self._wide[memory] = self._widen(tensor, self._pool.take(numel, self._dtype))
+        return self._wide[memory]
+
+    def _widen(self, gradient: Tensor, into: Tensor) -> Tensor:
+        if self._packed and gradient.dtype == torch.uint8:
+            return unpack(gradient.view(1, -1), into.view(1, -1)).view(-1)
+        return into.copy_(gradient)
