@@ -10,13 +10,14 @@ Owns the name, the count and the waiting of everything that travels between rank
 - Every wait goes through `wait`, which ends at once when this rank is asked to leave, by the
   group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
-How the bytes travel is a `Transport`, chosen here by the device that a tensor is on.
+How the bytes travel is a `Transport`, one for each kind of device (`transports`). Nothing here asks
+for the device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_comm.comms_log import LOG
-from zero_comm.cpu.transport import CpuTransport
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
 from zero_comm.transport import Transport
+from zero_comm.transports import Transports
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
 from zero_contract.errors import PeerLost
 
@@ -43,6 +44,8 @@ class Pending:
     turn: int = 0
     """How many of this name came before."""
     group: Collectives | None = None
+    transport: Transport | None = None
+    """It has begun them; None: nothing travels."""
     kind: str = ""
     """In the words of `comms_log`."""
     sent_bytes: int = 0
@@ -85,16 +88,11 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
-        self._group = group
-        self._by_cpu = CpuTransport(group, self.rank, self.world)
-        self._by_device = Transport(group, self.rank, self.world)
+        self.transports = Transports(group, self.rank, self.world)
         group = group or dist.group.WORLD
         timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
         self._waiter = Waiter(group, interrupt, timeout.total_seconds())
         self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
-
-    def _transport(self, tensor: Tensor) -> Transport:
-        return self._by_cpu if tensor.device.type == "cpu" else self._by_device
 
     def meet(self, device: torch.device) -> None:
         """Find the fastest way between ranks that compute on `device`. Collective.
@@ -102,9 +100,9 @@ class Collectives:
         Raises:
             PeerLost: A peer is gone.
         """
-        if self.world > 1 and device.type == "cpu":
+        if self.world > 1:
             try:
-                self._by_cpu.meet(self.everybodys, self._waiter.interrupt.changed)
+                self.transports.of(device).meet(self.everybodys, self._waiter.interrupt.changed)
             except OSError as error:
                 raise PeerLost(f"meeting the ranks of this host: {error}") from error
 
@@ -124,24 +122,40 @@ class Collectives:
 
         if self._waiter.interrupt.reason:
             self._leave(pending)
-        with transport_failures(pending.what):
-            if pending.buffers and pending.buffers[0].device.type != "cpu":
-                for work in pending.works:  # holds up the stream, not this process
-                    work.wait()
-                return
-            ended = self._waiter.wait(pending.works, look)
-        if not ended:
-            self._leave(pending)
+        if pending.transport is not None:
+            with transport_failures(pending.what):
+                ended = pending.transport.finish(pending.works, self._waiter, look)
+            if not ended:
+                self._leave(pending)
         self._deadlock.go_on()  # a wait that was given up stays posted: the rank is not coming
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
 
-    def _pending(
-        self, kind: str, what: str, works: Iterable[Work], buffers: tuple[Tensor, ...], sent: int
+    def _begin(
+        self,
+        kind: str,
+        what: str,
+        buffers: tuple[Tensor, ...],
+        sent_bytes: int,
+        start: Callable[[Transport, int], list[Work]],
     ) -> Pending:
+        """Begin an exchange of these buffers; without any, nothing travels.
+
+        Args:
+            kind: In the words of `comms_log`.
+            what: Its name.
+            buffers: What is sent and filled; all on one device.
+            sent_bytes: By this rank.
+            start: From the transport, and how many of this name came before, to what is under way.
+        """
+        transport = self.transports.of(buffers[0].device) if buffers else None
+        works: list[Work] = []
+        if transport is not None:
+            with transport_failures(what):
+                works = start(transport, self._deadlock.begun[what])
         turn = self._deadlock.begin(what)
-        return Pending(what, tuple(works), buffers, turn, self, kind, sent)
+        return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's interval of `full` [world * n]: a view [n]."""
@@ -154,11 +168,13 @@ class Collectives:
         `received` [(world - 1) * n] gets this rank's interval of the micro-batches that the others
         ran; `in_microbatch_order` puts them and its own in order.
         """
-        sent_bytes, turn = self._count("leaves", microbatches), self._deadlock.begun[what]
+        sent_bytes = self._count("leaves", microbatches)
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
-        with transport_failures(what):
-            works = self._transport(microbatches).scatter(out, into, what, turn)
-        return self._pending("leaves", what, works, (microbatches, received), sent_bytes)
+
+        def start(transport: Transport, turn: int) -> list[Work]:
+            return transport.scatter(out, into, what, turn)
+
+        return self._begin("leaves", what, (microbatches, received), sent_bytes, start)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
@@ -168,12 +184,13 @@ class Collectives:
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
+
+        def start(transport: Transport, turn: int) -> list[Work]:
+            return transport.gather(full.view(self.world, -1), what, turn)
+
         if self.world == 1:
-            return self._pending("", what, (), (), 0)
-        sent_bytes, turn = self._count("gather", full), self._deadlock.begun[what]
-        with transport_failures(what):
-            works = self._transport(full).gather(full.view(self.world, -1), what, turn)
-        return self._pending("gather", what, works, (full,), sent_bytes)
+            return self._begin("", what, (), 0, start)
+        return self._begin("gather", what, (full,), self._count("gather", full), start)
 
     def exchange_pieces(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
@@ -188,22 +205,24 @@ class Collectives:
             return {r: each for r, each in tensors.items() if r != self.rank and each.numel()}
 
         held, wanted = to_others(held), to_others(wanted)
-        sent_bytes, turn = sum(each.nbytes for each in held.values()), self._deadlock.begun[what]
+        sent_bytes = sum(each.nbytes for each in held.values())
         self.bytes_sent["pieces"] += sent_bytes
-        buffers, works = (*wanted.values(), *held.values()), list[Work]()
-        if buffers:
-            with transport_failures(what):
-                works = self._transport(buffers[0]).exchange(held, wanted, what, turn)
-        return self._pending("pieces", what, works, buffers, sent_bytes)
+
+        def start(transport: Transport, turn: int) -> list[Work]:
+            return transport.exchange(held, wanted, what, turn)
+
+        return self._begin("pieces", what, (*wanted.values(), *held.values()), sent_bytes, start)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Make `tensor` what it is on rank `source`, and wait for it."""
         if self.world == 1:
             return
-        with transport_failures(what):
-            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         sent_bytes = tensor.nbytes if self.rank == source else 0
-        wait(self._pending("broadcast", what, (work,), (tensor,), sent_bytes))
+
+        def start(transport: Transport, _turn: int) -> list[Work]:
+            return transport.broadcast(tensor, source)
+
+        wait(self._begin("broadcast", what, (tensor,), sent_bytes, start))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come here."""

@@ -4,18 +4,20 @@ Owns those calls. Must always hold: what is begun here is returned to be waited 
 counts and names it (`collectives`), and no call waits by itself. Ranks of `near` are left out: this
 one, and those that a subclass reaches in another way.
 
-Devices use this as it is, over NCCL; `cpu.transport` is the way for CPUs, over gloo.
+Devices use this as it is, over NCCL; `cpu.transport` is the way for CPUs, over gloo. `transports`
+chooses.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_comm.waiting import Work
+from zero_comm.waiting import Waiter, Work
 
 # torch 2.13 renamed this call; the old name warns there, the new one is missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +36,37 @@ class Transport:
         self._world = world
         self.near = range(rank, rank + 1)
         """Consecutive ranks, this one among them, that nothing here is sent to."""
+
+    def meet(
+        self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
+    ) -> None:
+        """Find the fastest ways between the ranks. Collective; here there is one way.
+
+        Args:
+            everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
+            changed: Notified when an exchange ends that no thread waits for.
+
+        Raises:
+            OSError: A rank of this host is gone.
+        """
+
+    def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
+        """Wait for what was begun here; raises what the transport raises.
+
+        A device's stream is what waits, so it can be neither interrupted nor looked at.
+
+        Args:
+            works: Under way.
+            waiter: For exchanges that this process has to wait for.
+            look: Called now and then by such a wait; what it raises ends the wait.
+
+        Returns:
+            False if the wait was interrupted.
+        """
+        del waiter, look
+        for work in works:
+            work.wait()
+        return True
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """Send row j of `out` [world, n] to every other rank j.
@@ -84,6 +117,12 @@ class Transport:
             if rank not in self.near
         ]
         return list(dist.batch_isend_irecv(calls)) if calls else []
+
+    def broadcast(self, tensor: Tensor, source: int) -> list[Work]:
+        """Make `tensor` what it is on rank `source`."""
+        work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+        assert work is not None  # this rank is in the group
+        return [work]
 
 
 def tag_of(what: str) -> int:

@@ -142,5 +142,5 @@ def train_among(unwilling: tuple[int, ...]) -> tuple[int, list[tuple[Any, ...]]]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() in unwilling:
             patch.setenv(SWITCH, "0")
-        near = len(make_engine(config(2))._core.collectives._by_cpu.near)
+        near = len(make_engine(config(2))._core.collectives.transports.of(torch.device("cpu")).near)
         return near, train_at_every_stage(True, STEPS)

@@ -9,14 +9,14 @@ Chosen by `collectives` for tensors that are on the CPU.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_comm.cpu.same_host import SameHostPeers, key_of, meet
 from zero_comm.transport import Transport, tag_of
-from zero_comm.waiting import Work
+from zero_comm.waiting import Waiter, Work
 
 
 class CpuTransport(Transport):
@@ -29,16 +29,12 @@ class CpuTransport(Transport):
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
     ) -> None:
-        """Find out who can read whose memory, and read from now on. Collective.
-
-        Args:
-            everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
-            changed: Notified when an exchange by memory ends.
-
-        Raises:
-            OSError: A rank of this host is gone.
-        """
+        """Find out who can read whose memory, and read from now on. As `Transport` says."""
         self.near, self._same_host = meet(self._rank, self._world, everybodys, changed)
+
+    def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
+        """As `Transport` says; an interrupt ends the wait at once."""
+        return waiter.wait(works, look)
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """As `Transport` says."""
