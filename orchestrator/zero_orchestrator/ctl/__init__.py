@@ -1,1 +1,1 @@
-"""What a user does with a job: `zero-ctl`, what it shows, what it asks for."""
+"""`zero-ctl`: show the status and the events of jobs, and write operator requests."""

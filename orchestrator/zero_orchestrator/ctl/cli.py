@@ -1,10 +1,11 @@
-"""`zero-ctl`: look into the jobs of an etcd, and tell a node to leave or a job to stop.
+"""`zero-ctl`: show the jobs of an etcd, drain a node, stop a job, exclude a host.
 
-It talks to etcd alone, so it works from any machine that reaches it, whether or not the job's
-nodes do. It decides nothing: a wish becomes a key, and the job's agents carry it out.
+`zero-ctl` talks to etcd alone, so it works from any machine that reaches etcd, whether or not the
+job's nodes can be reached. It decides nothing: an operator request is a key, and the job's agents
+carry the request out.
 
-Must always hold: what is asked for is written only to the very job and agent that were looked
-at; every mistake is one message and an exit code. Who calls it: the console script.
+Must always hold: a request is written only for the job and the agent that were read before; every
+mistake of the user ends in one message and an exit code.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from zero_orchestrator.store.etcd.client import EtcdStore
 
 DEFAULT_ENDPOINT = "127.0.0.1:2379"
-"""Where agents without an endpoint meet on one machine."""
+"""Endpoint of etcd if none is given: the same as that of agents on one machine."""
 WATCH_S = 1.0
 OUTAGE_S = 30.0
-"""A watch goes on through a silence of etcd of so long."""
+"""`status --watch` continues through an outage of etcd of up to this many seconds."""
 
 _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     "launch": (
@@ -58,8 +59,8 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
         "make certificates for an etcd that only holders of ZERO_JOIN_TOKEN may enter",
     ),
 }
-"""Commands that ask no etcd anything: another program takes over."""
-_FOR = "how long, such as 30, 10m or 2h (default: until `zero-ctl include`)"
+"""Command -> the module that replaces this process, and its help. Neither reads etcd here."""
+_FOR = "duration of the exclusion, such as 30, 10m or 2h (default: until `zero-ctl include`)"
 _ETCD_FILES = {
     "etcd-ca": "certificate authority of etcd (PEM)",
     "etcd-cert": "certificate of this client (PEM)",
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words and words[0] in _HANDED_OVER:
         os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
     args = make_parser().parse_args([with_dashes(word) for word in words])
-    logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are told here
+    logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are printed here
     try:
         code = _run(args)
     except ZeroError as error:
@@ -107,8 +108,8 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.closing(_open(args)) as store:
         code = _COMMANDS[args.command](args, store, view)
         if args.command == "status":
-            # A job that waits for room in etcd looks like one that runs: nobody can write that
-            with contextlib.suppress(StoreError):  # it has answered the command: this is by the way
+            # If etcd is full, a job cannot write that it waits: its status looks as if it ran.
+            with contextlib.suppress(StoreError):  # the status is printed; this is an extra
                 if note := store.full_note():
                     print(
                         f"zero-ctl: {note}; jobs go on without publishing until then",
@@ -124,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line of `zero-ctl`."""
     parser = argparse.ArgumentParser(
         prog="zero-ctl",
-        description="Show the jobs of an etcd; tell a node to leave or a job to stop; start a job.",
+        description="Show the jobs of an etcd, drain a node, stop a job, or start one.",
         epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
         "node, 3 etcd out of reach. The flags of etcd can be set as PET_<FLAG> in the environment.",
     )
@@ -147,48 +148,52 @@ def make_parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--watch", action="store_true", help="refresh until the job ends")
     look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
-    tell = command("events", "show what has happened in a job, and why")
-    tell.add_argument(
+    story = command("events", "show the events of a job, each with its cause")
+    story.add_argument(
         "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
     )
-    tell.add_argument(
+    story.add_argument(
         "--follow", "-f", action="store_true", help="print new events until the job ends"
     )
     drain = command(
-        "drain", "make a node leave at its next step boundary; the job goes on without it"
+        "drain", "make a node leave at its next step boundary; the job continues without it"
     )
     drain.add_argument("node", help="name of the node, as `zero-ctl status` shows it")
-    drain.add_argument("job", nargs="?", help="name of the job (default: the one of the node)")
+    drain.add_argument("job", nargs="?", help="name of the job (default: the job of the node)")
     stop = command(
         "stop", "stop a job on all its nodes, with a checkpoint at the next step boundary"
     )
     stop.add_argument("job", nargs="?", help="name of the job (default: the running one)")
-    stop.add_argument("--reason", default="", help="reason, which every agent logs")
+    stop.add_argument("--reason", default="", help="reason for the stop; every agent logs it")
     bar = command("exclude", "exclude a host for a while; a spare takes its place")
     bar.add_argument("node", help="name of the host, or of a node on it")
     bar.add_argument("--for", dest="for_s", type=seconds, default=0.0, metavar="SECONDS", help=_FOR)
-    bar.add_argument("--reason", default="", help="reason, which `zero-ctl status` shows")
+    bar.add_argument(
+        "--reason", default="", help="reason for the exclusion; `zero-ctl status` shows it"
+    )
     admit = command("include", "admit an excluded host again")
     admit.add_argument("node", help="name of the host, or of a node on it")
     for sub in (bar, admit):
         sub.add_argument("job", nargs="?", help="name of the job (default: the running one)")
-    gc = command("gc", "delete the records of jobs that are over")
+    gc = command("gc", "delete the records of ended jobs")
     text = "delete the records of jobs that ended longer ago than this (default 7d)"
     gc.add_argument(
         "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
     )
-    text = f"number of ended jobs to keep; older ones go as well (default {collect.KEEP})"
+    text = f"number of ended jobs to keep; older ones are deleted too (default {collect.KEEP})"
     gc.add_argument("--keep", type=_count, default=collect.KEEP, metavar="N", help=text)
-    text = "delete jobs without an agent as well: those that all agents left that long ago"
+    text = (
+        "also delete jobs that did not end, if all their agents left longer ago than --older-than"
+    )
     gc.add_argument("--lost", action="store_true", help=text)
     gc.add_argument(
         "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
     )
-    for sub in (drain, stop):
-        text = "seconds to wait until it has happened (default 0)"
+    for sub, event in ((drain, "the node has left"), (stop, "the job has ended")):
+        text = f"seconds to wait until {event} (default 0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
     job_files.add_to(commands)
-    for name, (_, text) in _HANDED_OVER.items():  # listed here, and read there
+    for name, (_, text) in _HANDED_OVER.items():  # listed here; `main` starts them
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
@@ -264,7 +269,7 @@ def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _looks(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
-    """The job's status again and again, until the job has ended."""
+    """The status of a job every `WATCH_S` seconds, until the job has ended."""
     yield (last := status.find(store, job))
     while not last.ended:
         time.sleep(WATCH_S)
@@ -291,11 +296,13 @@ def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         return CtlExit.OK
     kept = events.read(store, job)
     if not kept:
-        status.find(store, job)  # or there is no such job
+        status.find(store, job)  # raises NoSuchJob, which names the jobs there are
     for one in kept:
         view.event(one)
     newest_s = kept[-1].record.get("time") if kept else None
-    view.say(f"the newest event was {age(newest_s)}" if kept else "no event of it is kept")
+    view.report(
+        f"the newest event was {age(newest_s)}" if kept else f"no event of job {job} is kept"
+    )
     return CtlExit.OK
 
 
@@ -303,7 +310,7 @@ def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
     requests.ask_to_drain(store, job, args.node, _who())
-    view.say(f"node {args.node} will leave job {job} at its next step boundary")
+    view.report(f"node {args.node} will leave job {job} at its next step boundary")
     key = Keys(job).node(args.node)
     text = f"node {args.node} has left job {job}"
     return _wait(view, args.wait, lambda: store.get(key) is None, text)
@@ -312,14 +319,16 @@ def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = status.find(store, args.job)
     if job.ended:
-        view.say(f"job {job.job} has ended already: {job.now}")
+        view.report(f"job {job.job} has ended already: {job.now}")
         return CtlExit.OK
     asked = requests.ask_to_stop(store, job.job, _who(), args.reason)
     if not job.live_nodes:
-        view.say(f"no agent of job {job.job} is alive; the first that comes will end it")
+        view.report(
+            f"no agent of job {job.job} is alive; the first agent that starts will end the job"
+        )
     else:
         how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
-        view.say(f"job {job.job} {how}; its workers leave at the next step boundary")
+        view.report(f"job {job.job} {how}; its workers leave at the next step boundary")
     text = f"job {job.job} has ended"
     return _wait(view, args.wait, lambda: status.read(store, job.job).ended, text)
 
@@ -328,19 +337,19 @@ def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     why = f"asked for by {_who()}" + (f" ({args.reason})" if args.reason else "")
     found = requests.exclude(store, job, args.node, why, round(args.for_s))
-    view.say(f"job {job} goes on without it: {found}")
+    view.report(f"job {job} continues without the host: {found}")
     return CtlExit.OK
 
 
 def _include(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     host = requests.include(store, job, args.node)
-    view.say(f"{host} may take part in job {job} again")
+    view.report(f"{host} may take part in job {job} again")
     return CtlExit.OK
 
 
 def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    """One line for each job that goes; a job that has begun again meanwhile stays."""
+    """Print one line for each deleted job; a job that has started again meanwhile is kept."""
     limits = {"older_than_s": args.older_than, "keep": args.keep, "lost": args.lost}
     now_s, gone = time.time(), 0
     if args.dry_run:
@@ -350,14 +359,14 @@ def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     verb = "would be" if args.dry_run else "is"
     for doomed in found:
         gone += 1
-        view.say(f"job {doomed.remains.job} {verb} deleted: {doomed.reason}")
+        view.report(f"job {doomed.remains.job} {verb} deleted: {doomed.reason}")
     if not gone:
-        view.say("nothing is to be deleted: --older-than, --keep and --lost say what is")
+        view.report("nothing is to be deleted: --older-than, --keep and --lost say what is")
     return CtlExit.OK
 
 
 def _running(store: KeyValueStore, name: str | None) -> str:
-    """The job that a wish is about; it must go on."""
+    """The name of the job that a request is for. Raises NoSuchJob if the job has ended."""
     job = status.find(store, name)
     if job.ended:
         raise NoSuchJob(f"job {job.job} has ended: {job.now}")
@@ -371,10 +380,10 @@ def _wait(view: View, wait_s: float, happened: Callable[[], bool], sentence: str
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if happened():
-            view.say(sentence)
+            view.report(sentence)
             return CtlExit.OK
         time.sleep(0.1)
-    view.say(f"not within {wait_s:g} s; `zero-ctl status` tells more")
+    view.report(f"not within {wait_s:g} s; `zero-ctl status` shows more")
     return CtlExit.TOO_LATE
 
 
@@ -390,7 +399,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
 
 
 def _who() -> str:
-    """For the record: who typed this, and where."""
+    """`USER@HOST` of the operator, which the request records."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container without such a user

@@ -1,18 +1,17 @@
-"""A job's events and progress in the store, for `zero-ctl`: written by agents, best effort.
+"""A job's events and progress in the store, for `zero-ctl`: agents write them, best effort.
 
     /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal: the story
-    /zero/events/<job>/detail/<node>.<agent>.<number>   one that is soon replaced by others
+    /zero/events/<job>/detail/<node>.<agent>.<number>   one detail, of which fewer are kept
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
 
-They are not among the job's own keys, which every agent watches and reads. The order of events
-is that of the store's revisions: clocks of two nodes are never compared.
+These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
+by the store's revisions: the clocks of two nodes are never compared.
 
 Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
 time is dropped. The store keeps about the last `KEEP` events of a job's story and the last
-`KEEP_DETAILS` others, however many agents write: no detail takes the place of a cause. It gets at
-most about one progress a second from a job of any size.
-Who calls it: the agent, through its journal and its loop; `zero-ctl`.
+`KEEP_DETAILS` details, however many agents write, so no detail displaces the cause of a failure.
+A job of any size writes about one progress a second at most.
 """
 
 from __future__ import annotations
@@ -39,49 +38,51 @@ from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 _log = logging.getLogger(__name__)
 
 KEEP = 1000
-"""Events of a job's story that outlive a trim..."""
+"""Number of events of a job's story that a trim keeps."""
 KEEP_DETAILS = 300
-"""...and details."""
+"""Number of details that a trim keeps."""
 TRIM_EVERY = 97
-"""Whoever writes an event at a revision that this divides deletes the oldest: about one event in
-so many of all agents together. A prime, lest it keep step with the other writes of a job."""
+"""The agent whose event gets a revision divisible by this number deletes the oldest events, so
+about one event in 97 causes a trim. A prime does not fall into step with a job's other writes."""
 PROGRESS_S = 2.0
-"""Between two progresses of a node..."""
+"""Seconds between two writes of a node's progress, or `PROGRESS_PER_NODE_S` times the number of
+nodes if that is longer."""
 PROGRESS_PER_NODE_S = 1.0
-"""...or this, times the nodes of the job, if that is longer."""
+"""Seconds between two writes of progress by all nodes of a job together."""
 SEEN_S = 30.0
-"""Between two signs of life of an agent, which stay when it goes..."""
+"""Seconds between two signs of life of an agent, or `SEEN_PER_NODE_S` times the number of nodes if
+that is longer. A sign of life has no lease: it stays when the agent exits."""
 SEEN_PER_NODE_S = 10.0
-"""...or this, times the nodes of the job, if that is longer."""
+"""Seconds between two signs of life by all nodes of a job together."""
 IDLE_S = 1.0
-"""`follow` gives a sign after so long without an event."""
+"""`follow` yields None after this many seconds without an event."""
 
 _QUEUE = 1000
 _RETRY_S = 10.0
 _FLUSH_S = 1.0
 _DETAIL = "detail/"
-"""No node's, whose names have no slash."""
+"""Part of a key that no node's name equals: names have no slash."""
 _DELETES = 100
-"""In one transaction: etcd's limit is 128 operations."""
+"""Deletes in one transaction; etcd's limit is 128 operations."""
 
 
 def events_prefix(job: str) -> str:
-    """What the keys of a job's events start with."""
+    """The prefix of the keys of a job's events."""
     return f"/zero/events/{job}/"
 
 
 def progress_prefix(job: str) -> str:
-    """What the keys of its nodes' progress start with."""
+    """The prefix of the keys of the progress of a job's nodes."""
     return f"/zero/progress/{job}/"
 
 
 def seen_key(job: str) -> str:
-    """When an agent of a job was last alive; no node's, whose names have no slash."""
+    """The key that holds when an agent of a job was last alive; no node has such a name."""
     return progress_prefix(job) + "job/seen"
 
 
 def seen_s(seen: KeyValue | None) -> float | None:
-    """What `seen_key` says, in seconds since the epoch; None if it says nothing."""
+    """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
     try:
         return float(json.loads(seen.value)["time"]) if seen is not None else None
     except (ValueError, TypeError, KeyError):
@@ -93,26 +94,26 @@ def seen_s(seen: KeyValue | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What checkpoints in memory take of a node."""
+    """Memory of a node that in-memory checkpoints use."""
 
     used_bytes: int
     budget_bytes: int
-    """They never take more."""
+    """Upper limit of `used_bytes`."""
 
 
 class Publisher:
-    """One agent's pen: a queue, and a daemon thread that writes what is in it."""
+    """Writes one agent's events and progress: a queue, and a daemon thread that empties it."""
 
     def __init__(
         self, store: KeyValueStore, job: str, node: str, incarnation: str, clock: Clock
     ) -> None:
-        """Nothing is written before the first event.
+        """Start the thread; nothing is written before the first event.
 
         Args:
-            store: Shared with others; used on the publisher's own thread alone.
+            store: Receives the keys, on the publisher's thread alone.
             job: The job's name.
             node: The agent's node.
-            incarnation: Tells this agent process from earlier ones of the node.
+            incarnation: Distinguishes this agent process from earlier ones of the node.
             clock: Paces the progress.
         """
         self._store = store
@@ -131,7 +132,7 @@ class Publisher:
         self._thread.start()
 
     def event(self, line: str, kept: Retention = Retention.STORY) -> None:
-        """Publish an event, one JSON object; a detail only if there is not much to publish."""
+        """Publish an event, one JSON object; a detail is dropped if the queue is half full."""
         detail = kept is Retention.DETAIL
         if detail and self._queue.qsize() > _QUEUE // 2:
             return
@@ -153,13 +154,13 @@ class Publisher:
         nodes: int,
         ram: Callable[[], MemoryUse | None] = lambda: None,
     ) -> None:
-        """Show how far this node's workers are, unless it is too soon; call it often.
+        """Publish the progress of this node's workers if the time for it has come; call it often.
 
         Args:
-            progress: Of any of them.
-            lease: What is shown vanishes with it.
-            nodes: Of the job's round: the more there are, the rarer each writes.
-            ram: What checkpoints in memory take of this node, if any; asked when it is written.
+            progress: The last step of any of the workers.
+            lease: Lease of the key, which vanishes with the agent.
+            nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
+            ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
         """
         if self._clock.now() < self._due_s or progress == self._shown:
             return
@@ -171,13 +172,14 @@ class Publisher:
         self._enqueue(lambda: self._put(self._progress, value, lease))
 
     def alive(self, *, nodes: int) -> None:
-        """Leave a sign of life, unless it is too soon; call it often.
+        """Write a sign of life if the time for it has come; call it often.
 
         Args:
-            nodes: Of the job's round, 0 before the first: the more, the rarer each writes.
+            nodes: Number of nodes in the round, 0 before the first round: the more nodes, the
+                rarer each of them writes.
         """
         now_s, every_s = self._clock.now(), max(SEEN_S, nodes * SEEN_PER_NODE_S)
-        if self._seen_due_s is None and nodes:  # a thousand that begin together write in turn
+        if self._seen_due_s is None and nodes:  # a thousand agents that start together spread out
             self._seen_due_s = now_s + random.uniform(0, every_s) * (nodes > 1)
         if self._seen_due_s is None or now_s < self._seen_due_s:
             return
@@ -186,14 +188,14 @@ class Publisher:
         self._enqueue(lambda: self._put(self._seen, value))
 
     def close(self) -> None:
-        """Give what is queued a moment to be written."""
+        """Write the queued events, for up to two seconds, and end the thread."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_FLUSH_S)
         self._thread.join(_FLUSH_S)
         self._cancelled.set()
 
     def _enqueue(self, write: Callable[[], object]) -> None:
-        with contextlib.suppress(queue.Full):  # the store is away for long: the line is lost
+        with contextlib.suppress(queue.Full):  # a long outage of the store: the event is dropped
             self._queue.put_nowait(write)
 
     def _run(self) -> None:
@@ -206,13 +208,13 @@ class Publisher:
                 _log.exception("an event is not published")
 
     def _put(self, key: str, value: str, lease: int = 0) -> int:
-        """Write a key that nobody else writes: doing it twice is doing it once."""
+        """Write a key, with retries: no other process writes it, so a put is idempotent."""
         again = retry.within(_RETRY_S, cancelled=self._cancelled)
         return again(self._store.put, key, value, lease=lease)
 
 
 def trim(store: KeyValueStore, prefix: str, keep: int, keep_details: int = KEEP_DETAILS) -> None:
-    """Delete the oldest events but `keep`, and the oldest details; several may do it at once."""
+    """Delete all but the newest `keep` events and `keep_details` details; idempotent."""
     items = sorted(store.range(prefix).items, key=lambda item: item.create_revision)
     story = [item for item in items if not item.key.startswith(prefix + _DETAIL)]
     details = [item for item in items if item.key.startswith(prefix + _DETAIL)]
@@ -226,25 +228,25 @@ def trim(store: KeyValueStore, prefix: str, keep: int, keep_details: int = KEEP_
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the story."""
+    """One event of a job."""
 
     revision: int
-    """Of the store, when it happened (a transition says so itself) or else was written."""
+    """Revision of the store at the event, if the record has one (a transition), or at its write."""
     record: dict[str, Any]
     """`time` (wall clock of the node, seconds since the epoch), `node`, `round`, `event`, `text`,
-    and what else the event has to say."""
+    and further fields of the event."""
 
 
 def read(store: KeyValueStore, job: str) -> tuple[Event, ...]:
-    """The events that are kept, oldest first."""
+    """All events of a job that are kept, oldest first."""
     return tuple(_in_order(store.range(events_prefix(job)).items))
 
 
 def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
-    """The events that are kept, then each as it comes; None when none came for `IDLE_S`.
+    """Yield the kept events, then each new one; None if no event came for `IDLE_S` seconds.
 
     Raises:
-        StoreUnavailable: At the beginning. Later the watch survives an outage by itself.
+        StoreUnavailable: The first read failed. Later the watch survives an outage by itself.
     """
     prefix = events_prefix(job)
     arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
@@ -276,7 +278,7 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
     for item in items:
         try:
             record = dict(json.loads(item.value))
-        except (ValueError, TypeError):  # one that nobody can read hides no other
+        except (ValueError, TypeError):  # an unreadable event must not hide the others
             record = {"event": "?", "text": item.value}
         found.append(Event(record.pop("revision", item.create_revision), record))
     return sorted(found, key=lambda event: event.revision)

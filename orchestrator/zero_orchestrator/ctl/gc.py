@@ -1,12 +1,11 @@
-"""`zero-ctl gc`: the keys of jobs that are over go, after a while, or when there are too many.
+"""`zero-ctl gc`: garbage collection of the keys of ended jobs, by age and by number.
 
-A job that has ended leaves its state and up to a thousand events, a few hundred KiB, so that its
-story can be read afterwards. An etcd that many jobs use for years would be full of them one day.
+A job that has ended leaves its state and up to a thousand events, a few hundred KiB, so that they
+can be read afterwards. Without garbage collection an etcd that many jobs use for years fills up.
 
-Must always hold: the keys of a job go in one transaction, and only if its round is as it was
-looked at; a job that could go on is first stopped for good, so that an agent that comes back must
-not train beside its keys; keys that cannot be understood are left alone.
-Who calls it: `zero-ctl`; the keeper of a machine's shared etcd.
+Must always hold: the keys of a job are deleted in one transaction, and only if its round has not
+changed since it was read; a job that could resume is first stopped for good, so that an agent that
+comes back cannot train while its keys are deleted; keys that cannot be parsed are kept.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.kv import Delete, KeyValue, KeyValueStore, Put, unchanged
 
 OLDER_THAN_S = 7 * 86400.0
-"""Jobs that are over are kept for so long..."""
+"""Seconds for which ended jobs are kept."""
 KEEP = 200
-"""...and of them no more than this."""
+"""Maximum number of ended jobs that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +35,21 @@ class Remains:
 
     job: str
     state: str
-    """Empty: it never had a round."""
+    """State of its last round; empty: the job never had a round."""
     revision: int
     """mod_revision of its `round` key; 0 without one."""
     last_s: float
-    """When it ended, or was last heard of: wall clock of a node, seconds; 0: nobody knows."""
+    """When it ended or an agent last wrote: wall clock of a node, seconds; 0: unknown."""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, rather than left by all its agents."""
+        """Whether the job has ended, rather than lost all its agents."""
         return self.state in ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doomed:
-    """A job whose keys may go, and why."""
+    """A job whose keys may be deleted, and why."""
 
     remains: Remains
     reason: str
@@ -59,15 +58,15 @@ class Doomed:
 def due(
     found: Sequence[Remains], *, now_s: float, older_than_s: float, keep: int, lost: bool
 ) -> list[Doomed]:
-    """Which of these jobs may go; the newest come first.
+    """The jobs whose keys may be deleted, newest first.
 
     Args:
         found: Jobs in which no agent is alive.
-        now_s: Wall clock, seconds since the epoch: it is compared with that of nodes, and a
-            difference of minutes does no harm to an age of days.
-        older_than_s: Jobs that are over for so long; 0: all.
-        keep: And those that are over and have so many newer ones.
-        lost: Jobs that all agents have left without an end, too, for so long.
+        now_s: Wall clock, seconds since the epoch. It is compared with the clocks of nodes: a
+            difference of minutes does not matter to an age of days.
+        older_than_s: A job that ended at least this long ago is due; 0: every ended job.
+        keep: An ended job is due as well if this many jobs that ended later are kept.
+        lost: Jobs that did not end are due as well if all agents left at least that long ago.
     """
     doomed: list[Doomed] = []
     kept = 0
@@ -113,10 +112,10 @@ def look(store: KeyValueStore) -> list[Remains]:
 
 
 def delete(store: KeyValueStore, remains: Remains) -> bool:
-    """Delete all keys of a job; False if it has changed since it was looked at.
+    """Delete all keys of a job; False if the job has changed since it was read.
 
     Raises:
-        StoreUnavailable: The store did not answer; looking again tells what has become of it.
+        StoreUnavailable: The store did not answer; another `look` shows whether the keys exist.
     """
     keys, revision = Keys(remains.job), remains.revision
     if _has_agents(store, keys):
@@ -131,7 +130,7 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
             return False
         revision = stopped.revision
         if _has_agents(store, keys):
-            return False  # one has just come: it is told that the job was stopped, and ends
+            return False  # a new agent reads that the job was stopped, and exits
     prefixes = (keys.prefix, events.events_prefix(remains.job), events.progress_prefix(remains.job))
     writes = [Delete(prefix, prefix=True) for prefix in prefixes]
     return store.txn([unchanged(keys.round, revision)], writes).succeeded
@@ -149,6 +148,6 @@ def collect(
     keep: int = KEEP,
     lost: bool = False,
 ) -> Iterator[Doomed]:
-    """Delete what is `due`; each job when it is gone."""
+    """Delete the jobs that are `due`; yields each job once its keys are deleted."""
     found = due(look(store), now_s=now_s, older_than_s=older_than_s, keep=keep, lost=lost)
     return (doomed for doomed in found if delete(store, doomed.remains))

@@ -1,7 +1,6 @@
-"""What a user asks of a job: each wish is a key, and the job's agents carry it out.
+"""Operator requests: drain, stop, exclude, include. Each is a key; the job's agents carry it out.
 
-Must always hold: a wish is written only to the very job and agent that were looked at.
-Who calls it: `cli`.
+Must always hold: a request is written only for the job and the agent that were read before.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unc
 
 
 class TooFewNodes(ZeroError):
-    """What is asked for would leave the job with fewer nodes than it needs."""
+    """The request would leave the job with fewer nodes than it needs."""
 
 
 def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
-    """Ask the agent that now runs under this name to leave.
+    """Request a drain from the agent that now runs under this name.
 
-    The wish has the agent's own lease: it vanishes with the agent, however that ends, and can
-    not be taken for a wish about the next agent of that name.
+    The request has the agent's lease: it vanishes when the agent exits for any reason, so the next
+    agent of that name cannot take the request for its own.
 
     Raises:
-        NoSuchNode: The agent has just gone, or registered anew.
+        NoSuchNode: The agent has just exited, or registered again.
     """
     keys = Keys(job)
     agent = store.get(keys.node(node))
@@ -46,25 +45,26 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
 
 
 def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
-    """Ask for the end of a job; False if somebody has already."""
+    """Request the end of a job; False if there is such a request already."""
     key = Keys(job).stop
     request = f"stop asked by {by}" + (f" ({reason})" if reason else "")
     return store.txn([absent(key)], [Put(key, json.dumps(request))]).succeeded
 
 
 def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> Exclusion:
-    """Let a job go on without a host: the rounds to come are without its nodes.
+    """Exclude a host from a job: no later round has a node of the host.
 
     Args:
-        store: Where the job is.
-        job: Its name.
-        name: Of the host, or of a node on it.
-        why: Who wants it.
-        for_s: For so long, by the store's clock; 0: until it is included again.
+        store: The store that holds the job.
+        job: Name of the job.
+        name: Name of the host, or of a node on it.
+        why: Who excludes the host, and the reason.
+        for_s: Seconds until the exclusion ends, by the store's clock; 0: until `include`.
 
     Raises:
-        NoSuchNode: The job knows no such node or host, or it is a node of a host with several.
-        TooFewNodes: Without it the job could not go on.
+        NoSuchNode: The job has no such node or host, or the name is that of one of several nodes
+            on a host.
+        TooFewNodes: Without the host the job has fewer nodes than it needs.
     """
     view = _look(store, job)
     found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
@@ -89,10 +89,10 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
 
 
 def include(store: KeyValueStore, job: str, name: str) -> str:
-    """End an exclusion; the host whose nodes may take part again.
+    """End an exclusion; returns the host whose nodes may take part again.
 
     Raises:
-        NoSuchNode: It is not excluded; names those that are.
+        NoSuchNode: The host is not excluded; the message names the excluded ones.
     """
     view = _look(store, job)
     hosts = [exclusion.host for exclusion in view.exclusions]
@@ -112,7 +112,7 @@ def _look(store: KeyValueStore, job: str) -> Snapshot:
 
 
 def _host(view: Snapshot, name: str) -> str:
-    """The host of a node that is alive or a member, by the node's name or its own."""
+    """The host of that name, or of the live or member node of that name. Raises NoSuchNode."""
     known: tuple[Node, ...] = (*view.nodes, *view.members.nodes)
     for node in known:
         if name in (node.id, node.machine):

@@ -1,10 +1,10 @@
-"""How a job is getting on: its keys, read once, as rows for people and for tools.
+"""The status of a job: its keys, read once, as rows for people and for tools.
 
-Read-only. What a job waits for is what the round machine itself says about the same snapshot,
-so a status can never tell another story than the agents' decisions.
+Read-only. What a job waits for is the decision of the round machine on the same snapshot, so a
+status cannot contradict the agents' decisions.
 
-Must always hold: a status is of one revision of the job's keys; progress, which is not among
-them, may be a few seconds old. Who calls it: `zero-ctl`.
+Must always hold: a status is of one revision of the job's keys; the progress of nodes, which has
+other keys, may be a few seconds old.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
 JOBS_PREFIX = "/zero/v1/"
 LOST = "LOST"
-"""What is shown as the state of a job that is not over and has no agent."""
+"""State that is shown for a job that has not ended and has no live agent."""
 UNREADABLE = "UNREADABLE"
-"""...and of one whose keys are not understood."""
+"""State that is shown for a job whose keys cannot be parsed."""
 
 _JUST_NOW = Observation(nodes_s=0.0, symptom_s=0.0)
 
 
 class NoSuchJob(ZeroError):
-    """The name is of no job in this store, or it could be more than one."""
+    """The store has no job of this name; or no name is given, and there is not exactly one job."""
 
 
 class NoSuchNode(ZeroError):
-    """No live agent has this name, or agents of several jobs have."""
+    """No live agent has this name, or agents of several jobs have it."""
 
 
 class UnreadableJob(ZeroError):
-    """The keys of a job are not as this version writes them."""
+    """The keys of a job are not in the format of this version."""
 
 
 class Condition(StrEnum):
-    """How a node is."""
+    """Condition of a node, as `zero-ctl status` shows it."""
 
     RUNNING = "running"
     DRAINING = "draining"
@@ -71,20 +71,20 @@ class NodeRow:
     node: str
     condition: Condition
     alive: bool
-    """Its agent holds its lease."""
+    """Whether its agent holds its lease."""
     first_rank: int | None
-    """Of its workers; None for a spare."""
+    """Lowest rank of its workers; None for a spare."""
     slots: int
-    """Workers."""
+    """Number of workers."""
     address: str
     step: int | None = None
     step_time_s: float | None = None
-    """When that step was told, by the node's wall clock, in seconds since the epoch."""
+    """When the node reported that step: its wall clock, seconds since the epoch."""
     loss: float | None = None
     ram_used_bytes: int | None = None
-    """What checkpoints in memory take of it..."""
+    """Memory that in-memory checkpoints use; None: there are none."""
     ram_budget_bytes: int | None = None
-    """...and what they may take at most; None: there are none."""
+    """Upper limit of `ram_used_bytes`; None: there are no in-memory checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,47 +93,47 @@ class JobStatus:
 
     job: str
     state: str
-    """Of the current round, or LOST, or UNREADABLE; empty before the first round."""
+    """State of the current round, or LOST, or UNREADABLE; empty before the first round."""
     round: int = 0
     cause: str = ""
-    """Why it is in this state."""
+    """Why the job is in this state."""
     now: str
-    """What it does or waits for."""
+    """What the job does or waits for."""
     stop: str | None = None
-    """Who wants it to end, and why."""
+    """The request to stop: by whom, and why."""
     min_nodes: int = 0
     max_nodes: int = 0
     world_size: int = 0
     members: tuple[NodeRow, ...] = ()
     """Nodes of the round, in rank order."""
     spares: tuple[NodeRow, ...] = ()
-    """Live nodes outside of it: spares, and those about to join or to go."""
+    """Live nodes outside of the round: spares, and nodes about to join or to leave."""
     restarts: int = 0
-    """Charged so far."""
+    """Restarts charged to the restart budget so far."""
     restarts_spent: int = 0
-    """Those of them that still count."""
+    """Restarts that still count against the restart budget."""
     restarts_without_progress: int = 0
-    """The last ones, since workers finished a step that was new."""
+    """Restarts since workers last finished a new step."""
     max_restarts: int = 0
     exclusions: tuple[Exclusion, ...] = ()
-    """Hosts that no round begins with."""
+    """Hosts whose nodes no new round has."""
     checkpoint: dict[str, Any] | None = None
-    """The newest published one: step, tag, digest, samples, time."""
+    """The newest published checkpoint: step, tag, digest, samples, time."""
     command: tuple[str, ...] = ()
     in_memory: dict[str, Any] | None = None
-    """The newest in the memory of the nodes, in the same words."""
+    """The newest in-memory checkpoint, with the keys of `checkpoint`."""
     state_time_s: float | None = None
-    """Since when the round is in this state."""
+    """When the round entered this state."""
     seen_time_s: float | None = None
     """When an agent was last known to be alive."""
     began: int = 0
     """Revision of the store at which the job began: a newer job has a higher one."""
     excluded_left_s: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Host -> seconds until its exclusion ends by itself; not those that somebody must end."""
+    """Host -> seconds until its exclusion ends; without exclusions that have no time limit."""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over for good."""
+        """Whether the job has ended for good."""
         return self.state in ENDED
 
     @property
@@ -142,7 +142,7 @@ class JobStatus:
         return tuple(row.node for row in (*self.members, *self.spares) if row.alive)
 
     def to_json(self) -> str:
-        """One line, for tools."""
+        """The status as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -150,11 +150,11 @@ class JobStatus:
 
 
 def read(store: KeyValueStore, job: str) -> JobStatus:
-    """The job as it is now.
+    """The present status of a job.
 
     Raises:
-        NoSuchJob: It has no keys.
-        UnreadableJob: They are of another version.
+        NoSuchJob: The job has no keys.
+        UnreadableJob: The keys are of another version.
     """
     found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
     progress: dict[str, dict[str, Any]] = {}
@@ -179,11 +179,11 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
 
 
 def find(store: KeyValueStore, name: str | None) -> JobStatus:
-    """The job that a command is about, as `choose_job`; of a named one no other key is read.
+    """The job that a command is for, as `choose_job`; with a name, only that job's keys are read.
 
     Raises:
-        NoSuchJob: There is none, or more than one; names those there are.
-        StoreRefused: None is named, and this user may not list all jobs.
+        NoSuchJob: There is no such job, or more than one; the message names the jobs there are.
+        StoreRefused: No job is named, and this etcd user may not list all jobs.
     """
     if name is None:
         return choose_job(read_all(store), None)
@@ -192,7 +192,7 @@ def find(store: KeyValueStore, name: str | None) -> JobStatus:
     except NoSuchJob:
         try:
             jobs = read_all(store)
-        except StoreRefused:  # a user of one job's keys
+        except StoreRefused:  # an etcd user with access to one job's keys
             jobs = ()
         if not jobs:
             raise
@@ -200,12 +200,12 @@ def find(store: KeyValueStore, name: str | None) -> JobStatus:
 
 
 def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
-    """All jobs of the store by name, without the steps of their nodes.
+    """All jobs of the store by name, without the progress of their nodes.
 
-    One that cannot be understood is among them, as UNREADABLE.
+    A job whose keys cannot be parsed has the state UNREADABLE.
 
     Raises:
-        StoreRefused: This user may not list all jobs.
+        StoreRefused: This etcd user may not list all jobs.
     """
 
     def job_of(item: KeyValue) -> str:
@@ -250,7 +250,7 @@ def _understood(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatu
 
 
 def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
-    """The status in a job's keys; None if nobody has written what the job is."""
+    """The status that a job's keys describe; None without a job specification."""
     keys = Keys(job)
     items = {item.key: item.value for item in found.items}
     if keys.spec not in items:
@@ -295,7 +295,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
 def rows(
     view: Snapshot, progress: Mapping[str, Any]
 ) -> tuple[tuple[NodeRow, ...], tuple[NodeRow, ...]]:
-    """The members of the round in rank order, and the live nodes outside of it."""
+    """The members of the round in rank order, and the live nodes outside of the round."""
     known, members = _Known(view), view.members.nodes
     ranks = accumulate((node.slots for node in members), initial=0)
     return (
@@ -307,7 +307,7 @@ def rows(
 
 
 class _Known:
-    """What is asked for each node of a job, gathered once: there may be thousands of them."""
+    """Sets that each node's condition is looked up in, made once for up to thousands of nodes."""
 
     def __init__(self, view: Snapshot) -> None:
         self.view = view
@@ -356,17 +356,17 @@ _CONDITIONS: Sequence[tuple[Condition, Callable[[_Known, Node], bool]]] = (
     (Condition.LEFT, lambda known, node: node.id in known.view.quiet),
     (Condition.RUNNING, lambda known, node: True),
 )
-"""How a member or a spare is: the first of these that fits."""
+"""The condition of a node is the first of these whose test holds."""
 
 
 # ---- choosing ----
 
 
 def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
-    """The job that a command is about: the named one, the only one that runs, or the only one.
+    """The job that a command is for: the named one, the only one that runs, or the only one.
 
     Raises:
-        NoSuchJob: There is none, or more than one; names those there are.
+        NoSuchJob: There is no such job, or more than one; the message names the jobs there are.
     """
     if name is not None:
         found = [job for job in jobs if job.job == name]
@@ -384,16 +384,16 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
 
 
 def is_open(jobs: Sequence[JobStatus]) -> bool:
-    """Whether no job is meant when none is named, because there is more than one to choose."""
+    """Whether a name is needed to choose a job: several run, or none runs and several exist."""
     running = [job for job in jobs if not job.ended and job.live_nodes]
     return len(running or jobs) > 1
 
 
 def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
-    """Of those that run the one that began last; if none does, of all.
+    """The running job that began last; if none runs, the job that began last.
 
     Raises:
-        NoSuchJob: There is none.
+        NoSuchJob: There is no job.
     """
     running = [job for job in jobs if not job.ended and job.live_nodes]
     if not jobs:
@@ -402,11 +402,11 @@ def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
 
 
 def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobStatus:
-    """The job in which a live node of this name is.
+    """The job that has a live node of this name.
 
     Raises:
         NoSuchJob: There is no job of this name.
-        NoSuchNode: There is no such node, or there is one in several jobs; names them.
+        NoSuchNode: No job has such a node, or several jobs have one; the message names them.
     """
     within = [choose_job(jobs, name)] if name is not None else [j for j in jobs if j.live_nodes]
     found = [job for job in within if node in job.live_nodes]

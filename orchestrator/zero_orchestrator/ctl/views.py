@@ -1,7 +1,7 @@
-"""How `zero-ctl` shows things: tables for people, or one JSON object a line for tools.
+"""The output of `zero-ctl`: tables for people, or one JSON object a line for tools.
 
-Must always hold: what jobs, nodes and reasons say is shown as it is, never read as markup; the
-output of a pipe is complete, however narrow a terminal would be. Who calls it: `cli`.
+Must always hold: names and reasons are printed verbatim, never interpreted as markup; output to a
+pipe is complete, however narrow the terminal is.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ _EVENT_STYLES = {
 
 
 class View(Protocol):
-    """A way to show things."""
+    """An output format of `zero-ctl`."""
 
     def jobs(self, jobs: Sequence[JobStatus]) -> None:
-        """All jobs, a line each."""
+        """Print all jobs, a line each."""
 
     def status(self, status: JobStatus) -> None:
-        """One job."""
+        """Print the status of one job."""
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
-        """One job, looked at again and again."""
+        """Print each new status of one job."""
 
     def event(self, event: Event) -> None:
-        """One event."""
+        """Print one event."""
 
-    def say(self, sentence: str) -> None:
-        """What a command has done."""
+    def report(self, sentence: str) -> None:
+        """Print what a command has done."""
 
 
 class JsonView:
-    """For tools: one object a line on stdout; sentences go to stderr."""
+    """JSON for tools: one object a line on stdout; sentences go to stderr."""
 
     def jobs(self, jobs: Sequence[JobStatus]) -> None:
         """As `View.jobs`."""
@@ -87,13 +87,13 @@ class JsonView:
         """As `View.event`."""
         print(json.dumps({"revision": event.revision, **event.record}), flush=True)
 
-    def say(self, sentence: str) -> None:
-        """As `View.say`."""
+    def report(self, sentence: str) -> None:
+        """As `View.report`."""
         print(sentence, file=sys.stderr)
 
 
 class TableView:
-    """For people."""
+    """Tables and sentences for people."""
 
     def __init__(self) -> None:
         self._console = Console(markup=False, emoji=False, highlight=False)
@@ -109,7 +109,7 @@ class TableView:
         self._console.print(_status_page(status))
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
-        """As `View.watch`; a terminal shows the last state only, with ages that grow."""
+        """As `View.watch`; a terminal shows only the last status, with ages that grow."""
         if not self._console.is_terminal:
             for status in _changes(statuses):
                 self.status(status)
@@ -134,13 +134,13 @@ class TableView:
             soft_wrap=True,
         )
 
-    def say(self, sentence: str) -> None:
-        """As `View.say`."""
+    def report(self, sentence: str) -> None:
+        """As `View.report`."""
         self._console.print(sentence, soft_wrap=True)
 
 
 def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
-    """Those that differ from the one before."""
+    """The statuses that differ from the one before."""
     last: JobStatus | None = None
     for status in statuses:
         if status != last:
@@ -149,7 +149,7 @@ def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
 
 
 def age(time_s: float | None) -> str:
-    """How long ago something was, by this machine's clock: `31 minutes ago`."""
+    """The time since `time_s` (seconds since the epoch), such as `31 minutes ago`."""
     if time_s is None:
         return "some time ago"
     return f"{in_words(time.time() - time_s)} ago"
@@ -176,7 +176,7 @@ def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
 
 
 def _now(status: JobStatus) -> str:
-    """What it does, and how long ago the last agent of a job without any was alive."""
+    """What a job does; if it is LOST, also how long ago an agent was last alive."""
     if status.state != LOST or status.seen_time_s is None:
         return status.now
     return f"{status.now}; one was alive {age(status.seen_time_s)}"

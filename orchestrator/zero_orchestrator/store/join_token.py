@@ -1,16 +1,15 @@
-"""Certificates out of one secret: who knows a job's join token trusts, and is let in by, its etcd.
+"""Mutual TLS from one secret: processes that know a job's join token trust each other.
 
-An etcd that we start for one job (`zero-ctl launch`, `--master-addr`, Slurm) is on the network, and
-the job's keys, its secret among them, are in it. Every process of the job has the token in its
-environment, and makes for itself what TLS needs: the key of the job's certificate authority is a
-function of the token, so all have the same one and no file has to travel.
+An etcd that is started for one job (`zero-ctl launch`, `--master-addr`, Slurm) is on the network,
+and holds the job's keys, a secret among them. Every process of the job has the token in its
+environment and makes its own TLS files. The private key of the job's certificate authority is
+derived from the token, so all processes derive the same authority and no file is distributed.
 
-Must always hold: nothing but a process with the token gets in, or is taken for that etcd; a token
-that could be guessed is refused, because a certificate lets guesses be tested. The dates of the
-certificates are so far apart that no wrong clock matters: the token ends with the job.
+Must always hold: only a process with the token can connect to that etcd, or impersonate it; a token
+that could be guessed is refused, because a certificate allows an offline test of each guess. The
+certificates are valid from 2020 to 2120, so no wrong clock matters: the token ends with the job.
 
-Who calls it: the agent, the launcher and `zero-ctl`. The `cryptography` package makes the
-certificates; it is imported only when there is a token.
+The `cryptography` package makes the certificates; it is imported only when there is a token.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ LEAST_CHARACTERS = 32
 LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the group of P-256; a private key is a number from 1 to one less."""
+"""Order of the group of P-256; a private key is a number from 1 to `_ORDER` - 1."""
 _BEGIN, _END = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 _AUTHORITY, _MEMBER = "zero-elastic job", "zero-elastic member"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """What TLS needs at one end, PEM."""
+    """The TLS files of one process, PEM."""
 
     ca: Path
     cert: Path
@@ -52,12 +51,12 @@ class TlsFiles:
 
 
 def new_token() -> str:
-    """One that nobody guesses."""
+    """A random token of 256 bits, in hexadecimal."""
     return secrets.token_hex(32)
 
 
 def check_token(token: str) -> str:
-    """The token itself. Raises SpecError if it could be guessed."""
+    """Return the token. Raises SpecError if it is so short that it could be guessed."""
     if len(token) < LEAST_CHARACTERS:
         raise SpecError(
             f"{ENV_JOIN_TOKEN} has {len(token)} characters and could be guessed; write "
@@ -68,15 +67,15 @@ def check_token(token: str) -> str:
 
 
 def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -> TlsFiles:
-    """Make a key and its certificate, for this user alone to read.
+    """Write ca.pem, cert.pem and key.pem, readable by this user only.
 
     Args:
-        directory: Exists, and holds none of them yet.
-        token: Of the job.
-        names: Host names and addresses under which a server is reached; none for a client.
+        directory: An existing directory without these files.
+        token: The job's join token.
+        names: Host names and addresses of a server; empty for a client.
 
     Raises:
-        SpecError: The token could be guessed, or there is no room.
+        SpecError: The token could be guessed, or the files cannot be written.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import (
@@ -103,7 +102,9 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise SpecError(f"{directory}: the job's certificates cannot be kept: {error}") from error
+        raise SpecError(
+            f"{directory}: the job's certificates cannot be written: {error}"
+        ) from error
     ca, cert, key = (directory / name for name in contents)
     return TlsFiles(ca=ca, cert=cert, key=key)
 
@@ -114,7 +115,7 @@ def _certificate(
     authority: EllipticCurvePrivateKey,
     names: Sequence[str] = (),
 ) -> x509.Certificate:
-    """A certificate of the job's authority; for itself, if both keys are its own."""
+    """A certificate signed by the job's authority; self-signed if `key` is `authority`."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -140,7 +141,7 @@ def _certificate(
                 alternatives.append(x509.DNSName(name))
         extension = x509.SubjectAlternativeName(alternatives)
         builder = builder.add_extension(extension, critical=False)
-    if not is_authority:  # a server of etcd's is a client as well: of its own gateway
+    if not is_authority:  # an etcd server is also a client: of its own gateway
         server = [ExtendedKeyUsageOID.SERVER_AUTH] if names else []
         usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, *server])
         builder = builder.add_extension(usages, critical=False)

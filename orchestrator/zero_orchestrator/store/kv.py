@@ -47,7 +47,7 @@ class Read:
     key: str
     prefix: bool = False
     limit: int = 0
-    """At most so many of them, the first by name; 0 for all."""
+    """Maximum number of keys, the first by name; 0: all."""
 
 
 class Field(StrEnum):
@@ -135,23 +135,23 @@ class KeyValueStore(Protocol):
         """Every key that starts with `prefix`, read at one revision.
 
         Args:
-            prefix: Of the keys to read.
-            limit: At most so many of them, the first by name; 0 for all.
-            oldest: Those that were created first, in that order, rather than by name. The
-                server looks at all of them to find these.
+            prefix: Prefix of the keys to read.
+            limit: Maximum number of keys, the first by name; 0: all.
+            oldest: Order the keys by creation, oldest first, instead of by name. The server scans
+                all keys under the prefix for that.
         """
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
-        """Several readings in one call, all of one revision: a `Range` for each."""
+        """Several reads in one call, all of one revision: a `Range` for each."""
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """Write a key; returns the revision of the write. Raises LeaseLost for a dead lease."""
 
     def delete(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key; returns whether it existed."""
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
-        """All of `writes` if all of `compares` hold, else none. Raises LeaseLost as `put`."""
+        """Carry out all `writes` if all `compares` hold, else none. Raises LeaseLost as `put`."""
 
     def watch(
         self,
@@ -163,10 +163,10 @@ class KeyValueStore(Protocol):
     ) -> Watch:
         """Deliver every change of keys under `prefix` with a revision greater than `after`.
 
-        Batches arrive in order on a thread of the store; the callback must not block. A lost
-        connection is resumed by itself without loss or repetition. When the history needed is
-        compacted away, `on_compacted` is called with the store's revision from which the watch
-        goes on: the caller reads the keys afresh.
+        Batches arrive in order on a thread of the store; the callback must not block. After a lost
+        connection the watch resumes without loss or repetition. If the history it needs is
+        compacted away, `on_compacted` is called with the revision at which the watch resumes: the
+        caller must read the keys again.
         """
 
     def grant(self, ttl_s: int) -> int:
@@ -182,4 +182,4 @@ class KeyValueStore(Protocol):
         """End a lease and delete its keys; no error if it has ended already."""
 
     def close(self) -> None:
-        """Cancel the watches and release the connection; leases live on until they end."""
+        """Cancel the watches and close the connection; leases stay until they expire."""

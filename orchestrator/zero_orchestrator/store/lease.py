@@ -1,15 +1,15 @@
-"""A lease kept alive: the proof that this node is here, and the news when it is not certain.
+"""Keep a lease alive, as the proof that this node is alive, and report when that is uncertain.
 
-The lease is refreshed at every third of its time to live, each holder's at a place of its own in
-that period: a fleet that starts together, or that an outage has brought into step, does not ask the
-store all at once. Two things can go wrong, and they are
-told apart. The store says that the lease has ended: it is *lost*, others have seen this node
-go. Or the store does not answer: the node is *silent*, perhaps for others as well, perhaps for
-nobody (an outage of the store pauses every lease). A silent node may go on computing and must
-not publish; a lost one has to register again.
+The lease is refreshed once in each third of its time to live. Each holder has a different phase in
+that period, so a fleet that starts together, or that an outage has brought into step, does not
+load the store all at once. Two failures are distinguished. If the store answers that the lease has
+ended, the lease is *lost*: other nodes have seen this node leave. If the store does not answer, the
+node is *silent*: other nodes may or may not see it (an outage of the store pauses every lease). A
+silent node may continue to compute and must not publish; a node with a lost lease must register
+again.
 
-Must always hold: `on_lost` is called at most once, and never after `close`; the keeper tries on
-until one of the two. Who calls it: the rendezvous, once for each registration.
+Must always hold: `on_lost` is called at most once, and never after `close`; the keeper retries
+until one of the two.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseState(StrEnum):
-    """What this node knows about its lease."""
+    """State of a lease, as far as its holder knows."""
 
     HELD = "held"
     SILENT = "silent"
-    """The store does not answer: the lease may or may not have ended."""
+    """The store does not answer; the lease may or may not have ended."""
     LOST = "lost"
-    """The store said that the lease has ended."""
+    """The store answered that the lease has ended."""
     CLOSED = "closed"
 
 
 def phase(lease: int) -> float:
-    """Where in a period the refresh of this lease falls, in (0, 1]: evenly spread over a fleet.
+    """The phase of a lease's refresh as a share of the period, in (0, 1]: even over a fleet.
 
-    Stores number their leases, so the number itself says nothing of that.
+    It is a hash, because consecutive lease ids are not spread evenly.
     """
     digest = hashlib.sha256(f"{lease:x}".encode()).digest()
     return (int.from_bytes(digest[:4], "big") + 1) / 2**32
@@ -67,17 +67,17 @@ class LeaseKeeper:
         works: Callable[[], bool] = lambda: True,
         clock: Clock | None = None,
     ) -> None:
-        """The lease is granted, and being kept alive, when this returns.
+        """Grant the lease and start to refresh it.
 
         Args:
-            store: Each of its calls must end in bounded time.
-            ttl_s: The lease ends so many seconds after the last refresh.
-            on_lost: Told why, once, when the store says that the lease has ended.
-            on_silent: Told why, when the store stops answering.
-            on_heard: Told for how long it was silent, when the store answers again.
-            works: Asked before each refresh whether the holder of the lease does what it is for.
-                While it does not, nothing is refreshed: the others shall not wait for a process
-                whose threads alone are alive.
+            store: A store whose calls end in bounded time.
+            ttl_s: Time to live: the lease ends this many seconds after the last refresh.
+            on_lost: Called once with the reason when the store answers that the lease has ended.
+            on_silent: Called with the reason when the store stops answering.
+            on_heard: Called with the length of the outage when the store answers again.
+            works: Called before each refresh; returns whether the holder of the lease makes
+                progress. While it returns False the lease is not refreshed, so that other nodes do
+                not wait for a process of which only the threads are alive.
             clock: Paces the refreshes.
 
         Raises:
@@ -85,7 +85,7 @@ class LeaseKeeper:
         """
         self._store = store
         self._ttl_s = ttl_s
-        self._told = {LeaseState.LOST: on_lost, LeaseState.SILENT: on_silent}
+        self._callbacks = {LeaseState.LOST: on_lost, LeaseState.SILENT: on_silent}
         self._on_heard = on_heard
         self._works = works
         self._clock = clock or SystemClock()
@@ -103,23 +103,22 @@ class LeaseKeeper:
 
     @property
     def state(self) -> LeaseState:
-        """What is known about the lease now."""
+        """The present state of the lease."""
         return self._state
 
     @property
     def unconfirmed_s(self) -> float:
         """Seconds since the store last confirmed the lease; above `ttl_s` it may have ended.
 
-        Counted from when the confirmed refresh was *sent*, so this node never believes in its
-        lease for longer than the store does.
+        The seconds count from when the confirmed refresh was *sent*, so this node never takes the
+        lease for valid longer than the store does.
         """
         return self._clock.now() - self._confirmed
 
     def close(self) -> None:
-        """End the lease, so that others see at once that this node is gone; safe to call twice.
+        """Revoke the lease, so that others see at once that this node has left; safe to call twice.
 
-        Revoking is tried once, within the store's timeout; if that fails the lease ends by
-        itself.
+        Revoking is tried once, within the store's timeout; if it fails, the lease expires.
         """
         was = self._move(LeaseState.CLOSED)
         self._repeating.cancel()
@@ -127,10 +126,12 @@ class LeaseKeeper:
             try:
                 self._store.revoke(self._lease)
             except StoreError as error:
-                _log.info("the lease ends by itself in %d s: %s", self._ttl_s, error)
+                _log.info(
+                    "the lease could not be revoked and expires in %d s: %s", self._ttl_s, error
+                )
 
     def _beat(self) -> float | None:
-        """Refresh once; returns the seconds until the next refresh, None when it is over."""
+        """Send one keep-alive; returns the seconds until the next, None if the lease is lost."""
         if not self._works():
             return self._ttl_s / 3
         sent = self._clock.now()
@@ -140,22 +141,22 @@ class LeaseKeeper:
             self._enter(LeaseState.LOST, str(error))
         except StoreError as error:
             self._enter(LeaseState.SILENT, str(error))
-        except Exception as error:  # no thread, no descriptor: the next try may find one
+        except Exception as error:  # no thread or descriptor left: a retry may get one
             _log.exception("a keep-alive could not be sent")
             self._enter(LeaseState.SILENT, f"a keep-alive could not be sent: {error!r}")
         else:
             silent_s, self._confirmed = self.unconfirmed_s, sent
             if self._move(LeaseState.HELD) is LeaseState.SILENT:
-                _tell(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
+                _call_back(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
                 return self._phase_s
         return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
 
     def _enter(self, state: LeaseState, reason: str) -> None:
         if self._move(state) not in (state, *_FINAL):
-            _tell(self._told[state], reason)
+            _call_back(self._callbacks[state], reason)
 
     def _move(self, state: LeaseState) -> LeaseState:
-        """Go to a state unless one of the final ones is reached; returns the state before."""
+        """Enter a state unless the present one is final; returns the state before."""
         with self._lock:
             before = self._state
             if before not in _FINAL or state is LeaseState.CLOSED:
@@ -163,8 +164,8 @@ class LeaseKeeper:
             return before
 
 
-def _tell(callback: Callable[[str], None], reason: str) -> None:
-    """A mistake in a callback must not stop the refreshes."""
+def _call_back(callback: Callable[[str], None], reason: str) -> None:
+    """Call back; an exception of the callback must not stop the refreshes."""
     try:
         callback(reason)
     except Exception:
@@ -174,5 +175,5 @@ def _tell(callback: Callable[[str], None], reason: str) -> None:
 _FINAL = (LeaseState.LOST, LeaseState.CLOSED)
 
 _PAUSES = {LeaseState.HELD: 1 / 3, LeaseState.SILENT: 1 / 10}
-"""Until the next refresh, as a share of the time to live. A failed refresh has used up a third
-of it already (the store's deadline for it), so the next ones follow quickly."""
+"""Time until the next refresh, as a share of the time to live. A failed refresh has used a third
+of it already (the store's deadline for a keep-alive), so the next ones follow quickly."""

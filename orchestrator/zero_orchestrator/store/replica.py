@@ -1,12 +1,12 @@
 """A local copy of all keys under a prefix, kept current by a watch.
 
-Reading keys again at each change costs as much as there are keys; applying the change costs as
-much as it says. So a job's keys are read once, and then each change is carried over. The copy
-always is what the store held at one revision, perhaps a little ago: the watch delivers whole
-revisions, in order.
+The cost of a read grows with the number of keys; the cost of applying a change does not. So a
+job's keys are read once, and then each change is applied to the copy. The copy is always the state
+of the store at one revision, which may be slightly stale: the watch delivers whole revisions, in
+order.
 
-Must always hold: `look` never returns a mixture of two revisions, and never an older one than
-before; after `distrust` it returns what was written by then. Who calls it: `job_view`.
+Must always hold: `look` never returns a mixture of two revisions, and never an older revision than
+before; after `distrust` it returns what was written by then.
 
 Source of the idea: the reflector of Kubernetes' client-go (list, then watch from there).
 """
@@ -21,14 +21,14 @@ from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore, Range
 
 
 class Replica:
-    """The keys under one prefix. `look` on one thread; changes arrive on one of the store."""
+    """The keys under one prefix. `look` is for one thread; changes arrive on one of the store."""
 
     def __init__(self, store: KeyValueStore, prefix: str, on_change: Callable[[], None]) -> None:
-        """Read the keys, and follow them from there.
+        """Read the keys, and watch them from that revision.
 
         Args:
-            store: Each of its calls ends in bounded time.
-            prefix: Of the keys to be copied.
+            store: A store whose calls end in bounded time.
+            prefix: Prefix of the keys to copy.
             on_change: Called on a thread of the store after each change.
 
         Raises:
@@ -51,7 +51,7 @@ class Replica:
         """The keys as of one revision; the same object until something has changed.
 
         Raises:
-            StoreUnavailable: The copy is not to be trusted, and the store did not answer.
+            StoreUnavailable: The copy is stale, and the store did not answer.
         """
         if self._stale:
             self._read()
@@ -61,15 +61,15 @@ class Replica:
             return self._range
 
     def distrust(self) -> None:
-        """Let the next `look` read the keys from the store: one of them was just written."""
+        """Mark the copy as stale, after a write: the next `look` reads the keys from the store."""
         self._stale = True
 
     def close(self) -> None:
-        """Follow the keys no longer."""
+        """End the watch."""
         self._watch.cancel()
 
     def _read(self) -> None:
-        self._stale = False  # before the read: what is written during it is to be read again
+        self._stale = False  # before the read: a write during the read needs another one
         before = self._revision
         try:
             found = self._store.range(self._prefix)
@@ -77,7 +77,7 @@ class Replica:
             self._stale = True
             raise
         with self._lock:
-            # The watch may have been faster. A store that went back is another one: begin afresh.
+            # The watch may be ahead of the read. A lower revision is of another store: start again.
             if found.revision > self._revision or found.revision < before:
                 self._items = {item.key: item for item in found.items}
                 self._revision, self._range = found.revision, None
@@ -86,7 +86,7 @@ class Replica:
         with self._lock:
             for change in changes:
                 if change.revision <= self._revision:
-                    continue  # a reading was faster
+                    continue  # a read is ahead of the watch
                 if change.item is None:
                     self._items.pop(change.key, None)
                 else:
@@ -95,7 +95,7 @@ class Replica:
         self._on_change()
 
     def _lost_track(self, revision: int) -> None:
-        """The history is compacted, or it is another one."""
+        """The history is compacted, or is that of another store: read all keys again."""
         with self._lock:
             self._revision = min(self._revision, revision - 1)
         self._stale = True

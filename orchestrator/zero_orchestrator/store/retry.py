@@ -1,11 +1,11 @@
-"""How often and how long we try again: the tenacity policies of the whole project.
+"""Retry policies for calls to the store: exponential backoff with jitter, by tenacity.
 
-Must always hold: only what may pass by itself (`StoreUnavailable`) is tried again; every policy
-ends, by a deadline or by an event; delays are random, so that a thousand agents that lost the
-same server do not come back in step. Who calls it: whoever talks to the store and can wait.
+Must always hold: only a transient error (`StoreUnavailable`) is retried; every policy ends, by a
+deadline or by an event; delays are random, so that a thousand agents that lost the same server do
+not retry in step.
 
-A call that is tried again must be safe to repeat: reads, and transactions that compare what
-they read. An unanswered write may have taken effect.
+A call that is retried must be idempotent: a read, or a transaction that compares what it read. A
+write without an answer may have taken effect.
 
 Source of the idea: "full jitter",
 https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
@@ -33,7 +33,7 @@ _JITTER = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_
 
 
 class _WithinDeadline(tenacity.wait.wait_base):
-    """The wait of another policy, cut short so that the last try starts at the deadline."""
+    """The wait of another policy, shortened so that the last try starts at the deadline."""
 
     def __init__(self, wait: wait_base, timeout_s: float) -> None:
         self._wait = wait
@@ -51,16 +51,17 @@ def _log_wait(state: tenacity.RetryCallState) -> None:
 
 
 def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> tenacity.Retrying:
-    """Try again while the store is unavailable, until `timeout_s` have passed.
+    """Retry while the store is unavailable, until `timeout_s` seconds have passed.
 
     Use it as `within(30)(store.get, key)` or as a decorator.
 
     Args:
-        timeout_s: The last try starts at this time, so the whole lasts at most one call longer.
-        cancelled: Setting it ends the wait and the trying at once.
+        timeout_s: The last try starts after this many seconds, so the total is at most one call
+            longer.
+        cancelled: Setting this event ends the wait and the retries at once.
 
     Raises (when used):
-        StoreUnavailable: The last try's, when time is up or `cancelled` is set.
+        StoreUnavailable: The error of the last try, at the deadline or once `cancelled` is set.
     """
     cancelled = cancelled or threading.Event()
     return tenacity.Retrying(
@@ -74,10 +75,10 @@ def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> ten
 
 
 def until_set(cancelled: threading.Event) -> tenacity.Retrying:
-    """Try again while the store is unavailable, until `cancelled` is set.
+    """Retry while the store is unavailable, until `cancelled` is set.
 
     Raises (when used):
-        StoreUnavailable: The last try's, when `cancelled` is set.
+        StoreUnavailable: The error of the last try, once `cancelled` is set.
     """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreUnavailable),

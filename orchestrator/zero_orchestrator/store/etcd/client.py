@@ -3,9 +3,9 @@
 Each method is one etcd call, made through `Connection` (endpoints, deadline, login, errors);
 watches share one stream (`EtcdWatches`). Values are text in UTF-8.
 
-Must always hold: every call ends within the store's timeout; a write whose answer was lost is
-reported as StoreUnavailable and never made twice. Who calls it: the agent and `zero-ctl`, which
-import this module when they need a store: it brings in grpc and etcd3, and nothing else does.
+Must always hold: every call ends within the store's timeout; a write whose answer was lost raises
+StoreUnavailable and is never sent twice. Importing this module imports grpc and etcd3, so import
+it only when a store is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zero_orchestrator.store.kv import (
 __all__ = ["Credentials", "EtcdStore"]
 
 _CLOSE_S = 1.0
-"""`close` waits so long for the watches' thread."""
+"""`close` waits up to this many seconds for the watches' thread."""
 
 
 class EtcdStore:
@@ -54,16 +54,17 @@ class EtcdStore:
 
         Args:
             endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster; IPv6 in brackets.
-            timeout_s: Every call ends within it.
+            timeout_s: Every call ends within this many seconds.
             credentials: Login and TLS.
-            login: That of another store of the same etcd.
+            login: Login shared with another store of the same etcd.
 
         Raises:
-            SpecError: The endpoints or the credentials are written wrongly.
+            SpecError: The endpoints or the credentials are malformed.
         """
         shared: dict[str, Any] = {"timeout_s": timeout_s, "credentials": credentials}
         self._connection = Connection(endpoints, login=login, on_move=self._moved, **shared)
-        # A lease has to be refreshed somewhere, soon, and what that gives up nobody else needs.
+        # A lease must be refreshed soon, at any endpoint, so a timeout abandons this connection at
+        # once; no other call uses it.
         self._keep_alives_of = Connection(
             endpoints, login=self._connection.login, silent_s=0.0, **shared
         )
@@ -73,25 +74,25 @@ class EtcdStore:
         self._ttl_s: dict[int, float] = {}
 
     def sibling(self) -> EtcdStore:
-        """Another store of the same etcd, with connections of its own and the same login.
+        """Another store of the same etcd, with separate connections and the same login.
 
-        For what must not keep the calls of this one waiting; the caller closes it.
+        Use it for calls that must not delay the calls of this store. The caller closes it.
         """
         return EtcdStore(self._endpoints, login=self._connection.login, **self._shared)
 
     @property
     def endpoint(self) -> str:
-        """The endpoint in use, one of those given."""
+        """The endpoint in use."""
         return self._connection.session.endpoint
 
     def full_note(self) -> str:
-        """What to say if there is no room for anything to be written; empty: there is.
+        """A message with the remedy if etcd's space quota is exceeded (NOSPACE alarm), else empty.
 
         Raises:
-            StoreUnavailable, StoreRefused: As any call.
+            StoreUnavailable, StoreRefused: As every call.
         """
 
-        def send(etcd: Any) -> Any:  # etcd3's own does not read the alarms
+        def send(etcd: Any) -> Any:  # etcd3's `status` does not return the alarms
             stub = rpc.MaintenanceStub(etcd.channel)
             return stub.Status(rpc.StatusRequest(), etcd.timeout, metadata=etcd.metadata)
 
@@ -115,7 +116,7 @@ class EtcdStore:
             request.sort_order = rpc.RangeRequest.ASCEND
             request.sort_target = rpc.RangeRequest.CREATE
 
-        def send(etcd: Any) -> Any:  # etcd3's own ranges have no limit
+        def send(etcd: Any) -> Any:  # etcd3's range calls take no limit
             return etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
 
         found = self._connection.call(send, repeatable=True)
@@ -157,7 +158,7 @@ class EtcdStore:
                 delete = rpc.DeleteRangeRequest(key=key, range_end=end)
                 operations.append(rpc.RequestOp(request_delete_range=delete))
 
-        def send(etcd: Any) -> Any:  # etcd3's own `transaction` does not return the revision
+        def send(etcd: Any) -> Any:  # etcd3's `transaction` does not return the revision
             sides = {
                 Field.CREATE_REVISION: etcd.transactions.create,
                 Field.MOD_REVISION: etcd.transactions.mod,
@@ -183,11 +184,11 @@ class EtcdStore:
     def keep_alive(self, lease: int) -> float:
         """As `KeyValueStore.keep_alive`; gives up after a third of the time to live.
 
-        Waiting longer would use up the time in which another endpoint could refresh the lease.
+        A longer wait would use up the time in which another endpoint could refresh the lease.
         """
-        patience_s = min(self._connection.timeout_s, self._ttl_s.get(lease, float("inf")) / 3)
-        ttl_s = self._keep_alives.refresh(lease, patience_s)
-        if ttl_s <= 0:  # etcd's way of saying that there is no such lease
+        timeout_s = min(self._connection.timeout_s, self._ttl_s.get(lease, float("inf")) / 3)
+        ttl_s = self._keep_alives.refresh(lease, timeout_s)
+        if ttl_s <= 0:  # etcd answers 0 if there is no such lease
             raise LeaseLost(f"lease {lease:x} has ended")
         return ttl_s
 

@@ -1,17 +1,16 @@
 """The connection to etcd: one of several endpoints, a deadline on every call, login, errors.
 
-etcd3's client knows one endpoint and one timeout for all calls, and its login cannot be
-renewed. A `Connection` holds one such client at a time. A connection that is broken, or on which
-nothing at all was heard while a call waited for its answer, is given up: the next call starts on a
-fresh one, at the next endpoint. That also gets away from a server that is stopped, cut off, or
-without a leader, whose TCP connection looks healthy for minutes. A slow answer alone gives nothing
-up: calls, watches and the login of all others hang on the same connection. One channel per
-endpoint, rather than one for all, lets gRPC resolve names again at each attempt and check a TLS
-certificate against the name it was reached by.
+etcd3's client has one endpoint and one timeout for all calls, and its login cannot be renewed. A
+`Connection` holds one such client at a time. A connection is abandoned if it is broken, or if no
+answer at all arrived on it while a call waited: the next call opens a new connection to the next
+endpoint (failover). So the client also leaves a server that is stopped, partitioned, or without a
+leader, whose TCP connection looks healthy for minutes. One slow answer does not abandon a
+connection, because other calls, the watches and the login use it too. One channel per endpoint,
+instead of one for all endpoints, lets gRPC resolve names again at each attempt and check a TLS
+certificate against the name that was dialled.
 
-Must always hold: every call ends within its deadline; nothing but `StoreError`s leaves here; a
-write is sent again only if it certainly was not carried out. Who calls it: `etcd` and
-`watch`. Importing this module imports grpc and etcd3.
+Must always hold: every call ends within its deadline; calls raise only `StoreError`s; a write is
+sent again only if it certainly was not carried out. Importing this module imports grpc and etcd3.
 """
 
 from __future__ import annotations
@@ -41,26 +40,27 @@ rpc: Any = etcd3.etcdrpc
 DEFAULT_PORT = 2379
 
 LOGIN_S = 120.0
-"""A server that many log in to at once takes its time; asking again would cost it more."""
+"""Timeout of a login: a server with many logins at once is slow, and a retry adds load."""
 PATIENT_LOGIN_S = 15.0
-"""After so long without an answer to a login another endpoint is asked, if there is one."""
+"""After this many seconds without an answer to a login, another endpoint is tried if given."""
 RELOGIN_S = 1.0
-"""Those whose token is refused log in again within so long, not all at once."""
+"""A client whose token is refused logs in again after a random pause up to this many seconds."""
 SILENT_S = 1.0
+"""A call that times out abandons the connection if nothing arrived on it for this many seconds."""
 
 T = TypeVar("T")
 
 _CHANNEL_OPTIONS = (
-    # A fresh channel must be a fresh TCP connection, or a dead one would be found again.
+    # A new channel must open a new TCP connection; otherwise gRPC may reuse the dead one.
     ("grpc.use_local_subchannel_pool", 1),
-    # gRPC's own limits are 20 s for an attempt to connect and 120 s between attempts.
+    # gRPC's defaults are 20 s for an attempt to connect and up to 120 s between attempts.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # etcd is a neighbour: a proxy for the web is not the way to it.
+    # etcd is on the local network: an HTTP proxy for the web does not lead to it.
     ("grpc.enable_http_proxy", 0),
-    # etcd itself sets no limit to what a range returns.
+    # etcd does not limit the size of the answer to a range.
     ("grpc.max_receive_message_length", -1),
-    # A name with several addresses (a headless service) starts at any of them.
+    # For a name with several addresses (a headless service), start at a random one.
     (
         "grpc.service_config",
         '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
@@ -70,14 +70,14 @@ _CHANNEL_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """How to log in and whom to trust. Without `ca` the connection is not encrypted."""
+    """Login and TLS files. Without `ca` the connection is not encrypted."""
 
     user: str | None = None
     password: str | None = dataclasses.field(default=None, repr=False)
     ca: Path | None = None
-    """The authority that signed the server's certificate, PEM."""
+    """Certificate of the authority that signed the server's certificate, PEM."""
     cert: Path | None = None
-    """This client's certificate, PEM, where the server asks for one."""
+    """Certificate of this client, PEM, if the server demands one."""
     key: Path | None = None
 
     def __post_init__(self) -> None:
@@ -90,10 +90,10 @@ class Credentials:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """`HOST[:PORT][,HOST[:PORT]...]` as endpoints with a port each; IPv6 hosts in brackets.
+    """Parse `HOST[:PORT][,HOST[:PORT]...]` into endpoints with a port; IPv6 hosts in brackets.
 
     Raises:
-        SpecError: The text names no endpoint, a scheme, or a port that is no number.
+        SpecError: The text has no endpoint, has a scheme, or has a port that is not a number.
     """
     endpoints = []
     for endpoint in filter(None, (part.strip() for part in text.split(","))):
@@ -115,14 +115,14 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 class NoAnswer(Exception):
-    """What was asked was not answered in time; as a call's DEADLINE_EXCEEDED."""
+    """A request was not answered in time; treated as a call's DEADLINE_EXCEEDED."""
 
 
 class Login:
-    """A user's token, for all connections to one etcd, and however often those are given up.
+    """A user's token, shared by all connections to one etcd, also by those opened later.
 
-    A password costs the server a tenth of a second of computing (bcrypt), so a thousand agents that
-    log in anew whenever something is slow would keep it from everything else.
+    A login costs the server a tenth of a second of CPU (bcrypt), so a thousand agents that log in
+    again at every slow answer would overload it.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -131,9 +131,9 @@ class Login:
         self._lock = threading.Lock()
         self._fetched_s = 0.0
         self._under_way: dict[str, tuple[Any, float]] = {}
-        """By endpoint: the request, and since when."""
+        """Endpoint -> the login request, and the monotonic time at which it was sent."""
         self.token: str | None = None
-        """None: there is no user, or no token yet."""
+        """The token of etcd's auth; None: there is no user, or no token yet."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -142,14 +142,14 @@ class Login:
         return (("token", token),) if token else ()
 
     def ensure(self, session: Session, timeout_s: float) -> None:
-        """Fetch a token, if there is a user to log in and none was fetched before.
+        """Log in if there is a user and no token yet.
 
-        One request at a time is under way to an endpoint, whoever waits for it, and it goes on
-        when a caller's time is up: asking again would only cost the server more.
+        Each endpoint has at most one login request at a time, which all callers share. The request
+        continues when a caller's timeout ends: a second one would only add load to the server.
 
         Raises:
-            NoAnswer: It was not answered within this time.
-            grpc.RpcError: As any call.
+            NoAnswer: The login was not answered within `timeout_s`.
+            grpc.RpcError: As every call.
         """
         if self._who.user is None or self.token is not None:
             return
@@ -170,17 +170,17 @@ class Login:
         self._settle(session, attempt, token)
 
     def under_way_s(self, session: Session) -> float | None:
-        """For how long the server has been asked; None: it has not, or has answered."""
+        """Seconds since the login request was sent; None if none is pending."""
         found = self._under_way.get(session.endpoint)
         return None if found is None else time.monotonic() - found[1]
 
     def forget(self, token: str | None, *, younger_s: float = 0.0) -> None:
-        """The server does not know this token any more.
+        """Drop a token that the server has refused, so that the next call logs in again.
 
         Args:
-            token: The one that was refused; another may have taken its place.
-            younger_s: One that was fetched less long ago is kept: it was refused for another
-                reason.
+            token: The refused token; nothing happens if another one has replaced it.
+            younger_s: A token that was fetched less than this many seconds ago is kept: it cannot
+                have expired, so it was refused for another reason.
         """
         with self._lock:
             if self.token == token and time.monotonic() - self._fetched_s >= younger_s:
@@ -197,25 +197,25 @@ class Login:
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """One connection to one endpoint, until it is given up."""
+    """One connection to one endpoint, until it is abandoned."""
 
     endpoint: str
     client: etcd3.Etcd3Client
     login: Login
-    heard_s: float = 0.0
-    """When the server last answered anything here, by this machine's monotonic clock."""
+    answered_s: float = 0.0
+    """When the server last sent an answer here, by this machine's monotonic clock."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The login, as gRPC metadata."""
         return self.login.metadata
 
-    def heard(self) -> None:
-        """The server has answered."""
-        self.heard_s = time.monotonic()
+    def note_answer(self) -> None:
+        """Record that the server has sent an answer."""
+        self.answered_s = time.monotonic()
 
     def with_deadline(self, timeout_s: float) -> Any:
-        """The client with another timeout: a shallow copy, sharing channel and stubs."""
+        """The client with another timeout: a shallow copy that shares channel and stubs."""
         client = copy.copy(self.client)
         client.timeout = max(0.0, timeout_s)
         client.metadata = self.metadata
@@ -223,7 +223,7 @@ class Session:
 
 
 class Connection:
-    """Calls to whichever endpoint answers. Thread-safe."""
+    """Calls to etcd with failover between its endpoints. Thread-safe."""
 
     def __init__(
         self,
@@ -239,12 +239,12 @@ class Connection:
 
         Args:
             endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster.
-            timeout_s: For a call that names no timeout of its own.
+            timeout_s: Timeout of a call that passes none.
             credentials: Login and TLS.
-            login: Shared with other connections to the same etcd.
-            silent_s: A call whose time is up gives the connection up if nothing was heard on it
-                for so long.
-            on_move: Called when a connection was given up for a new one.
+            login: Login shared with other connections to the same etcd.
+            silent_s: A call that times out abandons the connection if no answer arrived on it
+                for this many seconds.
+            on_move: Called after a connection was abandoned and a new one opened.
         """
         self.endpoints = parse_endpoints(endpoints)
         self.timeout_s = timeout_s
@@ -254,7 +254,7 @@ class Connection:
         self._on_move = on_move
         self._lock = threading.Lock()
         self._closed = False
-        # Not all clients of a cluster start at the same member.
+        # A random start spreads the clients over the members of a cluster.
         self._index = random.randrange(len(self.endpoints))
         self._session = self._open()
 
@@ -270,21 +270,21 @@ class Connection:
         repeatable: bool = False,
         timeout_s: float | None = None,
     ) -> T:
-        """Make one call, wherever it is answered, within one deadline.
+        """Make one call within one deadline, with failover to the other endpoints.
 
-        Each endpoint is tried once, and the first a second time: its connection may have
-        broken while nobody used it. A call that may be carried out twice waits at an endpoint for
-        half of the time that is left, as long as there is another one to ask.
+        Each endpoint is tried once, and the first a second time: its connection may have broken
+        while it was idle. A repeatable call waits at an endpoint for half of the time that is
+        left, as long as another endpoint remains to be tried.
 
         Args:
             send: Makes the call on an etcd3 client.
-            repeatable: The call may be carried out twice. One that may not is tried again
-                only if it did not leave this machine.
-            timeout_s: For all tries together; the store's timeout by default.
+            repeatable: The call is idempotent. Another call is retried only if it did not leave
+                this machine.
+            timeout_s: Seconds for all tries together; the connection's timeout by default.
 
         Raises:
-            StoreUnavailable: No answer from any; the call may have been carried out.
-            StoreRefused, LeaseLost, Compacted: The answer was no.
+            StoreUnavailable: No endpoint answered; the call may have been carried out.
+            StoreRefused, LeaseLost, Compacted: The server refused the call.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         failures: list[str] = []
@@ -294,7 +294,7 @@ class Connection:
             more = more and self.login.under_way_s(session) is None
             try:
                 answer = self._send(session, send, (began_s + deadline) / 2 if more else deadline)
-                session.heard()
+                session.note_answer()
                 return answer
             except (grpc.RpcError, etcd3.Etcd3Exception, NoAnswer) as error:
                 failure = self.failed(session, error, began_s)
@@ -312,7 +312,7 @@ class Connection:
                 raise StoreUnavailable("this store is closed") from error
 
     def logged_in(self) -> Session:
-        """The connection in use, with a token if there is a user: for streams.
+        """The connection in use, logged in if there is a user; streams are opened on it.
 
         Raises:
             StoreUnavailable, StoreRefused: The login failed.
@@ -325,17 +325,17 @@ class Connection:
         return session
 
     def failed(self, session: Session, error: Exception, began_s: float = 0.0) -> StoreError:
-        """What an error means; gives `session` up if that is of no more use.
+        """The `StoreError` for an error; abandons `session` if another connection is better.
 
         Args:
-            session: On which it came.
-            error: Of gRPC or etcd3, or a NoAnswer.
-            began_s: When that was asked for which there was no answer in time.
+            session: The connection on which the error came.
+            error: An error of gRPC or etcd3, or a NoAnswer.
+            began_s: When the request was sent that got no answer, by the monotonic clock.
         """
         code, text = _facts(error)
         failure = store_error(code, text, session.endpoint)
         if not isinstance(failure, StoreUnavailable):
-            session.heard()
+            session.note_answer()
         elif self._is_useless(session, code, text, began_s):
             self.give_up(session)
         return failure
@@ -343,21 +343,21 @@ class Connection:
     def _is_useless(
         self, session: Session, code: grpc.StatusCode, text: str, began_s: float
     ) -> bool:
-        """Whether a connection without an answer is better left."""
+        """Whether another connection may answer what this one did not."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             login_s = self.login.under_way_s(session)
-            if login_s is not None:  # it checks the passwords of others first; so would another one
+            if login_s is not None:  # busy with other logins; so would be another one
                 return login_s > PATIENT_LOGIN_S and len(self.endpoints) > 1
-            return time.monotonic() - max(session.heard_s, began_s) >= self._silent_s
-        if "etcdserver:" in text:  # an answer: this member can not now, another one may
+            return time.monotonic() - max(session.answered_s, began_s) >= self._silent_s
+        if "etcdserver:" in text:  # an answer: this member cannot serve now, another may
             return len(self.endpoints) > 1 and "too many requests" not in text
         return True
 
     def give_up(self, session: Session) -> None:
-        """Go on at the next endpoint, unless another thread has done so already.
+        """Fail over to the next endpoint, unless another thread has done so already.
 
-        The old channel is not closed: calls of other threads may get their answers yet. It
-        goes when the last of them has ended, each by its deadline.
+        The old channel is not closed: calls of other threads may still be answered on it. The
+        channel is freed when the last of them has ended, each by its deadline.
         """
         with self._lock:
             if session is not self._session or self._closed:
@@ -392,10 +392,10 @@ class Connection:
         try:
             return self._send_once(session, send, deadline)
         except grpc.RpcError as error:
-            # Tokens expire. A call refused for that was not carried out: any may be repeated.
+            # Tokens expire. A call refused for that was not carried out, so a retry is safe.
             if not login_again(error.details()):
                 raise
-            # A server that was started again has forgotten those of all agents at once.
+            # A restarted server has lost the tokens of all agents: spread their logins.
             left_s = max(0.0, deadline - time.monotonic())
             time.sleep(random.uniform(0, min(RELOGIN_S, left_s / 4)))
             self.login.forget(token)
@@ -407,7 +407,7 @@ class Connection:
 
 
 def _facts(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The code and the words of what gRPC, etcd3 or a wait has raised."""
+    """The status code and the text of an error of gRPC or etcd3, or of a NoAnswer."""
     if isinstance(error, NoAnswer):
         return grpc.StatusCode.DEADLINE_EXCEEDED, str(error)
     cause = rpc_error(error)

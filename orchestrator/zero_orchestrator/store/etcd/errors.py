@@ -1,10 +1,9 @@
-"""What an error of etcd means to a caller: tables from gRPC's codes and etcd's words.
+"""Errors of etcd as `StoreError`s: tables from gRPC's status codes and etcd's error texts.
 
-Must always hold: an answer "no" is StoreRefused, the lack of an answer StoreUnavailable; each
-message says who was asked and, where there is one, the remedy. Who calls it: `connection`
-and `watch`.
+Must always hold: a refusal is StoreRefused, a missing answer StoreUnavailable; each message names
+the endpoint and, if there is one, the remedy.
 
-Source of the words: go.etcd.io/etcd/api/v3/v3rpc/rpctypes/error.go.
+Source of the texts: go.etcd.io/etcd/api/v3/v3rpc/rpctypes/error.go.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BY_CODE = {
     grpc.StatusCode.INTERNAL: StoreUnavailable,
     grpc.StatusCode.UNKNOWN: StoreUnavailable,
 }
-"""Every other code is an answer: no."""
+"""Every other code is a refusal."""
 
 _BY_TEXT = {
     "requested lease not found": LeaseLost,
@@ -38,10 +37,10 @@ _BY_TEXT = {
     "not leader": StoreUnavailable,
     "database space exceeded": StoreFull,
 }
-"""Goes before the code."""
+"""Part of an error text -> the error; takes precedence over the code."""
 
 _NEVER_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
-"""gRPC's words for a call that did not leave this machine."""
+"""gRPC's texts for a call that did not leave this machine."""
 
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
@@ -62,14 +61,14 @@ _REMEDIES = {
 
 
 def rpc_error(error: Exception) -> grpc.RpcError:
-    """The gRPC error itself: etcd3 raises its own, without details, for some codes."""
+    """The gRPC error behind an error of etcd3, which has no details for some codes."""
     cause = error if isinstance(error, grpc.RpcError) else error.__context__
     assert isinstance(cause, grpc.RpcError), error
     return cause
 
 
 def store_error(code: grpc.StatusCode | None, text: str, endpoint: str) -> StoreError:
-    """What etcd's answer, or the lack of one, means to a caller."""
+    """The error for a status code and text from `endpoint`, with the remedy if one is known."""
     by_text = (kind for known, kind in _BY_TEXT.items() if known in text)
     kind = next(by_text, _BY_CODE.get(code, StoreRefused))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -86,5 +85,5 @@ def never_sent(text: str) -> bool:
 
 
 def login_again(text: str) -> bool:
-    """Whether the server has forgotten our token, and so has not looked at the call."""
+    """Whether the server refused the token, and so did not carry out the call."""
     return any(known in text for known in _LOGIN_AGAIN)

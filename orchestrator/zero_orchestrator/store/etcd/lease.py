@@ -1,11 +1,11 @@
-"""Keep-alives on one long stream, for all leases of a store.
+"""Lease keep-alives on one long-lived stream, for all leases of a store.
 
 etcd3 opens a stream for each keep-alive; a thousand agents with leases of 3 s would open and close
 a thousand streams a second.
 
-Must always hold: an answer is taken for the request that it answers, not for an older one whose
-time was up; a stream that ends, or whose connection was given up, is replaced by the next request.
-Who calls it: `etcd`, on any thread.
+Must always hold: an answer counts for the request that it answers, not for an older one that timed
+out; the next request replaces a stream that has ended, or whose connection was abandoned.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeepAlives:
         self._stream: _Stream | None = None
 
     def refresh(self, lease: int, timeout_s: float) -> float:
-        """Keep a lease alive; its new time to live, 0 if it has ended.
+        """Keep a lease alive; returns its new time to live in seconds, 0 if it has ended.
 
         Raises:
             StoreUnavailable, StoreRefused: As `Connection.call`.
@@ -56,6 +56,8 @@ class KeepAlives:
 
 
 class _Stream:
+    """One keep-alive stream: requests from any thread, answers read on a thread of the stream."""
+
     def __init__(self, session: Session) -> None:
         self.session = session
         self.over = False
@@ -65,16 +67,16 @@ class _Stream:
         self._answered: Counter[int] = Counter()
         self._ttl_s: dict[int, float] = {}
         self._error: grpc.RpcError | None = None
-        requests = iter(self._requests.get, None)  # None ends them
+        requests = iter(self._requests.get, None)  # None ends the requests
         stub = rpc.LeaseStub(session.client.channel)
         self._call = stub.LeaseKeepAlive(requests, metadata=session.metadata)
         threading.Thread(target=self._read, name="keep-alives", daemon=True).start()
 
     def ask(self, lease: int, timeout_s: float) -> float:
-        """The lease's new time to live.
+        """Refresh a lease; returns its new time to live in seconds.
 
         Raises:
-            NoAnswer: None came in time; it may come yet, and is no answer to the next request.
+            NoAnswer: No answer came in time; a late one does not count for the next request.
             grpc.RpcError: The stream has ended.
         """
         with self._changed:
@@ -91,7 +93,7 @@ class _Stream:
         raise NoAnswer("no answer to a keep-alive")
 
     def end(self) -> None:
-        """End it, from any thread."""
+        """End the stream, from any thread."""
         self._requests.put(None)
         self._call.cancel()
 

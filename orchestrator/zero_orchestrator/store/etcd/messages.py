@@ -1,13 +1,13 @@
-"""etcd's messages and stubs, made at run time for whatever protobuf the user has installed.
+"""etcd's messages and stubs, built at run time for the protobuf version that is installed.
 
-etcd3 0.12 brings message modules generated in 2019, which protobuf 4 and later refuse to load.
-We ship the API as a compiled descriptor (`etcd_api.binpb`, from `etcd_api.proto`, which names
-the command), build the message classes from it, and stand in for `etcd3.etcdrpc` before etcd3
-is imported.
+etcd3 0.12 ships message modules generated in 2019, which protobuf 4 and later refuse to load. This
+package ships the API as a compiled descriptor (`etcd_api.binpb`; `etcd_api.proto` names the
+command that compiles it). `install` builds the message classes from the descriptor and registers
+them as `etcd3.etcdrpc`, before etcd3 is imported.
 
 Must always hold: the classes live in a private `DescriptorPool`, so they cannot clash with
 another etcd client's messages in the same process, and no process-wide protobuf setting is
-touched. Who calls it: `connection`, before it imports etcd3.
+changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGE = "etcdserverpb"
 
 
 def install() -> None:
-    """Let `import etcd3` find our messages; keeps those of an etcd3 that is imported already."""
+    """Register the messages for `import etcd3`; does nothing if etcd3 is already imported."""
     if _STANDS_FOR not in sys.modules:
         sys.modules[_STANDS_FOR] = build()
 

@@ -1,18 +1,17 @@
-"""Watches on etcd that survive what happens to servers: one stream for all of a store, resumed.
+"""Watches on etcd that survive restarts and failover of servers: one stream for all of a store.
 
-etcd keeps the history of its keys, so a watch that remembers the last revision it delivered
-can start again right after it, at any member. Three things end a stream: the connection breaks;
-it is silent (a stopped server, a dead link: then not even a request for a sign of life is
-answered); the store has found another connection. Each time the reading thread starts the next
-stream, with all watches, after a random pause that grows while nothing works. A watch whose
-history is compacted goes on from the present.
+etcd keeps the history of its keys, so a watch that remembers the last revision it delivered can
+resume right after that revision, at any member. Three things end a stream: the connection breaks;
+the stream is silent (a stopped server or a dead link, which does not answer a progress request
+either); the store has failed over to another connection. Each time the reading thread opens the
+next stream, with all watches, after a random backoff that grows while attempts fail. A watch whose
+history is compacted resumes at the present revision.
 
-gRPC consumes the requests of a stream on a thread of its own; that thread asks for a sign of life
-when nothing was heard for a while, and ends the stream when none comes.
+gRPC consumes the requests of a stream on a separate thread. That thread sends a progress request
+when nothing was received for a while, and ends the stream if no answer comes.
 
-Must always hold: changes are delivered in order, each once, all changes of a revision in one
-batch; the thread ends by `close` alone; a stream
-that is silent for `QUIET_S` and a deadline ends. Who calls it: `client`.
+Must always hold: changes are delivered in order, each once, all changes of a revision in one batch;
+only `close` ends the thread; a stream that is silent for `QUIET_S` and a deadline ends.
 
 Source of the ideas: the Go client's watcher (go.etcd.io/etcd/client/v3/watch.go); etcd's manual
 progress request (3.4 and later).
@@ -40,22 +39,22 @@ from zero_orchestrator.store.kv import Change, KeyValue
 _log = logging.getLogger(__name__)
 
 QUIET_S = 3.0
-"""A sign of life is asked for when nothing was heard for so long."""
+"""A progress request is sent after this many seconds without a response."""
 
 _NO_LEADER = ("hasleader", "true")
-"""Asks a member that is cut off from the others to end the stream rather than to keep quiet."""
+"""gRPC metadata: a member without a leader (a partition) ends the stream instead of stalling."""
 
 _RESUME_PAUSE_S = 0.1
-"""At most so long until a broken stream is resumed: random, so that agents do not come at once."""
+"""Upper limit of the random pause, seconds, before a broken stream is resumed (jitter)."""
 
 _YOUNG_S = 30.0
-"""A token that is fresh has not expired."""
+"""A token younger than this many seconds has not expired."""
 _SHORT_LIFE_S = 2.0
-"""A stream that breaks sooner counts as a failed try: the next one waits longer."""
+"""A stream that ends within this many seconds counts as a failed attempt: the backoff grows."""
 
 
 def key_range(prefix: str) -> tuple[bytes, bytes]:
-    """The (key, range_end) for every key that starts with `prefix`."""
+    """The (key, range_end) of etcd for every key that starts with `prefix`."""
     if not prefix:
         return b"\0", b"\0"
     key = prefix.encode()
@@ -63,31 +62,31 @@ def key_range(prefix: str) -> tuple[bytes, bytes]:
 
 
 def key_value(kv: Any) -> KeyValue:
-    """A KeyValue message of etcd as ours."""
+    """Convert a KeyValue message of etcd."""
     key, value = kv.key.decode(), kv.value.decode()
     return KeyValue(key, value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 class Stream:
-    """One call: requests from any thread, responses on one."""
+    """One watch stream: requests from any thread, responses on one thread."""
 
     def __init__(self, session: Session, *, answer_s: float) -> None:
-        """Open it.
+        """Open the stream.
 
         Args:
-            session: The connection that it is part of.
-            answer_s: Within this time something is heard after each request, or the stream ends.
+            session: The connection on which the stream is opened.
+            answer_s: The stream ends if no response follows a request within this many seconds.
         """
         self.session = session
         self.silent = False
-        """It was ended because nothing was heard."""
+        """Whether the stream was ended because no response came."""
         self._answer_s = answer_s
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._asked_s: float | None = None
         self._over = False
         self.token = session.login.token
-        """With which it was opened."""
+        """The login token with which the stream was opened."""
         self._call = rpc.WatchStub(session.client.channel).Watch(
             self._sent(), metadata=(*session.metadata, _NO_LEADER)
         )
@@ -97,11 +96,11 @@ class Stream:
         self._requests.put(request)
 
     def responses(self) -> Iterator[Any]:
-        """What the server sends, until it ends or is ended. Raises grpc.RpcError."""
+        """Yield what the server sends, until the stream ends. Raises grpc.RpcError."""
         try:
             for response in self._call:
-                self._heard_s, self._asked_s = time.monotonic(), None
-                self.session.heard()
+                self._received_s, self._asked_s = time.monotonic(), None
+                self.session.note_answer()
                 yield response
         finally:
             self.end()
@@ -115,10 +114,10 @@ class Stream:
     # ---- gRPC's sending thread ----
 
     def _sent(self) -> Iterator[Any]:
-        """The requests, and at need one for a sign of life, until the stream is over."""
+        """Yield the requests, and progress requests on a silent stream, until the stream ends."""
         while not self._over:
             asked_s = self._asked_s
-            due_s = self._heard_s + QUIET_S if asked_s is None else asked_s + self._answer_s
+            due_s = self._received_s + QUIET_S if asked_s is None else asked_s + self._answer_s
             if (left_s := due_s - time.monotonic()) > 0:
                 try:
                     request = self._requests.get(timeout=left_s)
@@ -132,7 +131,7 @@ class Stream:
                 self.silent = True
                 self.end()
                 return
-            # That a watch is gone already is no answer: cancelling it may have none.
+            # A request to cancel a watch that has ended already may get no answer.
             if self._asked_s is None and not request.HasField("cancel_request"):
                 self._asked_s = time.monotonic()
             yield request
@@ -150,22 +149,22 @@ class EtcdWatch:
         after: int,
         on_compacted: Callable[[int], None] | None,
     ) -> None:
-        """As `KeyValueStore.watch`; it runs once `watches` has it."""
+        """As `KeyValueStore.watch`; the watch runs after `EtcdWatches.add`."""
         self.prefix = prefix
         self.after = after
-        """The last revision that it has seen."""
+        """The last revision that was delivered."""
         self.cancelled = False
         self._watches = watches
         self._on_changes = on_changes
         self._on_compacted = on_compacted
 
     def cancel(self) -> None:
-        """Deliver nothing more."""
+        """End the watch: no callback is called afterwards."""
         self.cancelled = True
         self._watches.remove(self)
 
     def deliver(self, events: Sequence[Any]) -> None:
-        """Tell of what is new in these."""
+        """Call back with the changes that were not delivered before."""
         new = []
         for event in events:
             if event.kv.mod_revision > self.after:
@@ -175,8 +174,8 @@ class EtcdWatch:
             self.after = new[-1].revision
             self._call_back(self._on_changes, new)
 
-    def go_on(self, after: int) -> None:
-        """Leave out the history until a revision; the caller reads the keys afresh."""
+    def skip_to(self, after: int) -> None:
+        """Skip the history up to a revision; the `on_compacted` callback reads the keys again."""
         self.after = after
         if self._on_compacted is not None:
             self._call_back(self._on_compacted, after)
@@ -191,7 +190,7 @@ class EtcdWatch:
 
 
 class EtcdWatches:
-    """The watches of one store, on one thread: started by the first of them."""
+    """The watches of one store, on one thread, which the first watch starts."""
 
     def __init__(self, connection: Connection) -> None:
         """Nothing is sent before the first watch."""
@@ -205,7 +204,7 @@ class EtcdWatches:
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
     def add(self, watch: EtcdWatch) -> None:
-        """Let a watch run."""
+        """Start a watch."""
         with self._lock:
             if self._thread.ident is None:
                 self._thread.start()
@@ -213,7 +212,7 @@ class EtcdWatches:
             self._lock.notify()
 
     def remove(self, watch: EtcdWatch) -> None:
-        """Let a watch run no longer; it may not be running."""
+        """Stop a watch; no error if it is not running."""
         with self._lock:
             number = next((n for n, running in self._watches.items() if running is watch), None)
             if number is not None:
@@ -222,7 +221,7 @@ class EtcdWatches:
                 self._stream.end()
 
     def resume(self) -> None:
-        """Leave the stream for one on the store's present connection."""
+        """End the stream; the thread opens another on the store's present connection."""
         if (stream := self._stream) is not None:
             stream.end()
 
@@ -239,7 +238,7 @@ class EtcdWatches:
             self._thread.join(timeout_s)
 
     def _begin(self, watch: EtcdWatch) -> None:
-        """Give a watch a number of its own on the stream, if there is one."""
+        """Give a watch a new id, and create it on the stream if there is one."""
         number = next(self._ids)
         self._watches[number] = watch
         if self._stream is not None:
@@ -274,8 +273,8 @@ class EtcdWatches:
         """Open a stream with all watches, and read it to its end.
 
         Raises:
-            StoreUnavailable: The server did not accept the watches, or not for long.
-            StoreRefused: The server said that it never will accept one of them.
+            StoreUnavailable: The server did not accept the watches, or ended the stream at once.
+            StoreRefused: The server refused one of the watches.
         """
         connection = self._connection
         stream = Stream(connection.logged_in(), answer_s=connection.timeout_s)
@@ -304,36 +303,36 @@ class EtcdWatches:
         if self._watches and time.monotonic() - started < _SHORT_LIFE_S:
             raise failure
 
-    # ---- what the server says ----
+    # ---- responses ----
 
     def _take(self, response: Any, stream: Stream) -> None:
         number = response.watch_id
         watch = self._watches.get(number)
         if response.canceled and not response.compact_revision and (watch or number < 0):
-            # An expired token is refused in the same words as a user without the permission.
+            # etcd refuses an expired token with the text for a user without the permission.
             self._connection.login.forget(stream.token, younger_s=_YOUNG_S)
             raise store_error(None, response.cancel_reason, stream.session.endpoint)
         if watch is None:
-            return  # a sign of life, or about a watch that was cancelled
+            return  # a progress response, or one for a watch that was cancelled
         if response.compact_revision:
-            self._go_on(number, watch, self._store_revision(watch))
+            self._restart(number, watch, self._store_revision(watch))
         elif response.created and response.header.revision < watch.after:
-            # This member has not seen what we have: is it behind, or is the history lost?
+            # This member is behind the watch: does it lag, or is the history lost?
             if (revision := self._store_revision(watch)) < watch.after:
-                self._go_on(number, watch, revision)
+                self._restart(number, watch, revision)
         else:
             watch.deliver(response.events)
 
-    def _go_on(self, number: int, watch: EtcdWatch, after: int) -> None:
-        """Begin a watch anew, whose history is gone."""
-        watch.go_on(after)
+    def _restart(self, number: int, watch: EtcdWatch, after: int) -> None:
+        """Restart a watch whose history is compacted or lost."""
+        watch.skip_to(after)
         with self._lock:
             if number in self._watches:
                 self._end(number)
                 self._begin(watch)
 
     def _store_revision(self, watch: EtcdWatch) -> int:
-        """The present revision, as agreed by the members. Raises StoreError."""
+        """The present revision, by a linearizable read. Raises StoreError."""
         found = self._connection.call(
             lambda client: client.get_response(watch.prefix or "\0"), repeatable=True
         )
