@@ -1,6 +1,6 @@
-"""Which rank runs which samples in which step, and the proof that each was run once.
+"""The samples of each rank in each step, and the proof that each sample was run exactly once.
 
-A library of its own: it needs torch, and no engine and no process group. A loop of a script's own:
+An independent library: it needs torch, but no engine and no process group. In a plain loop:
 
     ledger = zero_data.Ledger("ledger", round=round, rank=rank, world=world)
     samples = zero_data.Samples(
@@ -16,8 +16,8 @@ A library of its own: it needs torch, and no engine and no process group. A loop
             step.commit()
         torch.save({"model": model.state_dict(), "samples": samples.state_dict()}, path)
 
-`load_state_dict` goes on from there at any world size; a run that does so is another `round`, which
-undoes what the round before had done after that checkpoint. `verify(read_ledger("ledger"),
+`load_state_dict` resumes there at any world size; the resumed run is another `round`, which undoes
+what the previous round had done after that checkpoint. `verify(read_ledger("ledger"),
 len(dataset))` says whether every sample of every epoch was consumed exactly once.
 """
 

@@ -103,7 +103,7 @@ def test_a_trainer_that_never_resumes_goes_on_when_a_rank_is_killed(tmp_path: Pa
     flags = ("--deepspeed", config(tmp_path, 1), "--output_dir", tmp_path / "out")
     done = start("trainer.py", *flags, "--never_resume", "--kill_at_step=5")
     assert done.returncode == 0, done.stderr
-    assert f"training goes on from {tmp_path}/out/checkpoint-3\n" in done.stderr
+    assert f"training resumes from {tmp_path}/out/checkpoint-3\n" in done.stderr
     assert list(last_told(done.stdout)["steps"]) == [str(step) for step in range(1, 7)]
 
 
@@ -119,7 +119,7 @@ def test_a_trainer_whose_checkpoints_are_weights_alone_ends_with_a_sentence(tmp_
     flags = ("--deepspeed", config(tmp_path, 2), "--output_dir", tmp_path / "out")
     done = start("trainer.py", *flags, "--save_only_model", "--never_resume", "--kill_at_step=5")
     assert done.returncode == AgentExit.JOB_FAILED
-    why = f"training cannot go on from {tmp_path}/out/checkpoint-3: the checkpoints there hold"
+    why = f"training cannot resume from {tmp_path}/out/checkpoint-3: the checkpoints there hold"
     assert f"{why} weights alone (save_only_model)" in done.stderr
     assert "Set save_only_model to False" in done.stderr
     assert "'epoch': '1.429'}" in done.stdout
@@ -142,9 +142,9 @@ def test_a_join_costs_the_trainer_no_step_and_the_batch_stays(
     (output / "go").touch()
     job.wait_for_end()
     said = job.output
-    assert f"training goes on from {output}/checkpoint-2\n" in said  # saved for the join alone
+    assert f"training resumes from {output}/checkpoint-2\n" in said  # saved for the join alone
     assert "a step keeps its 12 samples on 2 ranks, as on 1 at first" in said
-    assert f"training goes on from {output}/checkpoint-3\n" in said  # after the kill
+    assert f"training resumes from {output}/checkpoint-3\n" in said  # after the kill
     assert said.count("'epoch': '0.8571'}") == 1  # no step was done twice for the join
     told, (_, expected, weights) = last_told(said), whole
     # What the Trainer logs as the loss it adds up itself, on each rank; norm and rate are exact.

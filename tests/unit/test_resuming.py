@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_whatever_the_script_says
         choice = choose(asked, RUN, found)
         assert choice.path == "out/checkpoint-6"
         assert choice.reason == (
-            "training goes on from out/checkpoint-6; "
+            "training resumes from out/checkpoint-6; "
             "checkpoint-9 is passed over: trainer_state.json is not whole"
         )
 

@@ -224,7 +224,7 @@ def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]
     if not asked and (whole := [one for one in seen if not one.flaw]):
         return Choice(
             path=None,
-            reason=f"training begins at step 0, beside {whole[0].path} of another run: to go on "
+            reason=f"training begins at step 0, beside {whole[0].path} of another run: to resume "
             "from that, call train(resume_from_checkpoint=True), which does no harm where there "
             "is none yet",
         )
@@ -245,11 +245,11 @@ def _newest(own: Sequence[Seen]) -> Choice | None:
             if one.step > whole[0].step
         )
         return Choice(
-            path=str(whole[0].path), reason=f"training goes on from {whole[0].path}{newer}"
+            path=str(whole[0].path), reason=f"training resumes from {whole[0].path}{newer}"
         )
     if any(one.weights_only for one in own):
         raise CannotGoOn(
-            f"training cannot go on from {own[0].path}: the checkpoints there hold weights alone "
+            f"training cannot resume from {own[0].path}: the checkpoints there hold weights alone "
             "(save_only_model), and it would begin again at step 0. Set save_only_model to False; "
             "to begin again all the same, give another output_dir"
         )
@@ -259,7 +259,7 @@ def _newest(own: Sequence[Seen]) -> Choice | None:
 def _anew(asked: str | bool | None, why: str) -> Choice:
     if isinstance(asked, str):
         return Choice(
-            path=asked, reason=f"{why}: training goes on from {asked}, as the script says"
+            path=asked, reason=f"{why}: training resumes from {asked}, as the script says"
         )
     return Choice(path=None, reason=f"{why}: training begins at step 0")
 

@@ -96,7 +96,7 @@ def _keep_batch(args: Any, start: Start) -> None:
     if by_length and start.world != record.world:
         raise CannotGoOn(
             "with train_sampling_strategy (group_by_length) the order of the samples follows from "
-            f"the number of ranks: this run cannot go on with {start.world} instead of "
+            f"the number of ranks: this run cannot resume with {start.world} instead of "
             f"{record.world} ranks. Keep their number (--nnodes), or sample at random"
         )
     ours = args.per_device_train_batch_size * args.gradient_accumulation_steps * start.world

@@ -91,7 +91,7 @@ class Loading:
                 ram=ram,
             )
         except CheckpointError as error:
-            self._end_exchange()  # the script may go on with these weights
+            self._end_exchange()  # the script may continue with these weights
             # Whether any rank may have read into the state; the same on all ranks.
             if self._tried > isinstance(error, ModelMismatch):
                 self._tear(f"a load has failed: {error}")
