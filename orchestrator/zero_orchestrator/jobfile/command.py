@@ -1,7 +1,4 @@
-"""`zero-ctl run` and `zero-ctl render`: their command lines, and reading the job file for both.
-
-Who calls it: `cli`.
-"""
+"""The commands `zero-ctl run` and `zero-ctl render`: their arguments, and reading the job file."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ PLACES = ("local", "kubernetes", "slurm")
 
 
 def add_to(commands: Any) -> None:
-    """Add both commands to those of `zero-ctl`."""
+    """Add both commands to the parser of `zero-ctl`."""
     run = commands.add_parser(
         "run", help="start the job of a job file", description="Start the job of a job file."
     )

@@ -1,11 +1,10 @@
 """YAML into frozen records, with the line of every value.
 
-A record's fields are the keys: each says in its metadata how its value is read (`entry`). This
-module owns the walk over the file and the wording of what is wrong in it; it knows no job.
+The fields of a record are its keys; the metadata of a field has the reader of its value (`entry`).
 
-Must always hold: a key that nothing reads is an error that names the nearest known one; a value
-is read as it is written, so `2:16` stays what it is (YAML 1.1 would read the number 136, in base
-60); every mistake of a file is told at once, each with its line. Who calls it: `schema`.
+Must always hold: an unknown key is an error that names the nearest known key; a value is read as
+it is written, so `2:16` stays text (YAML 1.1 would read the number 136, in base 60); one error
+lists all mistakes of a file, each with its line.
 """
 
 from __future__ import annotations
@@ -22,47 +21,49 @@ from zero_contract.values import nearest
 from zero_orchestrator.errors import SpecError
 
 Convert = Callable[[str], Any]
-"""Makes a value of its text; a ValueError says what it should have been."""
+"""Converts text to a value, or raises a ValueError that names what to write instead."""
 Read = Callable[["Walk", yaml.Node, str], Any]
+"""Converts the YAML node at a path to a value, and adds what is wrong to the walk."""
 
 _MISSING = dataclasses.MISSING
+_NULL = "tag:yaml.org,2002:null"
 
 
 class JobFileError(SpecError):
-    """A job file says something that cannot be; the message names every line that does."""
+    """A job file is wrong; the message lists every problem with its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, and where."""
+    """One thing that is wrong in a job file."""
 
     key: str
-    """`checkpoint.save_s`; empty: the file as a whole."""
+    """Path of the key, such as `checkpoint.save_s`; empty: the file as a whole."""
     text: str
-    """What, and the remedy."""
+    """What is wrong, and the remedy."""
     is_fatal: bool = True
-    """Whether the job cannot work so; otherwise it may, and the user should know."""
+    """Whether the job cannot run; otherwise the problem is printed as a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where things are written."""
+    """The file of a record, and the line of each key."""
 
     file: str
     lines: Mapping[str, int]
-    """Key -> line, from 1. A key that is not in the file is at its section's line."""
+    """Key -> line, from 1. A key that is not in the file has the line of its section."""
 
     def tell(self, problem: Problem) -> str:
-        """`job.yaml:7: nodes: minimum 4 exceeds ...`."""
+        """The problem as one line: `job.yaml:7: nodes: minimum 4 exceeds ...`."""
         return f"{self.file}:{self._line(problem.key)}: " + ": ".join(
             part for part in (problem.key, problem.text) if part
         )
 
     def refuse(self, problems: Iterable[Problem]) -> None:
-        """Raise all of them, in the order of their lines, if there are any.
+        """Raise one error with all problems, in the order of their lines.
 
         Raises:
-            JobFileError: There are.
+            JobFileError: There is at least one problem.
         """
         if found := sorted(problems, key=lambda one: self._line(one.key)):
             raise JobFileError("\n".join(map(self.tell, found)))
@@ -79,15 +80,6 @@ def load(path: Path, cls: type[Any]) -> tuple[Any, Source]:
     Raises:
         JobFileError: It cannot be read, is not YAML, or is no such record.
     """
-    node = _compose(path)
-    walk = Walk()
-    record = walk.section(cls, node, "")
-    source = Source(file=str(path), lines=walk.lines)
-    source.refuse(walk.problems)
-    return record, source
-
-
-def _compose(path: Path) -> yaml.Node:
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -102,18 +94,22 @@ def _compose(path: Path) -> yaml.Node:
         raise JobFileError(f"{path}: is not YAML: {error}") from error
     if node is None:
         raise JobFileError(f"{path}: is empty; deploy/job.yaml is an example")
-    return node
+    walk = Walk()
+    record = walk.section(cls, node, "")
+    source = Source(file=str(path), lines=walk.lines)
+    source.refuse(walk.problems)
+    return record, source
 
 
 @dataclass
 class Walk:
-    """One pass over a file: what was found wrong, and where the keys are."""
+    """One pass over a file: the problems so far, and the line of each key."""
 
     problems: list[Problem] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)
 
     def section(self, cls: type[Any], node: yaml.Node, path: str) -> Any:
-        """The record of a mapping; None if its problems leave none."""
+        """The record of a mapping; None if the mapping has a problem."""
         before = len(self.problems)
         fields = {one.name: one for one in dataclasses.fields(cls)}
         values = {}
@@ -123,15 +119,16 @@ class Walk:
                 keys = f"the keys here are {', '.join(fields)}"
                 remedy = f"did you mean {near}?" if near else keys
                 self.wrong(where, f"there is no such key; {remedy}")
-            elif not _is_null(value):
+            elif not isinstance(value, yaml.ScalarNode) or value.tag != _NULL:
                 values[name] = fields[name].metadata["read"](self, value, where)
         for name, one in fields.items():
-            if name not in values and _is_needed(one):
+            is_needed = one.default is _MISSING and one.default_factory is _MISSING
+            if name not in values and is_needed:
                 self.wrong(_join(path, name), f"is missing; {one.metadata['help']}")
         return cls(**values) if len(self.problems) == before else None
 
     def items(self, node: yaml.Node, path: str) -> Iterator[tuple[str, str, yaml.Node]]:
-        """A mapping's entries: name, path and value; a name given twice is a problem."""
+        """Name, path and value of each entry of a mapping; a repeated name is a problem."""
         if not isinstance(node, yaml.MappingNode):
             self.lines.setdefault(path, _line(node))
             self.wrong(path, f"{_show(node)}: keys with values are needed here")
@@ -148,7 +145,7 @@ class Walk:
             yield name, where, value
 
     def wrong(self, key: str, text: str) -> None:
-        """Note a problem."""
+        """Add a problem."""
         self.problems.append(Problem(key=key, text=text))
 
 
@@ -172,7 +169,7 @@ def scalar(convert: Convert) -> Read:
 
 
 def sequence(convert: Convert) -> Read:
-    """A list of values; one value alone is a list of it."""
+    """A list of values; one value is read as a list with that value."""
     one = scalar(convert)
 
     def read(walk: Walk, node: yaml.Node, path: str) -> Any:
@@ -183,7 +180,7 @@ def sequence(convert: Convert) -> Read:
 
 
 def table(walk: Walk, node: yaml.Node, path: str) -> Any:
-    """Names with values, all of them text."""
+    """A mapping of names to text."""
     text = scalar(str)
     return {name: text(walk, value, where) for name, where, value in walk.items(node, path)}
 
@@ -194,7 +191,7 @@ def section(cls: type[Any]) -> Read:
 
 
 def either(convert: Convert, cls: type[Any]) -> Read:
-    """One value, or a record of the same."""
+    """One value that `convert` makes a record of, or the keys of that record."""
     short, long = scalar(convert), section(cls)
 
     def read(walk: Walk, node: yaml.Node, path: str) -> Any:
@@ -204,7 +201,7 @@ def either(convert: Convert, cls: type[Any]) -> Read:
 
 
 def entry(read: Read, help: str, default: Any = _MISSING) -> Any:
-    """A field that is read from a file; `help` says what to write there."""
+    """A field that is read from a file; an error of a missing key quotes `help`."""
     metadata = {"read": read, "help": help}
     if default is _MISSING:
         return field(metadata=metadata)
@@ -213,15 +210,7 @@ def entry(read: Read, help: str, default: Any = _MISSING) -> Any:
     return field(metadata=metadata, default=default)
 
 
-# ---- words ----
-
-
-def _is_needed(one: dataclasses.Field[Any]) -> bool:
-    return one.default is _MISSING and one.default_factory is _MISSING
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+# ---- paths, lines and texts of nodes ----
 
 
 def _join(path: str, name: str) -> str:

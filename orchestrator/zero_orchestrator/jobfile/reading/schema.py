@@ -1,8 +1,7 @@
-"""What a job file can say: the keys, their defaults, and what follows from them.
+"""The schema of job files: the keys, their defaults, and the values derived from them.
 
-Must always hold: every key has an effect on at least one kind of cluster; what follows from
-several keys (`drain_s`, `threads_per_worker`) is computed here, once, for all of them. Who calls
-it: `command` reads files with `load`; the renderers get the records.
+Must always hold: every key has an effect on at least one kind of cluster; a value derived from
+several keys (`drain_s`, `threads_per_worker`) is computed here, once, for all kinds of cluster.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from zero_orchestrator.jobfile.reading.values import (
 
 GRACE_S = 120.0
 SPOT_GRACE_S = 15.0
-"""What GKE gives a pod on a spot machine, which is the least of the clouds."""
+"""Grace period of GKE for a pod on a spot machine, the shortest of the clouds."""
 CONFIG_NAME = "config.json"
 _PLACES = re.compile(r"\$\((CHECKPOINTS|CONFIG)\)")
 
@@ -59,71 +58,77 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """How many machines."""
+    """The number of nodes."""
 
-    min: int = entry(scalar(positive), "the job runs with so many, and with no fewer")
-    max: int = entry(scalar(positive), "and with no more; further ones are spares")
-    start: int | None = entry(scalar(positive), "how many to ask for at first (min)", None)
+    min: int = entry(scalar(positive), "write the minimum: with fewer nodes the job waits")
+    max: int = entry(scalar(positive), "write the maximum: further nodes are spares")
+    start: int | None = entry(
+        scalar(positive), "nodes that the cluster is asked for at first (min)", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one node gives to its agent and its workers."""
+    """The resources of one node for its agent and its workers."""
 
-    cpu: str = entry(scalar(cores), "cores", "4")
+    cpu: str = entry(scalar(cores), "number of cores", "4")
     memory: Size = entry(
         scalar(Size),
-        "memory, shared memory included; on machines no limit if left out",
+        "memory, including shared memory; on machines no limit if left out",
         Size("16Gi"),
     )
-    gpu: int = entry(scalar(whole), "GPUs", 0)
-    gpu_kind: str = entry(scalar(str), "what Kubernetes calls them", "nvidia.com/gpu")
-    shm: Size = entry(scalar(Size), "/dev/shm: collectives, loaders, checkpoints", Size("4Gi"))
-    scratch: Size = entry(scalar(Size), "/tmp", Size("10Gi"))
+    gpu: int = entry(scalar(whole), "number of GPUs", 0)
+    gpu_kind: str = entry(scalar(str), "resource name of the GPUs on Kubernetes", "nvidia.com/gpu")
+    shm: Size = entry(scalar(Size), "size of /dev/shm", Size("4Gi"))
+    scratch: Size = entry(scalar(Size), "size of /tmp", Size("10Gi"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Where checkpoints go: a place that every node sees."""
+    """The place of checkpoints; every node must be able to read and write there."""
 
-    path: str | None = entry(scalar(str), "a directory, on machines", None)
-    url: str | None = entry(scalar(url), "in an object store, everywhere", None)
+    path: str | None = entry(scalar(str), "directory of checkpoints, on machines", None)
+    url: str | None = entry(scalar(url), "URL of checkpoints in an object store", None)
     secret: str | None = entry(
-        scalar(str), "a Secret with variables that open it, on Kubernetes", None
+        scalar(str), "Secret with the credentials of the object store, on Kubernetes", None
     )
-    claim: str | None = entry(scalar(str), "a PersistentVolumeClaim that there is, by name", None)
-    size: Size = entry(scalar(Size), "of the claim to make", Size("200Gi"))
-    storage_class: str | None = entry(scalar(str), "of the claim (the cluster's default)", None)
+    claim: str | None = entry(scalar(str), "name of an existing PersistentVolumeClaim", None)
+    size: Size = entry(scalar(Size), "size of the claim that is created", Size("200Gi"))
+    storage_class: str | None = entry(scalar(str), "storage class of that claim", None)
     access: str = entry(
-        scalar(one_of("ReadWriteMany", "ReadWriteOnce")), "of the claim", "ReadWriteMany"
+        scalar(one_of("ReadWriteMany", "ReadWriteOnce")),
+        "access mode of that claim",
+        "ReadWriteMany",
     )
-    save_s: float | None = entry(scalar(seconds), "how long one save takes at most", None)
-    ram_budget: Size | None = entry(scalar(Size), "of a node's memory for checkpoints", None)
+    save_s: float | None = entry(scalar(seconds), "longest time of one save, seconds", None)
+    ram_budget: Size | None = entry(scalar(Size), "memory of a node for checkpoints", None)
 
     @property
     def makes_a_claim(self) -> bool:
-        """Whether Kubernetes is asked for a volume."""
+        """Whether a PersistentVolumeClaim is created for the job."""
         return self.claim is None and self.url is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Etcd:
-    """Where the nodes meet: an etcd made for this job, or yours."""
+    """The etcd of the job: created for it, or the user's own."""
 
-    members: int = entry(scalar(positive), "of the one to make, on Kubernetes", 3)
-    storage: Size = entry(scalar(Size), "of each member", Size("4Gi"))
-    tls: bool = entry(scalar(truth), "the one to make speaks TLS (needs cert-manager)", False)
-    endpoints: tuple[str, ...] = entry(sequence(endpoint), "yours", ())
-    user: str | None = entry(scalar(str), "log in to it", None)
-    password_file: str | None = entry(scalar(str), "with the password in this file", None)
-    ca: str | None = entry(scalar(str), "who signed its certificate", None)
+    members: int = entry(scalar(positive), "members of the etcd that is created, on Kubernetes", 3)
+    storage: Size = entry(scalar(Size), "storage of each member", Size("4Gi"))
+    tls: bool = entry(
+        scalar(truth), "the etcd that is created uses TLS (needs cert-manager)", False
+    )
+    endpoints: tuple[str, ...] = entry(sequence(endpoint), "endpoints of your own etcd", ())
+    user: str | None = entry(scalar(str), "user of your own etcd", None)
+    password_file: str | None = entry(scalar(str), "file with the password of that user", None)
+    ca: str | None = entry(scalar(str), "CA that signed the certificate of etcd", None)
     cert: str | None = entry(scalar(str), "the agents' certificate", None)
-    key: str | None = entry(scalar(str), "and its key", None)
-    secret: str | None = entry(scalar(str), "the Secret that has these files, on Kubernetes", None)
+    key: str | None = entry(scalar(str), "private key of that certificate", None)
+    secret: str | None = entry(scalar(str), "Secret with these files, on Kubernetes", None)
 
     @property
     def files(self) -> dict[str, str]:
-        """Flag of `zero-agent` -> the file that it names."""
+        """Flag of `zero-agent` -> path of the file that the flag names."""
         found = {
             "ETCD_CA": self.ca,
             "ETCD_CERT": self.cert,
@@ -135,18 +140,20 @@ class Etcd:
 
 @dataclass(frozen=True, kw_only=True)
 class Kubernetes:
-    """What only Kubernetes has."""
+    """Settings for Kubernetes only."""
 
-    namespace: str | None = entry(scalar(name), "where (that of the context)", None)
-    queue: str | None = entry(scalar(str), "a Kueue LocalQueue that admits the job", None)
+    namespace: str | None = entry(scalar(name), "namespace (that of kubectl's context)", None)
+    queue: str | None = entry(scalar(str), "Kueue LocalQueue that admits the job", None)
     node_selector: Mapping[str, str] = entry(table, "labels of the machines for the agents", {})
     priority_class: str | None = entry(scalar(str), "the agents' PriorityClass", None)
-    pull_secrets: tuple[str, ...] = entry(sequence(str), "Secrets that open the registry", ())
+    pull_secrets: tuple[str, ...] = entry(
+        sequence(str), "Secrets with the credentials of the registry", ()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What only Slurm has."""
+    """Settings for Slurm only."""
 
     partition: str | None = entry(scalar(str), "--partition", None)
     account: str | None = entry(scalar(str), "--account", None)
@@ -159,73 +166,105 @@ class JobFile:
     """One job."""
 
     name: str = entry(scalar(name), "call the job something, such as gpt")
-    script: str = entry(scalar(str), "what zero-agent runs, such as train.py")
+    script: str = entry(scalar(str), "name the script that zero-agent runs, such as train.py")
     args: tuple[str, ...] = entry(
-        sequence(str), "of the script; $(CONFIG) and $(CHECKPOINTS) stand for their places", ()
+        sequence(str), "arguments; $(CONFIG) and $(CHECKPOINTS) stand for the paths", ()
     )
-    image: str = entry(scalar(str), "has the script in it", "zero-elastic:0.1.0")
-    config: str | None = entry(scalar(str), "the engine's config, beside this file", None)
-    parameters: int | None = entry(scalar(parameters), "of the model, to check sizes", None)
+    image: str = entry(
+        scalar(str), "container image that contains the script", "zero-elastic:0.1.0"
+    )
+    config: str | None = entry(
+        scalar(str), "config file of the engine, relative to the job file", None
+    )
+    parameters: int | None = entry(
+        scalar(parameters), "parameters of the model, to check sizes", None
+    )
     nodes: Nodes = entry(
         either(lambda text: Nodes(**dict(zip(("min", "max"), bounds(text), strict=True))), Nodes),
-        "how many: 4, 2:16 or {min: 2, max: 16, start: 4}",
+        "write the number of nodes: 4, 2:16 or {min: 2, max: 16, start: 4}",
     )
-    processes_per_node: str = entry(scalar(workers), "a number, auto, cpu or gpu", "1")
+    processes_per_node: str = entry(
+        scalar(workers), "workers of each node: a number, auto, cpu or gpu", "1"
+    )
     threads: int | None = entry(
-        scalar(positive), "per process; decides the bits (cpu / processes)", None
+        scalar(positive), "threads of each worker; the bits depend on it (cpu / processes)", None
     )
-    max_restarts: int = entry(scalar(whole), "failures the job may survive", 20)
-    refill_after_steps: int | None = entry(scalar(whole), "a restart comes back", None)
-    max_restarts_without_progress: int | None = entry(scalar(whole), "in a row", None)
-    exclude_after: int | None = entry(scalar(whole), "failures in a row of one host", None)
-    exclude_for: str | None = entry(scalar(more_than_none), "at first: 60, 10m", None)
-    grow_every: str | None = entry(scalar(duration), "between growths: 60, 10m", None)
-    node_unit: int | None = entry(scalar(positive), "rounds of a multiple of so many nodes", None)
-    join_timeout: str | None = entry(scalar(duration), "to wait for nodes: 600, 10m", None)
-    etcd_wait: str | None = entry(scalar(duration), "for etcd at the start: 30, 10m", None)
-    etcd_grace: str | None = entry(scalar(duration), "to go on without etcd: 600, 10m", None)
-    lease_ttl: int | None = entry(scalar(positive), "a silent node is lost", None)
-    preload: str | None = entry(scalar(str), "modules, such as transformers.trainer", None)
-    hang_timeout: str | None = entry(scalar(hang), "600, 10m, auto or off", None)
-    health_check: str | None = entry(scalar(str), "a command that says a node is fit", None)
-    health_check_timeout: str | None = entry(scalar(more_than_none), "60, 10m", None)
+    max_restarts: int = entry(
+        scalar(whole), "restart budget: failures that the job may survive", 20
+    )
+    refill_after_steps: int | None = entry(
+        scalar(whole), "steps after which the budget gets one restart back", None
+    )
+    max_restarts_without_progress: int | None = entry(scalar(whole), "restarts in a row", None)
+    exclude_after: int | None = entry(
+        scalar(whole), "failures of a host in a row before it is excluded", None
+    )
+    exclude_for: str | None = entry(
+        scalar(more_than_none), "duration of the first exclusion: 60, 10m", None
+    )
+    grow_every: str | None = entry(
+        scalar(duration), "time of a round before it can grow: 60, 10m", None
+    )
+    node_unit: int | None = entry(
+        scalar(positive), "the nodes of a round are a multiple of this", None
+    )
+    join_timeout: str | None = entry(scalar(duration), "wait for enough nodes: 600, 10m", None)
+    etcd_wait: str | None = entry(scalar(duration), "wait for etcd at the start: 30, 10m", None)
+    etcd_grace: str | None = entry(
+        scalar(duration), "time that workers continue without etcd: 600, 10m", None
+    )
+    lease_ttl: int | None = entry(scalar(positive), "seconds until a silent node is lost", None)
+    preload: str | None = entry(scalar(str), "modules that the fork server imports", None)
+    hang_timeout: str | None = entry(
+        scalar(hang), "time without a step: 600, 10m, auto or off", None
+    )
+    health_check: str | None = entry(
+        scalar(str), "command that exits with 0 on a healthy node", None
+    )
+    health_check_timeout: str | None = entry(
+        scalar(more_than_none), "timeout of health_check: 60, 10m", None
+    )
     numa_binding: str | None = entry(
-        scalar(one_of("node", "socket", "exclusive", "core-complex")), "of each worker", None
+        scalar(one_of("node", "socket", "exclusive", "core-complex")),
+        "NUMA binding of each worker",
+        None,
     )
-    resources: Resources = entry(section(Resources), "of one node", Resources())
-    checkpoint: Checkpoint = entry(section(Checkpoint), "where they go", Checkpoint())
-    etcd: Etcd = entry(section(Etcd), "where the nodes meet", Etcd())
-    environment: Mapping[str, str] = entry(table, "variables of the workers", {})
+    resources: Resources = entry(section(Resources), "resources of one node", Resources())
+    checkpoint: Checkpoint = entry(section(Checkpoint), "place of the checkpoints", Checkpoint())
+    etcd: Etcd = entry(section(Etcd), "etcd of the job", Etcd())
+    environment: Mapping[str, str] = entry(table, "variables of agents and workers", {})
     secrets: Mapping[str, str] = entry(
         table, "variables whose values are not in this file: NAME: SECRET/ENTRY", {}
     )
-    spot: bool = entry(scalar(truth), "on machines that may be taken back", False)
+    spot: bool = entry(scalar(truth), "machines may be preempted at short notice", False)
     grace_s: float | None = entry(
         scalar(seconds), "from SIGTERM to SIGKILL (120; 15 with spot)", None
     )
-    kubernetes: Kubernetes = entry(section(Kubernetes), "what only it has", Kubernetes())
-    slurm: Slurm = entry(section(Slurm), "what only it has", Slurm())
+    kubernetes: Kubernetes = entry(
+        section(Kubernetes), "settings for Kubernetes only", Kubernetes()
+    )
+    slurm: Slurm = entry(section(Slurm), "settings for Slurm only", Slurm())
 
     @property
     def start(self) -> int:
-        """How many nodes to ask for at first."""
+        """The number of nodes that the cluster is asked for at first."""
         return self.nodes.start or self.nodes.min
 
     @property
     def nnodes(self) -> str:
-        """As a flag of `zero-agent`."""
+        """The value of `--nnodes`: `MIN:MAX`."""
         return f"{self.nodes.min}:{self.nodes.max}"
 
     @property
     def processes(self) -> int:
-        """How many workers a node has; 1 if only the node itself can tell."""
+        """The number of workers on each node; 1 if it depends on the machine (`auto`, `cpu`)."""
         if self.processes_per_node == "gpu":
             return max(self.resources.gpu, 1)
         return int(self.processes_per_node) if self.processes_per_node.isdecimal() else 1
 
     @property
     def threads_per_worker(self) -> int:
-        """OMP_NUM_THREADS: the same on every node, as it decides the bits."""
+        """OMP_NUM_THREADS: the same on every node, because the bits of the weights depend on it."""
         return self.threads or max(int(cores_number(self.resources.cpu)) // self.processes, 1)
 
     @property
@@ -235,14 +274,15 @@ class JobFile:
 
     @property
     def drain_s(self) -> float:
-        """How much of the grace period the workers get; what is left ends the agent.
+        """The part of the grace period in which workers drain, seconds.
 
-        A sixth of it, and at least 4 s: 2 for a pod's preStop, 2 for the agent itself.
+        A sixth of the grace period, and at least 4 s, is left for the end of the agent: 2 s for a
+        pod's preStop, 2 s for the agent itself.
         """
         return self.grace - max(self.grace // 6, 4)
 
     def arguments(self, *, config: str, checkpoints: str) -> list[str]:
-        """The script's arguments, with the places where these are."""
+        """The script's arguments, with $(CONFIG) and $(CHECKPOINTS) replaced by these paths."""
         places = {"CONFIG": config, "CHECKPOINTS": checkpoints}
         return [_PLACES.sub(lambda found: places[found[1]], word) for word in self.args]
 
@@ -253,29 +293,29 @@ class JobFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job file that has been read, with what it names."""
+    """A job file that was read, with its source and the config that it names."""
 
     file: JobFile
     source: Source
     directory: Path
-    """Where the file is; what it names is relative to that."""
+    """Directory of the job file; the path of the config is relative to it."""
     config: str | None
     """The text of the engine's config."""
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """What a machine is to give a node, if the file says so: only pods need a default."""
+        """Memory limit of a node on machines; None if the file sets none (pods have a default)."""
         named = "resources.memory" in self.source.lines
         return self.file.resources.memory.size_bytes if named else None
 
     @property
     def config_path(self) -> Path:
-        """Where the config is on this machine."""
+        """Path of the config on this machine."""
         return (self.directory / (self.file.config or "")).resolve()
 
     @property
     def engine(self) -> Config:
-        """What the config says; empty without one."""
+        """The parsed config of the engine; empty without one."""
         return _parsed(self.config) if self.config else {}
 
 
@@ -283,32 +323,29 @@ def load(path: Path) -> Job:
     """The job in a file.
 
     Raises:
-        JobFileError: It cannot be read, or something in it cannot be.
+        JobFileError: The file or its config cannot be read, or is wrong.
     """
     file, source = reader.load(path, JobFile)
     directory = path.resolve().parent
-    config = _config(directory, file.config, source) if file.config else None
+    config, wrong = None, ""
+    if file.config:
+        try:
+            config = (directory / file.config).read_text(encoding="utf-8")
+            _parsed(config)
+        except OSError as error:
+            wrong = f"{file.config} cannot be read: {error.strerror}"
+        except ValueError as error:
+            wrong = f"{file.config} is no config: {error}"
+    if wrong:
+        raise JobFileError(source.tell(reader.Problem(key="config", text=wrong)))
     return Job(file=file, source=source, directory=directory, config=config)
 
 
-def _config(directory: Path, named: str, source: Source) -> str:
-    try:
-        text = (directory / named).read_text(encoding="utf-8")
-        _parsed(text)
-    except OSError as error:
-        what = f"{named} cannot be read: {error.strerror}"
-    except ValueError as error:
-        what = f"{named} is no config: {error}"
-    else:
-        return text
-    raise JobFileError(source.tell(reader.Problem(key="config", text=what)))
-
-
 def _parsed(text: str) -> Config:
-    """The object of a config: JSON, or JSON with comments and without some commas.
+    """Parse a config: JSON, or Hjson (with comments, and without some commas).
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text is neither, or is not an object.
     """
     try:
         found = json.loads(text)
@@ -318,14 +355,14 @@ def _parsed(text: str) -> Config:
         except hjson.HjsonDecodeError:
             found = None
         if not isinstance(found, dict):
-            raise  # what is wrong with it as JSON
+            raise  # the error of the JSON parser
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
     return found
 
 
 def keys(cls: type[Any] = JobFile, path: str = "") -> set[str]:
-    """Every key that there is, by path: `name`, `resources.cpu`."""
+    """All keys of a job file, by path: `name`, `resources.cpu`."""
     found = set()
     for one, kind in get_type_hints(cls).items():
         found.add(f"{path}{one}")

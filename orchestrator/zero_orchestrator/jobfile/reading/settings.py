@@ -1,6 +1,6 @@
-"""A job file as variables of `zero-agent`, and as the script's arguments, on any cluster.
+"""A job file as environment variables of `zero-agent`, and as arguments of the script.
 
-Every flag of the agent can be given as `PET_<FLAG>`. Who calls it: the renderers and `run`.
+Each flag of the agent has an environment variable `PET_<FLAG>`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FLAGS = (
     *("node_unit", "join_timeout", "etcd_wait", "etcd_grace", "lease_ttl", "preload"),
     *("hang_timeout", "health_check", "health_check_timeout", "numa_binding"),
 )
-"""Keys that are a flag of the same name; without them, the agent's own default holds."""
+"""Keys that set the flag of the same name; the default of a missing key is the agent's."""
 
 
 def settings(file: JobFile) -> dict[str, str]:
-    """What every agent of the job is told, etcd excepted."""
+    """Environment variables of every agent of the job, without those of etcd."""
     reproducible = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if file.resources.gpu else {}
     given = {key: getattr(file, key) for key in FLAGS} | {"ram_budget": file.checkpoint.ram_budget}
     return {
@@ -30,18 +30,18 @@ def settings(file: JobFile) -> dict[str, str]:
         "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:g}",
         **{variable(key): str(value) for key, value in given.items() if value is not None},
         "OMP_NUM_THREADS": str(file.threads_per_worker),
-        **reproducible,  # without it cuBLAS may add in another order from run to run
+        **reproducible,  # without it, cuBLAS may add in another order in each run
         **file.environment,
     }
 
 
 def variable(key: str) -> str:
-    """With which `zero-agent` is given the flag of this name."""
+    """The environment variable that sets the flag of `zero-agent` with this name."""
     return f"PET_{key.upper()}"
 
 
 def etcd_settings(file: JobFile) -> dict[str, str]:
-    """Which etcd of the user's to meet at, and how to log in; empty if there is none."""
+    """Variables with the user's own etcd and its credentials; empty if the job has its own etcd."""
     if not file.etcd.endpoints:
         return {}
     user = {"PET_ETCD_USER": file.etcd.user} if file.etcd.user else {}
@@ -50,16 +50,16 @@ def etcd_settings(file: JobFile) -> dict[str, str]:
 
 
 def places(job: Job, default: Path | None = None) -> list[str]:
-    """The script's arguments, with the config's and the checkpoints' paths.
+    """The script's arguments on machines, with the paths of the config and the checkpoints.
 
-    On machines, as opposed to pods, both are in directories that all of them see.
+    Pods have other paths; on machines both are in directories that all machines share.
 
     Args:
         job: The job.
-        default: Where checkpoints go if the file does not say.
+        default: The checkpoints' directory if the file names no place.
 
     Raises:
-        JobFileError: They name the checkpoints' place, and the file does not.
+        JobFileError: The arguments use $(CHECKPOINTS), and the file names no place.
     """
     wanted = job.file.checkpoint
     path = wanted.url or wanted.path or default

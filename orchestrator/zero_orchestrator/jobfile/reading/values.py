@@ -1,7 +1,7 @@
-"""The values of a job file: sizes, numbers, names, and the text that each came from.
+"""Converters from the text in a job file to values: sizes, numbers, names, durations.
 
 Must always hold: a converter returns a value that every renderer can write, or raises a
-ValueError that says what to write instead. Who calls it: `schema`.
+ValueError that names what to write instead.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def at_least(size_bytes: float) -> Size:
-    """The smallest whole number of Mi or Gi that holds so many bytes."""
+    """The smallest whole number of Mi or Gi that is at least `size_bytes`."""
     gibibytes = -(-size_bytes // 2**30)
     return Size(f"{gibibytes:.0f}Gi" if size_bytes > 2**30 else f"{-(-size_bytes // 2**20):.0f}Mi")
 
 
 def whole(text: str) -> int:
-    """A number of things, 0 or more."""
+    """A whole number, 0 or more."""
     if not text.isdecimal():
         raise ValueError("is no whole number; write one, such as 3")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """A number of things, 1 or more."""
+    """A whole number, 1 or more."""
     if not (number := whole(text)):
         raise ValueError("must be 1 or more")
     return number
 
 
 def seconds(text: str) -> float:
-    """A length of time."""
+    """A number of seconds, 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -51,20 +51,20 @@ def seconds(text: str) -> float:
 
 
 def duration(text: str) -> str:
-    """A length of time, as the flags of `zero-agent` take it."""
+    """The text of a length of time, as the flags of `zero-agent` take it: `60`, `10m`."""
     parse_seconds(text)
     return text
 
 
 def more_than_none(text: str) -> str:
-    """A length of time that is not zero."""
+    """The text of a length of time that is not zero."""
     if not parse_seconds(text):
         raise ValueError("write more than 0 seconds, such as 30")
     return text
 
 
 def hang(text: str) -> str:
-    """When workers are taken for hung."""
+    """The time after which workers without a step are hung; or `auto`, or `off`."""
     if text not in ("auto", "off"):
         try:
             return more_than_none(text)
@@ -74,7 +74,7 @@ def hang(text: str) -> str:
 
 
 def truth(text: str) -> bool:
-    """Yes or no."""
+    """A truth value: true, yes or on; false, no or off."""
     if text.lower() not in _TRUTH:
         raise ValueError("write true or false")
     return _TRUTH[text.lower()]
@@ -88,12 +88,12 @@ def cores(text: str) -> str:
 
 
 def cores_number(text: str) -> float:
-    """`"500m"` -> 0.5."""
+    """The number of cores: `"500m"` -> 0.5."""
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
 
 def parameters(text: str) -> int:
-    """How large a model is: `125M`, `7B`."""
+    """The number of parameters of a model: `125M`, `7B`."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ValueError("is no number of parameters; write 125M or 7B")
@@ -101,7 +101,7 @@ def parameters(text: str) -> int:
 
 
 def name(text: str) -> str:
-    """A name that Kubernetes, Slurm, systemd and etcd all take."""
+    """A name that Kubernetes, Slurm, systemd and etcd all accept."""
     if _LABEL.fullmatch(text) is None:
         raise ValueError(
             "cannot be a name everywhere; use at most 40 of a-z, 0-9 and '-', a letter first"
@@ -110,14 +110,14 @@ def name(text: str) -> str:
 
 
 def workers(text: str) -> str:
-    """Processes per node: a number, or what to count."""
+    """Processes per node: a number, or `auto`, `cpu` or `gpu`."""
     if text not in ("auto", "cpu", "gpu") and not (text.isdecimal() and int(text) > 0):
         raise ValueError("write a number from 1, or auto, cpu or gpu")
     return text
 
 
 def endpoint(text: str) -> str:
-    """Where one etcd member listens."""
+    """Address of an etcd member: `HOST:PORT`."""
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError("is no address of etcd; write HOST:PORT, such as etcd-0:2379")
@@ -125,14 +125,14 @@ def endpoint(text: str) -> str:
 
 
 def url(text: str) -> str:
-    """A place in an object store."""
+    """A URL in an object store: `s3://BUCKET/PREFIX`."""
     if re.fullmatch(r"(s3|gs)://[^/\s]+(/\S*)?", text) is None:
         raise ValueError("is no place in an object store; write s3://BUCKET/PREFIX or gs://...")
     return text
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """`"2:16"` -> (2, 16)."""
+    """The least and the largest number of nodes: `"2:16"` -> (2, 16)."""
     try:
         return parse_nnodes(text)
     except SpecError as error:
@@ -140,7 +140,7 @@ def bounds(text: str) -> tuple[int, int]:
 
 
 def one_of(*words: str) -> type[str]:
-    """A converter that takes one of these words."""
+    """A converter that accepts only these words."""
 
     def convert(text: str) -> str:
         if text not in words:
