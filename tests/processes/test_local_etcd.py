@@ -21,7 +21,7 @@ from tests.support.cluster import is_alive
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd import etcd_process, local_etcd
-from zero_agent.etcd.etcd_keeper import Idleness, JobView
+from zero_agent.etcd.etcd_keeper import Idleness, ServerUse
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
@@ -320,14 +320,14 @@ def test_a_keeper_that_cannot_start_its_server_shows_why(state: Path) -> None:
 
 def test_a_server_is_idle_while_no_node_lives_nothing_changes_and_nobody_asks_for_it() -> None:
     idleness = Idleness(0.0)
-    quiet = JobView(revision=5, nodes=False, handed_out_ns=1)
+    quiet = ServerUse(revision=5, nodes=False, handed_out_ns=1)
     seen = [
         idleness.look(quiet, 10.0),
         idleness.look(quiet, 20.0),
-        idleness.look(JobView(revision=6, nodes=False, handed_out_ns=1), 30.0),
-        idleness.look(JobView(revision=6, nodes=False, handed_out_ns=2), 40.0),
-        idleness.look(JobView(revision=6, nodes=False, handed_out_ns=2), 45.0),
-        idleness.look(JobView(revision=6, nodes=True, handed_out_ns=2), 50.0),
-        idleness.look(JobView(revision=6, nodes=True, handed_out_ns=2), 60.0),
+        idleness.look(ServerUse(revision=6, nodes=False, handed_out_ns=1), 30.0),
+        idleness.look(ServerUse(revision=6, nodes=False, handed_out_ns=2), 40.0),
+        idleness.look(ServerUse(revision=6, nodes=False, handed_out_ns=2), 45.0),
+        idleness.look(ServerUse(revision=6, nodes=True, handed_out_ns=2), 50.0),
+        idleness.look(ServerUse(revision=6, nodes=True, handed_out_ns=2), 60.0),
     ]
     assert seen == [0.0, 10.0, 0.0, 0.0, 5.0, 0.0, 0.0]

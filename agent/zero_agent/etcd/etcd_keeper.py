@@ -42,7 +42,7 @@ _SOUND_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JobView:
+class ServerUse:
     """What the keeper sees of the jobs on its server."""
 
     revision: int
@@ -57,17 +57,17 @@ class Idleness:
 
     def __init__(self, now: float) -> None:
         self._used = now
-        self._seen: JobView | None = None
+        self._seen: ServerUse | None = None
 
-    def look(self, job_view: JobView, now: float) -> float:
+    def look(self, use: ServerUse, now: float) -> float:
         """Record what was seen; returns the seconds of idleness up to `now`."""
-        if job_view.nodes or job_view != self._seen:
+        if use.nodes or use != self._seen:
             self._used = now
-        self._seen = job_view
+        self._seen = use
         return now - self._used
 
 
-def look(store: KeyValueStore, directory: SharedDirectory) -> JobView:
+def look(store: KeyValueStore, directory: SharedDirectory) -> ServerUse:
     """Read what uses the server now.
 
     Raises:
@@ -76,7 +76,7 @@ def look(store: KeyValueStore, directory: SharedDirectory) -> JobView:
     jobs = store.range(JOBS_PREFIX)
     nodes = any(item.lease for item in jobs.items)
     handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
-    return JobView(jobs.revision, nodes, handed_out_ns)
+    return ServerUse(jobs.revision, nodes, handed_out_ns)
 
 
 class Keeper:
