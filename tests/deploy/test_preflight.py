@@ -72,7 +72,7 @@ FATAL = [
     ),
     (
         "kubernetes: {namespace: team}", "namespace", [],
-        "kubernetes.namespace: team: there is none of this name; kubectl create namespace team",
+        "kubernetes.namespace: team: there is no such namespace; kubectl create namespace team",
     ),
     (
         LOGIN, "secret", [],
@@ -90,8 +90,8 @@ FATAL = [
     ),
     (
         "checkpoint: {claim: c}", "claim", [],
-        "checkpoint.claim: c: there is no such claim; name one that there is, or a size to make "
-        "one",
+        "checkpoint.claim: c: there is no such claim; name an existing claim, or a size to "
+        "create one",
     ),
     (
         "checkpoint: {claim: c}", "claim", [{"spec": {"accessModes": ["ReadWriteOnce"]}}],
@@ -157,9 +157,9 @@ def test_what_may_not_be_looked_at_is_no_complaint(tmp_path):
 @pytest.mark.parametrize(
     ("resources", "text"),
     [
-        ("{cpu: 64}", "64: the largest machine now has 8.0 to give"),
-        ("{memory: 100Gi}", "100Gi: the largest machine now has 32.0Gi to give"),
-        ("{gpu: 4}", "4: the largest machine now has 1 to give"),
+        ("{cpu: 64}", "64: the largest machine now offers 8.0"),
+        ("{memory: 100Gi}", "100Gi: the largest machine now offers 32.0Gi"),
+        ("{gpu: 4}", "4: the largest machine now offers 1"),
     ],
 )
 def test_a_machine_that_is_too_small_is_only_remarked_as_a_larger_one_may_come(

@@ -36,7 +36,7 @@ IMPOSSIBLE = {
     "of which it is a part; raise memory to 12Gi, or lower it",
     "grace_s: 30\ncheckpoint: {save_s: 40}": "grace_s: 30 s leave 25 s to drain, and one save "
     "takes 40 s; write 50, or save to something faster",
-    "grace_s: 3": "grace_s: 3 s end no agent in order; write 10",
+    "grace_s: 3": "grace_s: 3 s are too short for an agent to drain; write 10",
     "parameters: 70B": "checkpoint.size: 200Gi cannot hold 2 checkpoints; write 1565Gi",
     "etcd: {members: 2}": "etcd.members: 2 members survive no more failures than 1; write 3",
     "etcd: {endpoints: a:1, tls: true}": "etcd.tls: true is about an etcd made for this job; for "
@@ -53,9 +53,9 @@ IMPOSSIBLE = {
     "or a digest: NAME:1.0.0, NAME@sha256:...",
     "environment: {OMP_NUM_THREADS: 4}": "environment.OMP_NUM_THREADS: is made from the key "
     "threads; set that",
-    "environment: {a b: 4}": "environment.a b: is no name of a variable",
-    "secrets: {a b: wandb/key}": "secrets.a b: is no name of a variable",
-    "secrets: {TOKEN: hunter2}": "secrets.TOKEN: is no reference; write SECRET/ENTRY, such as "
+    "environment: {a b: 4}": "environment.a b: is not a name of a variable",
+    "secrets: {a b: wandb/key}": "secrets.a b: is not a name of a variable",
+    "secrets: {TOKEN: hunter2}": "secrets.TOKEN: is not a reference; write SECRET/ENTRY, such as "
     "wandb/api-key, never the value",
     "environment: {T: x}\nsecrets: {T: a/b}": "secrets.T: is in environment, too; keep one",
     "secrets: {PET_NNODES: a/b}": "secrets.PET_NNODES: is made from the key nodes; set that",

@@ -64,8 +64,8 @@ WRONG = {
     "resource: {cpu: 4}": "4: resource: there is no such key; did you mean resources?",
     "resources: {cpus: 4}": "4: resources.cpus: there is no such key; did you mean cpu?",
     "resources:\n  memory: 16GB": "5: resources.memory: 16GB: is no size; write 512Mi, 16Gi or 2Ti",
-    "resources: {cpu: 0}": "4: resources.cpu: 0: is no number of cores; write 4, or 500m for half "
-    "of one",
+    "resources: {cpu: 0}": "4: resources.cpu: 0: is not a number of cores; write 4, or 500m for "
+    "half of one",
     "resources: [4, 16Gi]": "4: resources: a list: keys with values are needed here",
     "resources: 4": "4: resources: 4: keys with values are needed here",
     "name: b": "4: name: is given twice, first in line 1; keep one",
@@ -86,17 +86,17 @@ WRONG = {
     "checkpoint: {ram_budget: 16GB}": "4: checkpoint.ram_budget: 16GB: is no size; write 512Mi, "
     "16Gi or 2Ti",
     "threads: 0": "4: threads: 0: must be 1 or more",
-    "parameters: huge": "4: parameters: huge: is no number of parameters; write 125M or 7B",
+    "parameters: huge": "4: parameters: huge: is not a number of parameters; write 125M or 7B",
     "processes_per_node: all": "4: processes_per_node: all: write a number from 1, or auto, cpu or "
     "gpu",
-    "etcd:\n  endpoints:\n  - etcd": "5: etcd.endpoints: etcd: is no address of etcd; write "
+    "etcd:\n  endpoints:\n  - etcd": "5: etcd.endpoints: etcd: is not an address of etcd; write "
     "HOST:PORT, such as etcd-0:2379",
-    "checkpoint: {url: /mnt}": "4: checkpoint.url: /mnt: is no place in an object store; write "
+    "checkpoint: {url: /mnt}": "4: checkpoint.url: /mnt: is not a URL in an object store; write "
     "s3://BUCKET/PREFIX or gs://...",
     "checkpoint: {access: RWX}": "4: checkpoint.access: RWX: write ReadWriteMany or ReadWriteOnce",
     "environment: {A: [1]}": "4: environment.A: a list: one value is needed here",
-    "kubernetes: {namespace: My_Team}": "4: kubernetes.namespace: My_Team: cannot be a name "
-    "everywhere; use at most 40 of a-z, 0-9 and '-', a letter first",
+    "kubernetes: {namespace: My_Team}": "4: kubernetes.namespace: My_Team: is not a name that "
+    "every kind of cluster accepts; use at most 40 of a-z, 0-9 and '-', a letter first",
     "config: missing.json": "4: config: missing.json cannot be read: No such file or directory",
     "args: [a": "4: is not YAML: expected ',' or ']', but got '<stream end>'",
     "spot: !!python/object/apply:os.system [x]": "4: spot: a list: one value is needed here",

@@ -109,7 +109,9 @@ def _checkpoints(job: Job) -> Iterator[Problem]:
         text = f"{wanted.secret} opens an object store; name its url"
         yield Problem(key="checkpoint.secret", text=text)
     if file.drain_s <= 0:
-        yield Problem(key="grace_s", text=f"{file.grace:g} s end no agent in order; write 10")
+        yield Problem(
+            key="grace_s", text=f"{file.grace:g} s are too short for an agent to drain; write 10"
+        )
     elif wanted.save_s is not None and wanted.save_s >= file.drain_s:
         needed_s = wanted.save_s + max(wanted.save_s / 4, 5)
         text = (
@@ -165,14 +167,16 @@ def _image_and_variables(job: Job) -> Iterator[Problem]:
         for name, value in getattr(file, key).items():
             where = f"{key}.{name}"
             if not name.isidentifier():
-                yield Problem(key=where, text="is no name of a variable")
+                yield Problem(key=where, text="is not a name of a variable")
             elif name in _FROM_KEYS:
                 yield Problem(key=where, text=f"is made from the key {_FROM_KEYS[name]}; set that")
             elif key == "secrets" and name in file.environment:
                 yield Problem(key=where, text="is in environment, too; keep one")
             elif key == "secrets" and _REFERENCE.fullmatch(value) is None:
                 # The value is not shown: it may be the secret itself.
-                text = "is no reference; write SECRET/ENTRY, such as wandb/api-key, never the value"
+                text = (
+                    "is not a reference; write SECRET/ENTRY, such as wandb/api-key, never the value"
+                )
                 yield Problem(key=where, text=text)
 
 

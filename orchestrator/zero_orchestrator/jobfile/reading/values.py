@@ -83,7 +83,7 @@ def truth(text: str) -> bool:
 def cores(text: str) -> str:
     """CPU cores, as Kubernetes writes them: `4`, `500m`."""
     if re.fullmatch(r"\d+(\.\d+)?|\d+m", text) is None or float(text.rstrip("m")) == 0:
-        raise ValueError("is no number of cores; write 4, or 500m for half of one")
+        raise ValueError("is not a number of cores; write 4, or 500m for half of one")
     return text
 
 
@@ -96,7 +96,7 @@ def parameters(text: str) -> int:
     """The number of parameters of a model: `125M`, `7B`."""
     match = _COUNT.fullmatch(text)
     if match is None:
-        raise ValueError("is no number of parameters; write 125M or 7B")
+        raise ValueError("is not a number of parameters; write 125M or 7B")
     return round(float(match[1]) * _MILLIONS[match[2]])
 
 
@@ -104,7 +104,8 @@ def name(text: str) -> str:
     """A name that Kubernetes, Slurm, systemd and etcd all accept."""
     if _LABEL.fullmatch(text) is None:
         raise ValueError(
-            "cannot be a name everywhere; use at most 40 of a-z, 0-9 and '-', a letter first"
+            "is not a name that every kind of cluster accepts; use at most 40 of a-z, 0-9 "
+            "and '-', a letter first"
         )
     return text
 
@@ -120,14 +121,14 @@ def endpoint(text: str) -> str:
     """Address of an etcd member: `HOST:PORT`."""
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 65536:
-        raise ValueError("is no address of etcd; write HOST:PORT, such as etcd-0:2379")
+        raise ValueError("is not an address of etcd; write HOST:PORT, such as etcd-0:2379")
     return text
 
 
 def url(text: str) -> str:
     """A URL in an object store: `s3://BUCKET/PREFIX`."""
     if re.fullmatch(r"(s3|gs)://[^/\s]+(/\S*)?", text) is None:
-        raise ValueError("is no place in an object store; write s3://BUCKET/PREFIX or gs://...")
+        raise ValueError("is not a URL in an object store; write s3://BUCKET/PREFIX or gs://...")
     return text
 
 

@@ -53,13 +53,16 @@ class Cluster:
     """A Job of the same name that exists already."""
 
 
+def namespace_flags(namespace: str | None) -> list[str]:
+    """Flags of kubectl for a namespace; none for that of the context."""
+    return [f"--namespace={namespace}"] if namespace is not None else []
+
+
 class Kubectl:
     """Queries of the cluster of kubectl's current context; each is bounded by `ASK_TIMEOUT_S`."""
 
     def __init__(self, namespace: str | None) -> None:
-        self._flags = [f"--request-timeout={ASK_TIMEOUT_S:g}s"]
-        if namespace is not None:
-            self._flags.append(f"--namespace={namespace}")
+        self._flags = [f"--request-timeout={ASK_TIMEOUT_S:g}s", *namespace_flags(namespace)]
 
     def context(self) -> str | None:
         """Name of the current context; None without one, or without kubectl."""

@@ -47,7 +47,7 @@ def _objects(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     wanted = file.kubernetes
     if cluster.namespace == []:
         text = (
-            f"{wanted.namespace}: there is none of this name; "
+            f"{wanted.namespace}: there is no such namespace; "
             f"kubectl create namespace {wanted.namespace}"
         )
         yield Problem(key="kubernetes.namespace", text=text)
@@ -61,7 +61,7 @@ def _objects(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
         text = f"{wanted.queue}: there is no such LocalQueue; deploy/kubernetes/kueue has one"
         yield Problem(key="kubernetes.queue", text=text)
     if cluster.has_cert_manager is False:
-        text = "true needs cert-manager, which this cluster has not; https://cert-manager.io"
+        text = "true needs cert-manager, which this cluster does not have; https://cert-manager.io"
         yield Problem(key="etcd.tls", text=text)
     if cluster.job:
         name = f"{file.name}-train"
@@ -115,7 +115,7 @@ def _claim_that_exists(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     """The claim that the job file names exists, and agents on several machines can mount it."""
     name = file.checkpoint.claim
     if cluster.claim == []:
-        text = f"{name}: there is no such claim; name one that there is, or a size to make one"
+        text = f"{name}: there is no such claim; name an existing claim, or a size to create one"
         yield Problem(key="checkpoint.claim", text=text)
     elif cluster.claim and file.nodes.max > 1:
         modes = cluster.claim[0]["spec"]["accessModes"]
@@ -183,7 +183,7 @@ def _machines(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     for name, amount in asked.items():
         if amount > largest[name]:
             shown = Size(f"{largest[name] / 2**30:.1f}Gi") if name == "memory" else largest[name]
-            text = f"{getattr(wanted, name)}: the largest machine now has {shown} to give"
+            text = f"{getattr(wanted, name)}: the largest machine now offers {shown}"
             yield Problem(key=f"resources.{name}", text=text, is_fatal=False)
 
 

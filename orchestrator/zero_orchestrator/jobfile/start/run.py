@@ -128,12 +128,6 @@ def _kubernetes_problems(job: Job) -> list[Problem]:
     return found
 
 
-def _apply(job: Job, how: Start) -> int:
-    namespace = job.file.kubernetes.namespace
-    flags = [f"--namespace={namespace}"] if namespace else []
-    return _submit(["kubectl", "apply", *flags, "--filename=-"], kubernetes.render(job), how)
-
-
 def _submit(words: list[str], text: str, how: Start) -> int:
     """Run a command with a text as its standard input; return its exit code."""
     if how.dry_run:
@@ -154,7 +148,16 @@ PLACES: Mapping[str, Place] = {
         program="kubectl",
         without="https://kubernetes.io/docs/tasks/tools",
         problems=_kubernetes_problems,
-        start=_apply,
+        start=lambda job, how: _submit(
+            [
+                "kubectl",
+                "apply",
+                *facts.namespace_flags(job.file.kubernetes.namespace),
+                "--filename=-",
+            ],
+            kubernetes.render(job),
+            how,
+        ),
     ),
     "slurm": Place(
         program="sbatch",
