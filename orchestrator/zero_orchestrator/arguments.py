@@ -1,7 +1,4 @@
-"""What the commands have in common about flags: their spellings, and the variables that set them.
-
-Called by `zero-ctl` and `zero-agent`.
-"""
+"""Flags of the commands: their spellings, and the environment variables that set them."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def variable_of(flag: str) -> str:
 
 @contextlib.contextmanager
 def named_as_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Errors within call a flag that was set in the environment by the name of its variable.
+    """In a SpecError raised within, replace a flag set in the environment by its variable.
 
     Args:
         variables: Flag, without its dashes -> the variable that set it.

@@ -1,4 +1,4 @@
-"""The errors of the job level: one tree, each message naming what, where and the remedy."""
+"""The errors of jobs and their store; each message names what was wrong, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zero_contract.errors import ZeroError
 
 
 class SpecError(ZeroError):
-    """A job was described wrongly: a flag, a bound, or a specification that differs."""
+    """A flag, a bound or another part of a job's description is wrong."""
 
 
 class SpecMismatch(SpecError):
@@ -14,32 +14,32 @@ class SpecMismatch(SpecError):
 
 
 class StoreError(ZeroError):
-    """The key-value store did not do what it was asked."""
+    """A call to the key-value store failed."""
 
 
 class StoreUnavailable(StoreError):
-    """The store could not be reached, or did not answer in time; trying again may help."""
+    """The store could not be reached, or did not answer in time; a retry may help."""
 
 
 class TakenForGone(StoreUnavailable):
-    """The store answers, but this node's lease had run out; with a new one it will register."""
+    """This node's lease had ended; it registers again under a new lease."""
 
 
 class StoreRefused(StoreError):
-    """The store answered and said no (login, permission, size); trying again does not help."""
+    """The store refused a call (login, permission, size); a retry does not help."""
 
 
 class StoreFull(StoreRefused):
-    """The store has no room for what was to be written; it reads, deletes, keeps leases alive."""
+    """The store is full: it refuses writes, and still reads, deletes and keeps leases alive."""
 
 
 class Compacted(StoreError):
-    """The history asked for is gone; read the keys afresh and watch from there."""
+    """The requested history was compacted; read the keys afresh and watch from there."""
 
 
 class LeaseLost(StoreError):
-    """The lease ran out: other nodes may already think that this one is gone."""
+    """The lease has ended: other nodes may already treat this node as lost."""
 
 
 class StoreReplaced(StoreError):
-    """The store has lost what it held: what an agent knows of its job is true no more."""
+    """The store has lost its data: what an agent knows of its job is no longer valid."""

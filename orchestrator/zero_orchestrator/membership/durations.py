@@ -1,8 +1,8 @@
-"""Since when an observer has seen its job as it is: the durations that a decision looks at.
+"""For how long an observer has seen its job unchanged: the durations that decisions depend on.
 
-`rounds.decide` waits where acting at once would be hasty, and never asks a clock: it is handed for
-how long things have been as they are, by the clock of whoever looks. Clocks of two nodes are never
-compared. Who calls it: `rendezvous`, for an agent that sees the whole job.
+`rounds.decide` waits where acting at once would be hasty, and never reads a clock: its argument
+`Observation` holds these durations, measured by the observer's monotonic clock. Clocks of two nodes
+are never compared. Only an agent with the full view of a job measures them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_orchestrator.membership.rounds import Observation
 
 
 class Durations:
-    """Since when this observer has seen things as they are."""
+    """Measures for how long this observer has seen its job unchanged."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,18 +38,18 @@ class Durations:
         self._silent = True
 
     def heard(self, reason: str) -> None:
-        """It answers again."""
+        """The store answers this node's keep-alive again."""
         self._silent, self._heard_s = False, self._clock.now()
 
     def look(self, job: Snapshot) -> None:
-        """Take note of a new snapshot."""
+        """Update the durations with a new snapshot."""
         now_s = self._clock.now()
         self._fence = job.fence
         if job.alive != self._nodes:
             self._nodes, self._nodes_since_s = job.alive, now_s
         if job.state is State.ACTIVE and job.n != self._round:
             self._round, self._round_since_s = job.n, now_s
-        # What a failure costs says nothing: a round may then wait for nodes, for long.
+        # A re-forming after a failure is not measured: the round may wait for nodes, for long.
         if job.yielding is not None and job.n != self._left:
             self._left, self._left_since_s = job.n, now_s
         symptom = job.failures[0].revision if job.failures else None
@@ -68,17 +68,17 @@ class Durations:
         )
 
     def stepped(self, n: int) -> None:
-        """Workers of this node have finished a step of round n; told as often as one likes."""
+        """Workers of this node have finished a step of round n; callable any number of times."""
         if n == self._left + 1 > 1:
             self._reform_s = self._clock.now() - self._left_since_s
             self._left = 0
 
     def left_s(self, n: int) -> float:
-        """Since the workers of round n were asked to leave; 0 if they were not."""
+        """Seconds since the workers of round n were asked to leave; 0 if they were not."""
         return self._clock.now() - self._left_since_s if self._left == n > 0 else 0.0
 
     def pending(self, move: Move) -> float:
-        """For how long this move has been due on this revision of the round."""
+        """Seconds for which this move has been due at this revision of the round."""
         now_s = self._clock.now()
         if self._pending != (self._fence, move):
             self._pending, self._pending_since_s = (self._fence, move), now_s

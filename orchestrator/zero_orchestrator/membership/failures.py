@@ -1,21 +1,21 @@
-"""What failures cost a job: the restart budget, and hosts that it goes on without for a while.
+"""The cost of failures: the restart budget, and the exclusion (quarantine) of failing hosts.
 
-**The budget.** Each round that ends in a failure leaves one `Charge`. With `--refill-after-steps=N`
-a charge counts until N further steps have been committed. And a job that fails again and again
-without finishing a step that it had not finished before is in a crash loop: it ends after
-`--max-restarts-without-progress` restarts, whatever is left of the budget. Workers that say
-nothing of their steps are not judged by that, and neither are nodes that were lost.
+**Restart budget.** Each round that ends in a failure leaves one `Charge`. With
+`--refill-after-steps=N` a charge counts until N further steps have been committed. A job that fails
+repeatedly without finishing a new step is in a crash loop: it ends after
+`--max-restarts-without-progress` restarts, whatever is left of the budget. Workers that report no
+steps, and nodes that were lost, do not count towards a crash loop.
 
 **Exclusion.** A host that is lost, or whose workers fail, `--exclude-after` times in a row, while
 others do not, is excluded together with the charge for the last failure, in one transaction, and a
-spare takes its place at once. The exclusion is a key under a lease that nobody keeps alive: it ends
-by the clock of the store, whatever becomes of the agents. The next one of the same host is twice as
-long. An exclusion that would leave too few nodes is not made; should others go later, the host
-takes part again for as long as the minimum needs it (`Snapshot.eligible`).
+spare takes its place at once. The exclusion is a key under a lease without keep-alive: it ends by
+the clock of the store, whether or not the agents live. The next exclusion of the same host is twice
+as long (exponential backoff). An exclusion that would leave too few nodes is not made; if others
+leave later, the host takes part again for as long as the minimum needs it (`Snapshot.eligible`).
 
-Must always hold: no round begins with an excluded host that can be done without; a host, not an
-agent: one that is started again there is excluded as well. Pure: everything follows from the
-charges and from what is committed. Who calls it: `rounds`.
+Must always hold: no round begins with an excluded host that is not needed for the minimum; a host
+is excluded, not an agent: a new agent on the same host is excluded as well. All functions are pure:
+they depend on the charges and on what is committed.
 
 Source of the ideas: systemd's StartLimitInterval (restarts are forgiven in time; here in steps,
 since no two clocks are compared), NVRx's cut-off after 3 cycles without progress; Horovod's
@@ -36,18 +36,18 @@ class Charge:
     """One round that ended in a failure."""
 
     n: int
-    """The round."""
+    """Number of the round."""
     cause: str
     committed: int = 0
     """The step of the newest checkpoint at that time; 0 without one."""
     reached: int | None = None
-    """The last step that any worker of the job was known to have finished; None: nobody says."""
+    """The last step known to be finished by any worker of the job; None: no worker reported one."""
     workers: bool = False
-    """Workers failed by themselves; otherwise a node was lost, or nobody knows what broke."""
+    """Workers failed by themselves; otherwise a node was lost, or the cause is unknown."""
     host: str = ""
-    """Whose workers failed, or which was lost; empty where no single one can be blamed."""
+    """Host whose workers failed, or that was lost; empty if no single host is at fault."""
     excluded_s: int = 0
-    """That host was excluded for so long because of it."""
+    """Seconds for which the host was excluded because of this failure; 0: it was not."""
 
     def to_json(self) -> str:
         """The value of its key."""
@@ -60,7 +60,7 @@ def in_force(charges: Sequence[Charge], committed: int, refill_after: int) -> in
     Args:
         charges: All of the job.
         committed: The step of the newest checkpoint; 0 without one.
-        refill_after: A charge is forgiven so many committed steps later; 0: never.
+        refill_after: Committed steps after which a charge is forgiven; 0: never.
     """
     if refill_after == 0:
         return len(charges)
@@ -68,7 +68,7 @@ def in_force(charges: Sequence[Charge], committed: int, refill_after: int) -> in
 
 
 def next_refill(charges: Sequence[Charge], committed: int, refill_after: int) -> int:
-    """At which committed step the next restart comes back; only if one is in force."""
+    """The committed step at which the next restart returns; requires a charge in force."""
     due = (charge.committed + refill_after for charge in charges)
     return min(step for step in due if step > committed)
 
@@ -78,7 +78,7 @@ def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
 
     Args:
         charges: All of the job, in order of rounds.
-        reached: The last step known to be finished; None if nobody says.
+        reached: The last step known to be finished; None: no worker reported one.
     """
     if reached is None:
         return 0
@@ -90,7 +90,7 @@ def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
 # ---- exclusion ----
 
 LONGEST_S = 3600
-"""No exclusion that the job decides on is longer."""
+"""Longest exclusion that the job itself decides on, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ class Exclusion:
     host: str
     why: str
     for_s: int = 0
-    """It ends so long after it began; 0: when somebody ends it."""
+    """Seconds until it ends by itself; 0: until a user ends it."""
     by_user: bool = False
-    """Somebody wants it, rather than the job itself: it holds whatever becomes of the others."""
+    """Asked for by a user, not by the job itself: it holds even if too few nodes are left."""
 
     def to_json(self) -> str:
         """The value of its key."""
@@ -114,22 +114,22 @@ class Exclusion:
 
 
 def in_a_row(charges: Sequence[Charge], host: str, *, lost: bool) -> list[Charge]:
-    """The last charges, newest first, for which this host was at fault: it failed, or was lost.
+    """The latest charges in a row, newest first, for which this host was at fault.
 
-    What nobody can be blamed for (several hosts lost at once, a symptom without a cause) says
-    nothing; workers that fail on several hosts at once do: it is not this host's. And the loss of
-    another host says that machines go, but nothing of a host whose workers fail.
+    A failure that no host is to blame for (several hosts lost at once, a symptom without a cause)
+    is skipped. A failure of workers on several hosts at once ends the row: this host is not the
+    cause. The loss of another host ends a row of losses, but no row of failed workers.
     """
-    telling = [
+    relevant = [
         charge
         for charge in reversed(charges)
         if charge.workers or charge.host == host or (lost and charge.host)
     ]
-    return list(takewhile(lambda charge: charge.host == host, telling))
+    return list(takewhile(lambda charge: charge.host == host, relevant))
 
 
 def cooldown_s(charges: Sequence[Charge], host: str, first_s: int) -> int:
-    """For how long to exclude a host: twice as long each time, up to `LONGEST_S`."""
+    """Seconds to exclude a host: twice as long each time, up to `LONGEST_S`."""
     before = sum(1 for charge in charges if charge.host == host and charge.excluded_s)
     return int(min(first_s * 2.0 ** min(before, 32), max(LONGEST_S, first_s)))
 
@@ -141,10 +141,10 @@ def due(
 
     Args:
         charges: Those before this failure, in order of rounds.
-        host: Whose workers have failed, or which was lost; empty if nobody can be blamed.
-        after: Failures in a row that are too many; 0: none are.
+        host: Host whose workers failed, or that was lost; empty if no single host is at fault.
+        after: Failures in a row that exclude a host; 0: never.
         first_s: The length of a host's first exclusion.
-        lost: It was lost. Once may happen to any machine: only the second time counts.
+        lost: The host was lost. Any machine may be lost once: only the second time counts.
     """
     row = in_a_row(charges, host, lost=lost)
     if not host or after == 0 or len(row) + 1 < (max(after, 2) if lost else after):

@@ -1,7 +1,4 @@
-"""What a job's keys mean: the records in them, and the snapshot every decision looks at.
-
-`rounds.py` decides on a `Snapshot` of them, which `parse.py` makes; `rendezvous.py` writes them.
-"""
+"""The records in a job's keys, and the `Snapshot` of them that every decision depends on."""
 
 from __future__ import annotations
 
@@ -39,32 +36,32 @@ class Node:
 
     id: str
     incarnation: str
-    """Differs for each agent process, so that a restarted one is not taken for the old."""
+    """Differs for each agent process: tells a restarted agent from its predecessor."""
     address: str
     slots: int
     """Workers on this node."""
     draining: bool = False
-    """It wants to leave: it keeps its round until the next step boundary and joins no other."""
+    """It is leaving: it keeps its round until the next step boundary, and joins no other."""
     ring: str = ""
-    """Where its liveness ring listens, `host:port`."""
+    """Address of its liveness ring, `host:port`."""
     role: str = "default"
-    """What its workers are called."""
+    """Role of its workers, as torchrun's --role."""
     host: str = ""
-    """Where it is, by a name that stays when the agent is started again; empty: the id."""
+    """Name of its machine, which stays when the agent is restarted; empty: the id."""
     unhealthy: str = ""
     """Why it cannot take part in a round now, by its own judgement."""
     protocol: int = FIRST_PROTOCOL
     """The version of the protocol that it speaks."""
     process: str = ""
-    """Which process it is, for other agents of the same machine."""
+    """Identifies its process for other agents of the same machine."""
     lease_ttl_s: int = 3
     """The time to live of the lease that it is registered under."""
     evicted: int = 0
-    """How often others have removed this very process, and it was alive."""
+    """How often others have evicted this agent process although it was alive."""
 
     @property
     def machine(self) -> str:
-        """What an exclusion of it is about."""
+        """The host that an exclusion names."""
         return self.host or self.id
 
     def to_json(self) -> str:
@@ -103,41 +100,40 @@ class Members:
         rows = [[getattr(node, name) for name in fields] for node in self.nodes]
         record = {"restarts": self.restarts, "fields": fields, "nodes": rows}
         text = json.dumps(record, separators=(",", ":"))
-        return text if len(text) < _LONG else json.dumps({"zlib": _packed(text)})
+        if len(text) < _LONG:
+            return text
+        packed = base64.b85encode(zlib.compress(text.encode())).decode()
+        return json.dumps({"zlib": packed})
 
 
 NOBODY = Members()
 
 _LONG = 8192
-"""A longer membership is compressed: it is sent to as many agents as it names."""
-
-
-def _packed(text: str) -> str:
-    return base64.b85encode(zlib.compress(text.encode())).decode()
+"""Characters above which a membership is compressed: every member receives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one node reports of its failed workers."""
+    """The report of one node about its failed workers."""
 
     node: str
     symptom: bool
-    """The workers were healthy and lost their peers: the cause is elsewhere."""
+    """The workers were healthy and lost their peers: the cause is on another node."""
     summary: str
     rank: int = -1
     traceback: str = ""
     hang: bool = False
-    """They ran and took no step: the others write down where they are before they are killed."""
+    """The workers hung, taking no step: the others dump their stacks before they are killed."""
     step: int | None = None
-    """The last step that they have finished, 0 before the first; None: they do not say."""
+    """The last step that they finished, 0 before the first; None: they report no steps."""
     host: str = ""
-    """Where it was, by the name that the machine has for itself."""
+    """Host name of the machine, as the machine knows itself."""
     local_rank: int | None = None
     pid: int | None = None
     status: int | None = None
-    """Exit code, or the negative number of the signal that ended the worker; None: it did not."""
+    """Exit code, or the negative number of the signal that ended the worker; None: it runs."""
     error_file: str = ""
-    """On that host; empty: the worker left none."""
+    """Path on that host; empty: the worker left no error file."""
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 
@@ -148,12 +144,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class DrainOrder:
-    """Somebody's wish that one agent process leaves the job."""
+    """A user's request that one agent process leaves the job."""
 
     node: str
     incarnation: str
     by: str
-    """Who wants it."""
+    """The user who asked."""
 
     def to_json(self) -> str:
         """The value of its key."""
@@ -162,7 +158,7 @@ class DrainOrder:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job as read at one revision of the store; every decision looks at nothing else."""
+    """A job as read at one revision of the store; decisions depend on nothing else of it."""
 
     spec: JobSpec
     n: int = 0
@@ -180,13 +176,13 @@ class Snapshot:
     quiet: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
     leaving: frozenset[str] = frozenset()
-    """Nodes that were told to leave in round n: their end is no loss, even if it comes early."""
+    """Nodes asked to leave in round n, as at a preemption: their end is no loss, even if early."""
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
     charged: tuple[Charge, ...] = ()
-    """To the restart budget, in order of rounds."""
+    """Charges to the restart budget, in order of rounds."""
     took_s: float = 0.0
-    """Since the workers of the round before were asked to leave; 0 if they were not."""
+    """Seconds from the request to leave the round before to this one; 0: there was none."""
     by: str = ""
     """The move that led to the state."""
     committed: int = 0
@@ -194,7 +190,7 @@ class Snapshot:
     committed_revision: int = 0
     """mod_revision of its key; 0 when there is none."""
     stop: str | None = None
-    """Somebody wants the job to end: who, and why."""
+    """A user's request that the job ends: who asked, and why."""
     drains: tuple[DrainOrder, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
 
@@ -205,15 +201,15 @@ class Snapshot:
 
     @cached_property
     def spent(self) -> int:
-        """Those of them that count."""
+        """Charges that still count towards the budget."""
         return in_force(self.charged, self.committed, self.spec.refill_after_steps)
 
     @cached_property
     def reached(self) -> int | None:
-        """The last step that any worker is known to have finished; None if nobody says."""
-        told = [charge.reached for charge in self.charged]
-        told += [failure.step for failure in self.failures]
-        known = [step for step in told if step is not None]
+        """The last step known to be finished by any worker; None: no worker reported one."""
+        steps = [charge.reached for charge in self.charged]
+        steps += [failure.step for failure in self.failures]
+        known = [step for step in steps if step is not None]
         return max(*known, self.committed) if known else self.committed or None
 
     @cached_property
@@ -228,13 +224,13 @@ class Snapshot:
 
     @cached_property
     def lost(self) -> tuple[Node, ...]:
-        """Members of round n whose agents vanished with work in hand."""
+        """Members of round n whose agents vanished while their workers ran."""
         gone = (m for m in self.members.nodes if (m.id, m.incarnation) not in self.alive)
         return tuple(m for m in gone if m.id not in self.at_rest)
 
     @cached_property
     def released(self) -> frozenset[str]:
-        """Nodes whose workers lost their peers when those had been asked to leave: no fault."""
+        """Nodes whose workers lost peers that had been asked to leave: no failure."""
         if self.yielding is None:
             return frozenset()
         after = (f for f in self.failures if f.symptom and f.revision > self.yield_revision)
@@ -242,15 +238,15 @@ class Snapshot:
 
     @cached_property
     def at_rest(self) -> frozenset[str]:
-        """Nodes whose workers of round n have ended, and not as a failure of theirs."""
+        """Nodes whose workers of round n have ended without a failure of their own."""
         return self.quiet | self.done | self.released
 
     @cached_property
     def eligible(self) -> tuple[Node, ...]:
         """Live agents that may take part in the next round.
 
-        Where the minimum cannot be met otherwise, those that only the job itself has excluded may:
-        a host that keeps failing is better than none.
+        If the minimum cannot be met otherwise, hosts that the job itself excluded may as well: a
+        host that keeps failing is better than none.
         """
         fit = [node for node in self.nodes if not node.draining and not node.unhealthy]
         chosen = [node for node in fit if self.exclusion(node) is None]
@@ -276,7 +272,7 @@ class Snapshot:
         return frozenset((node.id, node.incarnation) for node in self.eligible)
 
     def barred(self, node: Node) -> Exclusion | None:
-        """Why no round begins with this node, if it is excluded and can be done without."""
+        """The exclusion that keeps this node out of rounds; None: not excluded, or needed."""
         exclusion = self.exclusion(node)
         if exclusion is None or (node.id, node.incarnation) in self._eligible:
             return None
@@ -291,6 +287,6 @@ class Snapshot:
         return self.members.index(node) is not None
 
     def drain_order(self, node: Node) -> DrainOrder | None:
-        """The wish that this very agent process leaves, or None."""
+        """The request that this agent process leaves, or None."""
         who = (node.id, node.incarnation)
         return next((d for d in self.drains if (d.node, d.incarnation) == who), None)

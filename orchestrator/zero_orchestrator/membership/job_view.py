@@ -34,17 +34,17 @@ from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range, Read
 from zero_orchestrator.store.replica import Replica
 
 FIRST = 3
-"""So many agents see everything: no death of two of them at once delays anything."""
+"""Number of deciders, agents with the full view: two may die at once without any delay."""
 REREAD_S = 2.0
-"""An agent makes sure, by reading, that it has missed nothing after so long without a change."""
+"""Seconds without a change after which an agent reads the store, to be sure of its view."""
 PENDING_S = 0.25
-"""The same for one outside while the job waits for something."""
+"""The same for a follower while the job waits for something."""
 LOOKS_PER_S = 25
 """The agent that has k others before it looks no more often than LOOKS_PER_S / k times a second."""
 LONGEST_S = 15.0
-"""But no more rarely than that: half of a large job may be gone at once."""
+"""Longest pause of a follower: half of a large job may be gone at once."""
 CAUSES = 8
-"""So many reports of failures, the oldest, are read by an agent that does not see all of them."""
+"""Number of failure reports, the oldest, that a follower reads."""
 
 
 class JobView:
@@ -227,14 +227,12 @@ class _FollowerView:
         job = self._job
         reported = any(r.key.startswith(self._keys.report(job.n, "")) for r in self._reports)
         due = job.state is not State.ACTIVE or job.yielding is not None or reported
-        pause_s = min(self._before() / LOOKS_PER_S, LONGEST_S)
+        # How many live agents come before this one, as far as it knows.
+        earlier = sum(self._latest_first < member.id < self._id for member in job.members.nodes)
+        if not job.members.nodes:
+            earlier = self._spec.min_nodes
+        pause_s = min(earlier / LOOKS_PER_S, LONGEST_S)
         return max(PENDING_S if due else REREAD_S, pause_s)
-
-    def _before(self) -> int:
-        """How many live agents come before this one, as far as it knows."""
-        if not self._job.members.nodes:
-            return self._spec.min_nodes
-        return sum(self._latest_first < member.id < self._id for member in self._job.members.nodes)
 
     def look(self) -> Snapshot:
         found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)

@@ -1,8 +1,7 @@
-"""The moves of a job, and the one transaction that makes each.
+"""The state transitions of a job, and the one transaction (compare-and-set) for each.
 
-Must always hold: a transaction compares the revision of the `round` key that its snapshot was read
-at, so that of several agents one makes the move, and none makes it on what is over.
-Who calls it: `rounds` decides on moves, `rendezvous` makes them.
+Must always hold: a transaction compares the revision of the `round` key in its snapshot, so that of
+several agents exactly one makes a move, and none makes it on an outdated snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from zero_orchestrator.store.kv import NO_LEASE, Compare, Delete, Put, Write, ab
 
 
 class Move(StrEnum):
-    """What a transition does."""
+    """The kind of a transition."""
 
     OPEN = "open"
     ACTIVATE = "activate"
@@ -56,19 +55,19 @@ class Transition:
     members: Members = NOBODY
     charge: Charge | None = None
     exclusion: Exclusion | None = None
-    """Of the host that is charged; its key needs a lease that lasts as long."""
+    """Exclusion of the host that is charged; its key needs a lease of the same duration."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What should happen now, and the sentence that says why (or what is waited for)."""
+    """The transition to make now, or None, and the reason (or what the job waits for)."""
 
     transition: Transition | None
     reason: str
 
 
 def go(move: Move, cause: str, **cost: Any) -> Decision:
-    """A move whose cause says everything; what it costs is as in `Transition`."""
+    """A decision whose reason is its cause; `cost`: further fields of `Transition`."""
     return Decision(Transition(move, cause, **cost), cause)
 
 
@@ -81,26 +80,26 @@ def transaction(
     at_s: float = 0.0,
     took_s: float = 0.0,
 ) -> tuple[list[Compare], list[Write]]:
-    """The one transaction that carries out a transition, and only on this very snapshot.
+    """The transaction that carries out a transition, if the snapshot still is current.
 
     Args:
         keys: Of the job.
         job: What the transition was decided on.
         transition: What to carry out.
-        lease: Of the exclusion, if there is one.
-        at_s: The writer's wall clock, for people and for `zero-ctl gc`; no decision looks at it.
-
-        took_s: Since the workers of the round before were asked to leave, if the next one begins.
+        lease: Lease of the exclusion, if there is one.
+        at_s: The writer's wall clock, for people and for `zero-ctl gc`; no decision depends on it.
+        took_s: Seconds since the workers of the round before were asked to leave, if the next one
+            begins.
 
     Raises:
-        ValueError: The move is not legal in the snapshot's state; nothing is to be written.
+        ValueError: The move is not legal in the snapshot's state.
     """
     source, target = LEGAL[transition.move]
     if job.state is not source:
         raise ValueError(f"{transition.move} in state {job.state} of round {job.n}")
     compares = [unchanged(keys.round, job.fence)]
     if transition.move is Move.YIELD:
-        # The round goes on, and so does its fence: the workers still have a step to commit.
+        # The round and its fence continue: the workers still have a step to commit.
         yielded = keys.of_round(job.n, "yield")
         return [*compares, absent(yielded)], [Put(yielded, json.dumps(transition.cause))]
     n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
@@ -111,7 +110,7 @@ def transaction(
     writes: list[Write] = [Put(keys.round, json.dumps(record))]
     if transition.charge is not None:
         writes.append(Put(keys.charged(job.n), transition.charge.to_json()))
-        # A checkpoint published since the reading is progress, and may give a restart back.
+        # A checkpoint published since the snapshot is progress, and may refill the budget.
         compares.append(unchanged(keys.latest, job.committed_revision))
     if (exclusion := transition.exclusion) is not None:
         writes.append(Put(keys.excluded(exclusion.host), exclusion.to_json(), lease))

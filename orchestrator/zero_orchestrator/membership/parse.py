@@ -1,7 +1,7 @@
-"""From a job's keys, as they were at one revision of the store, to the `Snapshot` of them.
+"""Parse a job's keys, as of one revision of the store, into a `Snapshot`.
 
-Must always hold: what `to_json` of a record writes is read back as an equal record. Agents look
-often and jobs are large, so what has not changed since the last look is not parsed again.
+Must always hold: what `to_json` of a record writes is read back as an equal record. Agents parse
+often and jobs are large, so records that have not changed are cached.
 Who calls it: `job_view`, `status`, `requests`, the model checker.
 """
 
@@ -11,7 +11,7 @@ import base64
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
 
@@ -32,14 +32,26 @@ from zero_orchestrator.store.kv import KeyValue, Range
 
 
 def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
-    """The snapshot in a job's keys, all of them or some, as they were at one revision."""
+    """The snapshot in a job's keys, all of them or some, as of one revision.
+
+    Raises:
+        SpecMismatch: A record lacks a field that every version writes.
+    """
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
     request = json.loads(stop.value) if stop else None
-    kinds = _by_kind(keys, found)
-    nodes, excluded = _nodes(kinds["nodes"]), _exclusions(kinds["excluded"])
+    # By the first part of a key after the job's prefix: a large job has thousands, of few kinds.
+    start = len(keys.prefix)
+    kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
+    for item in found.items:
+        kinds[item.key[start:].partition("/")[0]].append(item)
+    live = sorted(kinds["nodes"], key=attrgetter("create_revision"))
+    nodes = tuple(_node(item.value) for item in live)
+    excluded = tuple(read(Exclusion, json.loads(item.value)) for item in kinds["excluded"])
     if head is None:
         return Snapshot(spec=spec, nodes=nodes, stop=request, exclusions=excluded)
+    charges = (read(Charge, json.loads(item.value)) for item in kinds["charged"])
+    orders = (item for item in kinds["cmd"] if item.key.startswith(keys.drain("")))
     latest, reports = items.get(keys.latest), kinds["reports"]
     record = json.loads(head.value)
     n = record["n"]
@@ -61,24 +73,15 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         done=_names(reports, keys.report(n, "done/")),
         leaving=_names(reports, keys.report(n, "leaving/")),
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
-        charged=_charges(kinds["charged"]),
+        charged=tuple(sorted(charges, key=attrgetter("n"))),
         took_s=float(record.get("took_s", 0.0)),
         by=record.get("by", ""),
         committed=json.loads(latest.value)["step"] if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,
         stop=request,
-        drains=_drains(kinds["cmd"], keys.drain("")),
+        drains=tuple(read(DrainOrder, json.loads(item.value)) for item in orders),
         exclusions=excluded,
     )
-
-
-def _by_kind(keys: Keys, found: Range) -> Mapping[str, list[KeyValue]]:
-    """The keys by what follows the job's prefix: a large job has thousands, of few kinds."""
-    start = len(keys.prefix)
-    kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
-    for item in found.items:
-        kinds[item.key[start:].partition("/")[0]].append(item)
-    return kinds
 
 
 def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
@@ -86,12 +89,7 @@ def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
     return frozenset(item.key[start:] for item in items if item.key.startswith(prefix))
 
 
-def _nodes(items: Sequence[KeyValue]) -> tuple[Node, ...]:
-    live = sorted(items, key=attrgetter("create_revision"))
-    return tuple(_node(item.value) for item in live)
-
-
-@lru_cache(maxsize=8192)  # of the agents of a large job only a few have changed since the last look
+@lru_cache(maxsize=8192)  # of the agents of a large job only a few change between two snapshots
 def _node(value: str) -> Node:
     return read(Node, json.loads(value))
 
@@ -104,20 +102,6 @@ def _members(value: str) -> Members:
     rows = (dict(zip(record["fields"], row, strict=True)) for row in record["nodes"])
     nodes = (read(Node, row) for row in rows)
     return Members(tuple(nodes), record["restarts"])
-
-
-def _drains(items: Sequence[KeyValue], prefix: str) -> tuple[DrainOrder, ...]:
-    orders = (item for item in items if item.key.startswith(prefix))
-    return tuple(read(DrainOrder, json.loads(item.value)) for item in orders)
-
-
-def _charges(items: Sequence[KeyValue]) -> tuple[Charge, ...]:
-    charges = (read(Charge, json.loads(item.value)) for item in items)
-    return tuple(sorted(charges, key=lambda charge: charge.n))
-
-
-def _exclusions(items: Sequence[KeyValue]) -> tuple[Exclusion, ...]:
-    return tuple(read(Exclusion, json.loads(item.value)) for item in items)
 
 
 def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:

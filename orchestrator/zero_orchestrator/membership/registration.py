@@ -1,10 +1,8 @@
-"""One agent among the live nodes of a job: its record there, under a lease that it keeps alive.
+"""An agent's registration: its record among the live nodes of a job, under a lease.
 
-Must always hold: the record goes when the agent does, within the time to live of the lease at the
-latest; a lease that was lost is replaced only in `write`, so whoever has read the job in between
-knows that this agent may have been taken for dead.
-
-Called by `rendezvous`.
+Must always hold: the record vanishes with the agent, at the latest when the time to live of the
+lease is over; a lost lease is replaced only in `write`, so the caller, who reads the job in
+between, sees that others may have evicted this agent.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ class Registration:
             node: This agent.
             ttl_s: Of the lease.
             clock: Of the lease's keeper.
-            durations: Told when the store is silent, and when it is heard again.
-            journal: Told when the lease is lost.
-            on_lost: Called then, on the thread of the lease's keeper.
-            works: Whether this agent does; the lease is not refreshed while it does not.
+            durations: Records when the store stops answering, and when it answers again.
+            journal: Records the loss of the lease.
+            on_lost: Called after that, on the thread of the lease's keeper.
+            works: Whether this agent makes progress; while it does not, the lease is not refreshed.
         """
         self._store = store
         self._key = key
@@ -67,21 +65,21 @@ class Registration:
 
     @property
     def lease(self) -> int:
-        """Under which it is registered."""
+        """Lease of the record; NO_LEASE before the first `write`."""
         return self._keeper.lease if self._keeper is not None else NO_LEASE
 
     @property
     def lost(self) -> bool:
-        """The lease has ended since the last `write`: the others may take this agent for dead."""
+        """The lease has ended since the last `write`: others may treat this agent as dead."""
         return self._lost.is_set()
 
     def change(self, **facts: Any) -> int:
-        """Say something else of this agent; the revision of it. Raises as `write`."""
+        """Change fields of the record; returns the revision of the write. Raises as `write`."""
         self.node = dataclasses.replace(self.node, **facts)
         return self.write()
 
     def write(self) -> int:
-        """(Re-)register under a lease that is alive; the revision of it.
+        """(Re-)register under a live lease; returns the revision of the write.
 
         Raises:
             StoreUnavailable: The store did not answer.
@@ -89,7 +87,22 @@ class Registration:
                 one: first the caller makes sure that this is the store that knew the lease.
         """
         if self._keeper is None or self.lost:
-            self._keeper = self._new_keeper(self._keeper)
+            before = self._keeper
+            self._lost.clear()
+            if before is not None:
+                before.close()
+            self._keeper = LeaseKeeper(
+                self._store,
+                self._ttl_s,
+                clock=self._clock,
+                on_lost=self._lease_lost,
+                on_silent=self._durations.silent,
+                on_heard=self._durations.heard,
+                works=self._works,
+            )
+            if before is not None:
+                # Whatever the previous keeper reported last: the store answers, after a gap.
+                self._durations.heard("a new lease was granted")
         try:
             return self._store.put(self._key, self.node.to_json(), lease=self._keeper.lease)
         except LeaseLost:
@@ -102,24 +115,6 @@ class Registration:
         """Leave: the other agents see it at once."""
         if self._keeper is not None:
             self._keeper.close()
-
-    def _new_keeper(self, before: LeaseKeeper | None) -> LeaseKeeper:
-        self._lost.clear()
-        if before is not None:
-            before.close()
-        keeper = LeaseKeeper(
-            self._store,
-            self._ttl_s,
-            clock=self._clock,
-            on_lost=self._lease_lost,
-            on_silent=self._durations.silent,
-            on_heard=self._durations.heard,
-            works=self._works,
-        )
-        if before is not None:
-            # Whatever the keeper before it last said: the store answers, after a gap.
-            self._durations.heard("a new lease was granted")
-        return keeper
 
     def _lease_lost(self, reason: str) -> None:
         self._durations.heard(

@@ -7,8 +7,8 @@ k * TURN_S later than the first, so that normally one transaction is made and th
 agent delays a round by a fraction of a second.
 
 Must always hold: nothing here is written unless the store still is as it was read (the fence);
-an agent that cannot reach the store changes nothing, keeps what it knows and says so.
-Who calls it: the agent's loop. Thread-safe: `commit` may be called from another thread.
+an agent that cannot reach the store changes nothing and keeps its last snapshot. `commit` may be
+called from another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from zero_orchestrator.membership.job_view import JobView, place
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
 from zero_orchestrator.membership.rounds import (
-    Decision,
     Move,
     Timing,
     Transition,
@@ -51,7 +50,7 @@ from zero_orchestrator.store.kv import (
 )
 
 PROMPT_S = 1.0
-"""Joining takes milliseconds; who has waited for longer has seen the end of a silence."""
+"""Joining takes milliseconds; an agent that waited longer has seen the end of an outage."""
 TURN_S = 0.25
 """How much longer the next agent in turn waits before it tries a transition itself."""
 
@@ -87,10 +86,10 @@ class Rendezvous:
             clock: Measures durations; never compared with another node's.
             journal: Receives every transition this agent makes.
             timing: The job's patience.
-            lease_ttl_s: Others take this agent for lost so long after its last sign of life.
+            lease_ttl_s: Seconds after the last keep-alive at which others treat this agent as lost.
             on_change: Called on a thread of the store when a poll is worth while.
             works: Whether this agent's loop turns; asked on another thread. While it does not,
-                its lease is not refreshed, and the others go on without it.
+                its lease is not refreshed, and the job continues without it.
         """
         self.keys = Keys(job)
         self._store = store
@@ -260,7 +259,7 @@ class Rendezvous:
         self._seeing.distrust()
 
     def stepped(self, n: int) -> None:
-        """This node's workers have finished a step of round n; told as often as one likes."""
+        """This node's workers have finished a step of round n; callable any number of times."""
         self._durations.stepped(n)
 
     def report_quiet(self, n: int) -> None:
@@ -306,7 +305,7 @@ class Rendezvous:
         if job is not self._snapshot:
             self._snapshot = job
             if self._seeing.whole:
-                self._durations.look(job)  # who decides must know since when things are as they are
+                self._durations.look(job)  # deciders measure durations
         mine = job.node(self.node.id)
         if mine is not None and mine.incarnation != self.node.incarnation:
             raise NodeTaken(
@@ -318,14 +317,21 @@ class Rendezvous:
     # ---- moving on ----
 
     def _advance(self) -> bool:
-        """Try the transition that is due; whether the snapshot is to be read again."""
+        """Try the transition that is due; returns whether the snapshot must be read again."""
         job = self._snapshot
         if not self._seeing.whole:
-            self._reason = _from_outside(job)
+            if job.state in ENDED:
+                self._reason = f"the job is {job.state}: {job.cause}"
+            elif job.state is not State.ACTIVE:
+                self._reason = f"round {job.n + 1} is forming; others see to it"
+            else:
+                self._reason = job.yielding or runs(job)
             return False
         decision = decide(job, self._durations.observed(), self._timing)
-        if decision.transition is not None and not self._my_turn(decision):
-            return False  # somebody else is about to
+        if decision.transition is not None:
+            due_s = self._durations.pending(decision.transition.move)
+            if due_s < TURN_S * place(job, self.node.id):
+                return False  # another agent is about to make the transition
         self._reason = decision.reason
         if decision.transition is None:
             return False
@@ -351,7 +357,7 @@ class Rendezvous:
 
     def _try(self, job: Snapshot, transition: Transition) -> TxnResult:
         exclusion = transition.exclusion
-        # Nobody keeps this lease alive: what it holds ends by the clock of the store.
+        # This lease has no keep-alive: the exclusion ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
         took_s = self._durations.left_s(job.n)
         move = transaction(self.keys, job, transition, lease, at_s=time.time(), took_s=took_s)
@@ -360,24 +366,10 @@ class Rendezvous:
             self._store.revoke(lease)
         return done
 
-    def _my_turn(self, decision: Decision) -> bool:
-        assert decision.transition is not None
-        due_s = self._durations.pending(decision.transition.move)
-        return due_s >= TURN_S * place(self._snapshot, self.node.id)
-
     # ---- writing ----
 
     def _report(self, n: int, kind: str, value: str = "") -> None:
-        """Say once how this node's part of round n ended; a second report changes nothing."""
+        """Report how this node's part of round n ended; a second report changes nothing."""
         key = self.keys.report(n, kind, self.node.id)
         done = self._store.txn([absent(key)], [Put(key, value)])
         self._seeing.said(KeyValue(key, value, done.revision, done.revision))
-
-
-def _from_outside(job: Snapshot) -> str:
-    """What the job is doing, for an agent that does not see all of it."""
-    if job.state in ENDED:
-        return f"the job is {job.state}: {job.cause}"
-    if job.state is not State.ACTIVE:
-        return f"round {job.n + 1} is forming; others see to it"
-    return job.yielding or runs(job)

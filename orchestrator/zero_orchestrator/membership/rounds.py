@@ -1,4 +1,4 @@
-"""The round machine: one pure function says how a job moves on, one transaction moves it.
+"""The round machine: one pure function decides a job's next move, one transaction makes it.
 
 A job is a sequence of rounds. A round has a fixed, ordered membership, and so fixed ranks. When
 membership must change, the round is left (FORMING: its workers stop, each agent says "quiet")
@@ -45,7 +45,7 @@ __all__ = [
 
 
 _NAMED = 8
-"""A sentence names so many nodes; a large job has thousands."""
+"""Most nodes that a message names; a large job has thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Timing:
     return_within_s: float = 4.0
     """After the store was silent, nodes whose leases lapsed meanwhile have so long to return."""
     symptom_patience_s: float = 6.0
-    """A lost peer is expected to show its cause (a failure, a lapsed lease) within so long."""
+    """The cause of a lost peer (a failure, a lapsed lease) is expected within this time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _barred(job: Snapshot) -> str:
 
 
 def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
-    """The first rule that has something to say decides."""
+    """The first rule that returns a decision decides."""
     for rule in _WATCH_RULES:
         decision = rule(job, seen, timing)
         if decision is not None:
@@ -157,7 +157,7 @@ def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
 
 
 def runs(job: Snapshot) -> str:
-    """What is said of a round to which nothing happens."""
+    """The status of a round in which nothing is due."""
     nodes = len(job.members.nodes)
     return f"round {job.n} runs on {nodes} node{'s' if nodes != 1 else ''}"
 
@@ -335,7 +335,7 @@ def _spent(job: Snapshot) -> str:
 
 
 def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | None, str]:
-    """The exclusion that a failure of this host brings about, and what to say of it."""
+    """The exclusion that a failure of this host causes, and a remark for the message."""
     spec = job.spec
     after, first_s = spec.exclude_after, spec.exclude_for_s
     found = due(job.charged, host, after=after, first_s=first_s, lost=lost)

@@ -4,12 +4,11 @@ The same command typed in several terminals must meet in one job, and the same c
 again after that job has ended must start a new one. So each command has a numbered series of
 runs, `/zero/runs/<command>` holds the current number, and an agent moves it on when that run
 is over: DONE, FAILED, STOPPED, or left by all its agents. In the last case the same transaction
-stops it for good: an agent that only stood still, and comes back, must not train beside the new
-run.
+stops it for good: an agent that only hung, and resumes, must not train beside the new run.
 
-Must always hold: two agents that start together agree on one run, and never do two runs go on. A
-new number is written by compare-and-set, and a run without a round yet has just begun, so it is
-joined, not skipped.
+Must always hold: two agents that start together agree on one run, and two runs never train at
+once. A new number is written by compare-and-set, and a run without a round yet has just begun, so
+it is joined, not skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Put, Write, unchanged
 
 ATTEMPTS = 20
-"""Each lost race means that another agent moved the run on; joining that one ends the loop."""
+"""Most lost races: after each, another agent has started the next run, which this one joins."""
 
 
 def command_name(program: str, command: Sequence[str]) -> str:
@@ -48,13 +47,16 @@ def current_run(store: KeyValueStore, name: str) -> str:
         number = int(held.value) if held else 0
         job, following = f"{name}.{number}", f"{name}.{number + 1}"
         head = store.get(Keys(job).round)
-        if held and not _is_over(store, job, head):
+        # A run without a round has just begun; a run that all its agents have left is over.
+        if held and (
+            head is None or (not _has_ended(head) and store.range(Keys(job).nodes, limit=1).items)
+        ):
             return job
         compares = [unchanged(key, held.mod_revision if held else 0)]
         writes: list[Write] = [Put(key, str(number + 1))]
         if head is not None and not _has_ended(head):
             compares.append(unchanged(head.key, head.mod_revision))
-            # The end of a run that all its agents have left
+            # All agents have left this run: the same transaction stops it for good.
             cause = (
                 f"all its agents were gone, and the same command was started again as {following}"
             )
@@ -78,12 +80,6 @@ def standing_run(store: KeyValueStore, name: str) -> str | None:
     """
     held = store.get(f"/zero/runs/{name}")
     return f"{name}.{held.value}" if held is not None else None
-
-
-def _is_over(store: KeyValueStore, job: str, head: KeyValue | None) -> bool:
-    if head is None:
-        return False
-    return _has_ended(head) or not store.range(Keys(job).nodes, limit=1).items
 
 
 def _has_ended(head: KeyValue) -> bool:

@@ -1,4 +1,4 @@
-"""What a job is: its bounds, its budget and its command, agreed on by every agent.
+"""The specification of a job, which all its agents share: bounds, restart budget, command.
 
 The first agent of a job writes its `JobSpec`; every later one compares its own with it and is
 refused with the difference. What may differ between nodes (processes per node, log directory)
@@ -40,19 +40,19 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def check_job_name(name: str) -> str:
-    """`name` itself, if a job can have it. Raises SpecError."""
+    """Returns the name of a job if it is valid. Raises SpecError."""
     return check_name("--rdzv-id", name)
 
 
 def check_name(flag: str, name: str) -> str:
-    """`name` itself, if it can be part of a key and of a directory name.
+    """Returns a name if it can be part of a key and of a directory name.
 
     Args:
-        flag: With which it was given.
+        flag: The flag that gave it, for the error.
         name: Of a job, or of a node.
 
     Raises:
-        SpecError: It cannot.
+        SpecError: It has other characters, or too many.
     """
     if _NAME.fullmatch(name) is None:
         raise SpecError(
@@ -69,17 +69,17 @@ class JobSpec:
     min_nodes: int
     max_nodes: int
     node_unit: int = 1
-    """A round has a multiple of so many nodes; the others are spares."""
+    """The nodes of a round are a multiple of this; the others are spares."""
     max_restarts: int = 0
     """Failures the whole job may survive; joins, drains and spares are free."""
     refill_after_steps: int = 0
-    """A restart comes back to the budget after so many committed steps; 0: never."""
+    """Committed steps after which a restart returns to the budget; 0: never."""
     max_restarts_without_progress: int = 0
-    """Restarts in a row that finish no new step; one more such failure ends the job. 0: any."""
+    """Restarts in a row without a new step; one more such failure ends the job. 0: no limit."""
     exclude_after: int = 0
-    """A host is excluded after so many failures of its workers in a row; 0: never."""
+    """Failures in a row after which a host is excluded; 0: never."""
     exclude_for_s: int = 60
-    """For so long at first."""
+    """Seconds of a host's first exclusion."""
     command: tuple[str, ...] = ()
     """Script or module and its arguments, as the user typed them."""
     protocol: int = PROTOCOL
@@ -107,7 +107,7 @@ class JobSpec:
             )
 
     def usable(self, count: int) -> int:
-        """How many of so many nodes a round can have; it may be fewer than the minimum."""
+        """How many of `count` nodes a round can use; it may be fewer than the minimum."""
         return min(count, self.max_nodes) // self.node_unit * self.node_unit
 
     @property
