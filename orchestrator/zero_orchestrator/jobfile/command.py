@@ -53,7 +53,7 @@ def _read(path: Path) -> Job:
     found = checks.check(job)
     job.source.refuse(one for one in found if one.is_fatal)
     for problem in found:
-        print(f"zero-ctl: {job.source.tell(problem)}", file=sys.stderr)
+        print(f"zero-ctl: {job.source.message(problem)}", file=sys.stderr)
     return job
 
 
@@ -63,7 +63,9 @@ def _run(args: argparse.Namespace) -> int:
     job = _read(args.file)
     on, why = (args.on, "") if args.on else run.choose()
     if why:
-        print(f"zero-ctl: on {on}, since {why}; --on says otherwise", file=sys.stderr)
+        print(
+            f"zero-ctl: on {on}, since {why}; --on chooses another kind of cluster", file=sys.stderr
+        )
     agents = args.agents or job.file.nodes.min
     return run.run(job, on, run.Start(agents=agents, dry_run=args.dry_run))
 

@@ -1,4 +1,4 @@
-"""Job files for tests: the least that one must say, and more."""
+"""Job files for tests: the required keys, and more."""
 
 from __future__ import annotations
 

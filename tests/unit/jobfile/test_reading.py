@@ -1,4 +1,4 @@
-"""Job files that say something wrong: every message names the line, the key and the remedy."""
+"""Wrong job files: every message names the line, the key and the remedy."""
 
 from __future__ import annotations
 

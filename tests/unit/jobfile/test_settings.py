@@ -1,4 +1,4 @@
-"""Job files, as the agents are told them."""
+"""Job files as environment variables of the agents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_orchestrator.jobfile.reading.settings import FLAGS, settings
 
 
 def agent_of(directory, more: str) -> AgentConfig:
-    """The configuration of an agent that is told what this job file says."""
+    """The configuration of an agent with the environment variables of this job file."""
     variables = settings(job(directory, more).file)
     (directory / "train.py").touch()
     args = parse([str(directory / "train.py")], variables)

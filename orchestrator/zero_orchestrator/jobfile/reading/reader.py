@@ -53,7 +53,7 @@ class Source:
     lines: Mapping[str, int]
     """Key -> line, from 1. A key that is not in the file has the line of its section."""
 
-    def tell(self, problem: Problem) -> str:
+    def message(self, problem: Problem) -> str:
         """The problem as one line: `job.yaml:7: nodes: minimum 4 exceeds ...`."""
         return f"{self.file}:{self._line(problem.key)}: " + ": ".join(
             part for part in (problem.key, problem.text) if part
@@ -66,7 +66,7 @@ class Source:
             JobFileError: There is at least one problem.
         """
         if found := sorted(problems, key=lambda one: self._line(one.key)):
-            raise JobFileError("\n".join(map(self.tell, found)))
+            raise JobFileError("\n".join(map(self.message, found)))
 
     def _line(self, key: str) -> int:
         while key and key not in self.lines:

@@ -337,7 +337,7 @@ def load(path: Path) -> Job:
         except ValueError as error:
             wrong = f"{file.config} is no config: {error}"
     if wrong:
-        raise JobFileError(source.tell(reader.Problem(key="config", text=wrong)))
+        raise JobFileError(source.message(reader.Problem(key="config", text=wrong)))
     return Job(file=file, source=source, directory=directory, config=config)
 
 

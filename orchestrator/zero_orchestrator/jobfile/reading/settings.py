@@ -67,5 +67,5 @@ def places(job: Job, default: Path | None = None) -> list[str]:
         text = (
             "is missing; on machines $(CHECKPOINTS) is a directory that all of them see, or a url"
         )
-        raise JobFileError(job.source.tell(Problem(key="checkpoint.path", text=text)))
+        raise JobFileError(job.source.message(Problem(key="checkpoint.path", text=text)))
     return job.file.arguments(config=str(job.config_path), checkpoints=str(path))

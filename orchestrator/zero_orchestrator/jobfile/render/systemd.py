@@ -22,14 +22,14 @@ def files(job: Job) -> dict[str, str]:
     file = job.file
     if not file.etcd.endpoints:
         text = "are missing; machines without a scheduler meet at an etcd of yours"
-        raise JobFileError(job.source.tell(Problem(key="etcd.endpoints", text=text)))
+        raise JobFileError(job.source.message(Problem(key="etcd.endpoints", text=text)))
     words = [file.script, *places(job)]
     variables = settings(file) | etcd_settings(file)
     for text in (*words, *variables.values()):
         among = " \t\n\"'\\" if text in words else "\n\"'\\"
         if any(letter in text for letter in among):
             wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"
-            raise JobFileError(job.source.tell(Problem(key="", text=wrong)))
+            raise JobFileError(job.source.message(Problem(key="", text=wrong)))
     variables["ZERO_SCRIPT"] = " ".join(words)
     limits = [
         f"# The job {file.name}, of {job.source.file}.",

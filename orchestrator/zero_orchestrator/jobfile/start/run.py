@@ -185,5 +185,5 @@ def run(job: Job, on: str, how: Start) -> int:
     found = place.problems(job)
     job.source.refuse(one for one in found if one.is_fatal)
     for problem in found:
-        print(f"zero-ctl: {job.source.tell(problem)}", file=sys.stderr)
+        print(f"zero-ctl: {job.source.message(problem)}", file=sys.stderr)
     return place.start(job, how)
