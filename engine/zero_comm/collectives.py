@@ -3,7 +3,7 @@
 Owns the name, the count and the waiting of everything that travels between ranks. Must always hold:
 
 - The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
-  them in micro-batch order. A sum depends on the micro-batches, never on who computed them.
+  them as `ordered_sum` does. A sum depends on the micro-batches, never on who computed them.
 - All ranks issue the same exchanges in the same order. Where they do not, nothing is mixed up:
   shards travel under the name of what they belong to, and ranks that wait for each other in a
   circle get `Diverged`, which names the exchanges.

@@ -7,7 +7,7 @@ that is not finite comes out as NaN, so that overflows are seen as without quant
 
 Called by `flat_unit` for weights (qwZ) and by `reduction` for gradients (qgZ). Source of the
 idea: ZeRO++ (arXiv 2306.10209), which quantizes gradients to int4 and reduces them in two hops;
-here each travels once and is added in fp32, in micro-batch order.
+here each travels once and is added in fp32, as `ordered_sum` does.
 """
 
 from __future__ import annotations
