@@ -199,7 +199,13 @@ class StoreConsensus:
 
     def _put(self, key: str, record: Record) -> list[str]:
         """Store a record; returns the keys that it takes."""
-        value = self._proof(key, packed := _packed(record)) + packed
+        # The length of the compressed JSON, and the JSON; then each `bytes` value as it is.
+        raw = {name: value for name, value in record.items() if isinstance(value, bytes)}
+        others = {name: value for name, value in record.items() if name not in raw}
+        sizes = {name: len(value) for name, value in raw.items()}
+        text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
+        packed = b"".join([b"%d " % len(text), text, *raw.values()])
+        value = self._proof(key, packed) + packed
         parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
         names = _part_names(key, len(parts))
         # The first part is written last and holds the number of parts: a reader that sees it finds
@@ -214,7 +220,10 @@ class StoreConsensus:
         """A record that is there, and the keys that it takes. Raises _Unsigned."""
         with _store_errors():
             count, _, first = self._store.get(key).partition(b" ")
-        names = _part_names(key, int(count)) if _is_count(count) else []
+        names: list[str] = []
+        # The signature is not checked yet: bound the digits of the number, and then its value.
+        if count.isdigit() and len(count) <= len(str(_MOST_PARTS)):
+            names = _part_names(key, int(count)) if 0 < int(count) <= _MOST_PARTS else []
         if not names or not self._has(names[1:]):
             self._refuse(key)
         with _store_errors():
@@ -222,7 +231,12 @@ class StoreConsensus:
         packed = value[_PROOF_BYTES:] if self._key else value
         if not hmac.compare_digest(self._proof(key, packed), value[: len(value) - len(packed)]):
             self._refuse(key)
-        return _unpacked(packed), names
+        length, rest = packed.split(b" ", 1)
+        at = int(length)
+        record, sizes = json.loads(zlib.decompress(rest[:at]))
+        for name, size in sizes.items():
+            record[name], at = rest[at : at + size], at + size
+        return record, names
 
     def _proof(self, key: str, packed: bytes) -> bytes:
         """The HMAC of a record and its name, which proves who wrote it; empty without a key."""
@@ -250,28 +264,6 @@ class StoreConsensus:
 
 class _Unsigned(Exception):
     """The record under a name in the store was not signed by a rank of this group."""
-
-
-def _is_count(text: bytes) -> bool:
-    return text.isdigit() and len(text) <= len(str(_MOST_PARTS)) and 0 < int(text) <= _MOST_PARTS
-
-
-def _packed(record: Record) -> bytes:
-    """The length of the compressed JSON, and the JSON; then each `bytes` value as it is."""
-    raw = {name: value for name, value in record.items() if isinstance(value, bytes)}
-    others = {name: value for name, value in record.items() if name not in raw}
-    sizes = {name: len(value) for name, value in raw.items()}
-    text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
-    return b"".join([b"%d " % len(text), text, *raw.values()])
-
-
-def _unpacked(value: bytes) -> Record:
-    count, rest = value.split(b" ", 1)
-    at = int(count)
-    record, sizes = json.loads(zlib.decompress(rest[:at]))
-    for name, size in sizes.items():
-        record[name], at = rest[at : at + size], at + size
-    return record
 
 
 def _part_names(key: str, count: int) -> list[str]:

@@ -197,11 +197,6 @@ class Persistence:
         """The engines that train in this process, in the order in which the script made them."""
         return [each for each in self._link.clients.values() if each.training.trains]
 
-    def _to_save(self) -> int:
-        """The number of engines with a directory whose newest step is not saved yet."""
-        known = [each for each in self._engines() if each._directory is not None]
-        return sum(each._saved_step != each.training.step for each in known)
-
     # ---- saving ----
 
     def save(
@@ -251,7 +246,10 @@ class Persistence:
         self.schedule.begun(time.monotonic() - begin_s)
         if not self.leaving:
             self._check_refusals()
-        elif left := self._to_save():
+        elif left := sum(
+            each._directory is not None and each._saved_step != each.training.step
+            for each in self._engines()
+        ):
             if self.training.rank == 0:
                 _log.info("leaving when %d more engines of this process are saved", left)
         elif self.training.in_library_loop or any(

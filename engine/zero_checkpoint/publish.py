@@ -19,7 +19,7 @@ from zero_checkpoint.consensus import Record
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
-from zero_checkpoint.format.fragments import COLUMNS, Fragments, check_cover, from_lists
+from zero_checkpoint.format.fragments import COLUMNS, check_cover, from_lists
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, encode, file_name
 from zero_checkpoint.format.pieces import State
@@ -97,31 +97,26 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
         digests = np.frombuffer(vote["xxh3_64"], dtype=np.uint64)
         size_bytes, data_offset = vote["size_bytes"], vote["data_offset"]
         files.append(FileRecord(file_name(rank), size_bytes, data_offset, digests))
+    own = [np.frombuffer(vote["fragments"], np.int64).reshape(len(_OWN), -1) for vote in good]
+    columns = dict(zip(_OWN, np.concatenate(own, axis=1), strict=True))
+    columns["file"] = np.repeat(np.arange(len(own)), [each.shape[1] for each in own])
+    fragments, tensors = from_lists(columns), table_of(state.tensors)
+    gap = check_cover(fragments, tensors.numels, tensors.name)
+    if gap is not None:
+        raise CheckpointError(f"the ranks do not own every element exactly once: {gap}")
     return Manifest(
         step=header.step,
         round=header.round,
         nonce=header.nonce,
         tag=header.tag,
         world=len(votes),
-        tensors=table_of(state.tensors),
+        tensors=tensors,
         aliases=dict(state.aliases),
         files=tuple(files),
-        fragments=_fragments_of(state, good),
+        fragments=fragments,
         meta=state.meta,
         block_bytes=header.block_bytes,
     )
-
-
-def _fragments_of(state: State, votes: Sequence[Record]) -> Fragments:
-    own = [np.frombuffer(vote["fragments"], np.int64).reshape(len(_OWN), -1) for vote in votes]
-    columns = dict(zip(_OWN, np.concatenate(own, axis=1), strict=True))
-    columns["file"] = np.repeat(np.arange(len(own)), [each.shape[1] for each in own])
-    fragments = from_lists(columns)
-    table = table_of(state.tensors)
-    gap = check_cover(fragments, table.numels, table.name)
-    if gap is not None:
-        raise CheckpointError(f"the ranks do not own every element exactly once: {gap}")
-    return fragments
 
 
 def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Disk) -> None:
@@ -157,17 +152,7 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
         raise
     except OSError as error:
         raise Unsure(error) from error
-    _write_hints(directory, manifest.tag, disk)
-
-
-def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
-    with disk.create(path) as file:
-        disk.write(file, text)
-        disk.sync(file)
-
-
-def _write_hints(directory: Place, tag: str, disk: Disk) -> None:
-    """Write `latest`, and a link named after the tag: for people and other tools, not for loads."""
+    # Write `latest`, and a link named after the tag: for people and other tools, not for loads.
     hint = directory.parent / LATEST
     temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
@@ -175,11 +160,18 @@ def _write_hints(directory: Place, tag: str, disk: Disk) -> None:
         _write_whole(temporary, directory.name.encode() + b"\n", disk)
         disk.publish(temporary, hint, replace=True)
         # A tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it.
+        tag = manifest.tag
         if not tag.startswith((".", LATEST, REMOVED, "step-")) and "/" not in tag:
             hint = hint.with_name(tag)
             disk.link(hint, directory.name)
     except OSError as error:
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
+
+
+def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
+    with disk.create(path) as file:
+        disk.write(file, text)
+        disk.sync(file)
 
 
 def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:

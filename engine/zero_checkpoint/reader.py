@@ -152,7 +152,16 @@ class _Reader:
     def _read(self, source: Source, file: FileRecord, read: Read) -> int:
         """Carry out one read, and verify it; returns the bytes read."""
         begin, length = span(self._manifest, file, read.blocks)
-        buffers = self._buffers(read.parts, begin, length)
+        # The memory of the bytes in order: the targets, and scratch between them.
+        scratch = host_bytes(self._scratch)
+        buffers, at = [], 0
+        for part in read.parts:
+            offset = part.offset - begin
+            target = self._target(part)
+            here = scratch[offset : offset + part.length]
+            buffers += [scratch[at:offset], host_bytes(target) if _reads_into(target) else here]
+            at = offset + part.length
+        buffers = [buffer for buffer in [*buffers, scratch[at:length]] if buffer]
         try:
             missing = source.read_into(buffers, begin)
         except OSError as error:
@@ -178,18 +187,6 @@ class _Reader:
                 at = part.offset - begin
                 target.copy_(self._scratch[at : at + part.length])
         return length
-
-    def _buffers(self, parts: Sequence[Part], begin: int, length: int) -> list[memoryview]:
-        """The memory of the bytes of a read, in order: the targets, and scratch between them."""
-        scratch = host_bytes(self._scratch)
-        buffers, at = [], 0
-        for part in parts:
-            offset = part.offset - begin
-            target = self._target(part)
-            here = scratch[offset : offset + part.length]
-            buffers += [scratch[at:offset], host_bytes(target) if _reads_into(target) else here]
-            at = offset + part.length
-        return [buffer for buffer in [*buffers, scratch[at:length]] if buffer]
 
     def _target(self, part: Part) -> Tensor:
         """The memory of a part in its target: uint8 [its length]."""

@@ -105,7 +105,13 @@ class SharedStaging:
                 "--shm-size, an emptyDir with medium: Memory)"
             )
         try:
-            path, descriptor = self._create()
+            while True:
+                path = self._directory / f"{self._name}.{secrets.token_hex(4)}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o600)
+                if lock(descriptor) and os.fstat(descriptor).st_nlink:
+                    break
+                os.close(descriptor)  # a sweep has removed the file before it was locked
         except OSError as error:
             raise NoStagingMemory(
                 f"no memory for a copy of the state in {self._directory}: {error.strerror}"
@@ -122,16 +128,6 @@ class SharedStaging:
     def release(self) -> None:
         """Remove the file; its other links, and what is mapped, stay."""
         self._remove()
-
-    def _create(self) -> tuple[Path, int]:
-        """A new file and its descriptor, locked."""
-        while True:
-            path = self._directory / f"{self._name}.{secrets.token_hex(4)}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o600)
-            if lock(descriptor) and os.fstat(descriptor).st_nlink:  # else a sweep came meanwhile
-                return path, descriptor
-            os.close(descriptor)
 
 
 def sweep(directory: Path) -> None:

@@ -171,7 +171,17 @@ def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
     ]
     good = in_bounds & np.array(is_vector, dtype=np.bool_)
     for bad in np.flatnonzero(~good)[:1].tolist():
-        raise _unstorable(pieces[bad], table)
+        piece, info, data = pieces[bad], table.get(pieces[bad].id), pieces[bad].data
+        if info is None:
+            problem = "is not in the table of tensors"
+        elif data.dtype != info.dtype:
+            problem = f"is {data.dtype}, its tensor {info.dtype}"
+        elif data.dim() != 1 or not data.is_contiguous():
+            problem = f"has shape {tuple(data.shape)}, strides {data.stride()}; flatten it first"
+        else:
+            problem = f"leaves the {numel(info)} elements of its tensor"
+        where = describe(piece.id, piece.start, data.numel())
+        raise CheckpointError(f"piece {where} {problem}")
     itemsize = np.append(table.itemsizes, 0)[tensor]
     memory = _ints([piece.data.untyped_storage().data_ptr() for piece in pieces])
     address = _ints([piece.data.data_ptr() for piece in pieces])
@@ -183,19 +193,6 @@ def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
 
 def _ints(numbers: Sequence[int]) -> Ints:
     return np.array(numbers, dtype=np.int64)
-
-
-def _unstorable(piece: Piece, tensors: Mapping[TensorId, TensorInfo]) -> CheckpointError:
-    info, data = tensors.get(piece.id), piece.data
-    if info is None:
-        problem = "is not in the table of tensors"
-    elif data.dtype != info.dtype:
-        problem = f"is {data.dtype}, its tensor {info.dtype}"
-    elif data.dim() != 1 or not data.is_contiguous():
-        problem = f"has shape {tuple(data.shape)}, strides {data.stride()}; flatten it first"
-    else:
-        problem = f"leaves the {numel(info)} elements of its tensor"
-    return CheckpointError(f"piece {describe(piece.id, piece.start, data.numel())} {problem}")
 
 
 def describe(tensor: TensorId, start: int, length: int) -> str:

@@ -113,7 +113,14 @@ class MemorySearch:
     def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:
         """On rank 0, the checkpoints that are whole, newest first; logs why others are not."""
         home = home_of(root)
-        places = self._places(home)
+        # Checkpoint -> file -> addresses, each once, in rank order.
+        places: dict[str, dict[str, list[str]]] = {}
+        for vote in self._votes:
+            for name, files in (vote or {}).get("holdings", {}).get(home, {}).items():
+                for file in files:
+                    addresses = places.setdefault(name, {}).setdefault(file, [])
+                    if vote is not None and vote["address"] not in addresses:
+                        addresses.append(vote["address"])
         for name in sorted(places, key=age, reverse=True):
             kept = self.open(home, name, places[name])
             if MANIFEST not in kept.places:
@@ -143,14 +150,3 @@ class MemorySearch:
         """Free the checkpoints that this node held when the search began, except the loaded one."""
         if self._node is not None:
             self._node.forget(home, self._holdings.get(home, {}).keys() - {loaded})
-
-    def _places(self, home: str) -> dict[str, dict[str, list[str]]]:
-        """Checkpoint -> file -> addresses, each once, in rank order."""
-        found: dict[str, dict[str, list[str]]] = {}
-        for vote in self._votes:
-            for name, files in (vote or {}).get("holdings", {}).get(home, {}).items():
-                for file in files:
-                    addresses = found.setdefault(name, {}).setdefault(file, [])
-                    if vote is not None and vote["address"] not in addresses:
-                        addresses.append(vote["address"])
-        return found

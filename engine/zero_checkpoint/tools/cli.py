@@ -114,7 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--norms", action="store_true", help="read all tensors and show their L2 norms"
     )
-    _add_verify(command("verify", _verify, "Read every block and name all damage."))
+    verify = command("verify", _verify, "Read every block and name all damage.")
+    verify.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
+    verify.add_argument(
+        "--all", action="store_true", help="verify all checkpoints of the directory"
+    )
+    verify.add_argument(
+        "--threads",
+        type=arguments.positive,
+        help="number of threads that read (default: one for each CPU, at most 8)",
+    )
     diff = command("diff", _diff, "Compare two checkpoints tensor by tensor.")
     diff.add_argument("left", metavar="A[@TAG]", help="checkpoint to compare")
     diff.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
@@ -129,12 +138,22 @@ def make_parser() -> argparse.ArgumentParser:
     _add_prune(
         command("prune", _prune, "Delete old checkpoints, except those that the flags keep.")
     )
-    _add_repair(
-        command(
-            "repair",
-            _repair,
-            "Delete what interrupted saves left, and rebuild the hint to the newest checkpoint.",
-        )
+    repair = command(
+        "repair",
+        _repair,
+        "Delete what interrupted saves left, and rebuild the hint to the newest checkpoint.",
+    )
+    repair.add_argument("dir", metavar="DIR", help="directory of checkpoints")
+    repair.add_argument(
+        "--older-than",
+        type=arguments.duration_s,
+        default="1h",
+        metavar="AGE",
+        help="delete unfinished saves that nothing was written to for this long: 90s, 30m, 1h, 2d "
+        "(default 1h)",
+    )
+    repair.add_argument(
+        "--dry-run", action="store_true", help="print what would be done, and do nothing"
     )
     return parser
 
@@ -156,18 +175,6 @@ def _show(options: argparse.Namespace) -> int:
         record = describe(checkpoint, norms=options.norms, progress=progress)
     (output.print_json if options.json else output.show_description)(record)
     return CkptExit.OK
-
-
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
-    parser.add_argument(
-        "--all", action="store_true", help="verify all checkpoints of the directory"
-    )
-    parser.add_argument(
-        "--threads",
-        type=arguments.positive,
-        help="number of threads that read (default: one for each CPU, at most 8)",
-    )
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -263,21 +270,6 @@ def _prune(options: argparse.Namespace) -> int:
         check=_checker(options),
     )
     return _carry_out(options, plan)
-
-
-def _add_repair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    parser.add_argument(
-        "--older-than",
-        type=arguments.duration_s,
-        default="1h",
-        metavar="AGE",
-        help="delete unfinished saves that nothing was written to for this long: 90s, 30m, 1h, 2d "
-        "(default 1h)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be done, and do nothing"
-    )
 
 
 def _repair(options: argparse.Namespace) -> int:

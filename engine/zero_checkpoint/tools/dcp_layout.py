@@ -64,7 +64,13 @@ def find_layout(
         CheckpointError: A given key does not exist, there is no model, or several models or
             optimizers are possible.
     """
-    optimizers = _optimizers(keys)
+    # Each optimizer's prefix, and the names of the parameters of which it has state.
+    optimizers: dict[str, set[str]] = {}
+    for key in keys:
+        if match := _OPTIMIZER.match(key):
+            names = optimizers.setdefault(match["prefix"], set())
+            if match["name"] is not None:
+                names.add(match["name"])
     if optimizer_key is not None:
         prefix = _given(optimizer_key, keys, "--optimizer-key")
         optimizers.setdefault(prefix, set())
@@ -93,17 +99,6 @@ def find_layout(
         steps=sorted(steps),
         left_out=sorted({next((p for p in _cuts(key) if p not in taken), key) for key in unused}),
     )
-
-
-def _optimizers(keys: Collection[str]) -> dict[str, set[str]]:
-    """Each optimizer's prefix, and the names of the parameters of which it has state."""
-    found: dict[str, set[str]] = {}
-    for key in keys:
-        if match := _OPTIMIZER.match(key):
-            names = found.setdefault(match["prefix"], set())
-            if match["name"] is not None:
-                names.add(match["name"])
-    return found
 
 
 def _is_of(key: str, optimizer: str) -> bool:

@@ -7,7 +7,6 @@ directory above such roots stands for all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -72,7 +71,13 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
             return entry, [each for each in rejected if each.why in WAS_COMMITTED]
         else:
             candidates.append(entry)
-    raise CheckpointError(_nothing(path, tag, candidates, rejected))
+    unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
+    also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
+    if not candidates:
+        remedy = hint(path) or ("" if also else _GIVE_THE_DIRECTORY)
+        raise CheckpointError(f"{path}: there is no usable checkpoint here{also}{remedy}")
+    tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
+    raise CheckpointError(f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}")
 
 
 def root(name: str) -> Place:
@@ -189,18 +194,3 @@ _FOREIGN = {
     "hf": ("*.safetensors*", "a Hugging Face model"),
 }
 """Format of an import -> the pattern of its files, and its name; the richest format comes first."""
-
-
-def _nothing(
-    path: Place,
-    tag: str | None,
-    candidates: Sequence[Candidate],
-    rejected: Sequence[Rejected],
-) -> str:
-    unusable = [entry.reason for entry in rejected if entry.why is not Why.OTHER]
-    also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
-    if not candidates:
-        remedy = hint(path) or ("" if also else _GIVE_THE_DIRECTORY)
-        return f"{path}: there is no usable checkpoint here{also}{remedy}"
-    tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
-    return f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}"

@@ -67,8 +67,19 @@ def plan_prune(
     protected: tuple[Place, ...] = ()
     plan = Plan()
     if candidates:
-        whole, plan.notes = _newest_whole(root, candidates, check)
-        protected = (whole.path,)
+        # The newest checkpoint that is whole stays, whatever the policy says.
+        for candidate in candidates:
+            if not (damages := check(candidate)):
+                plan.notes.append(f"{candidate.path}: verified, every byte is what was saved")
+                protected = (candidate.path,)
+                break
+            first = damages[0]
+            plan.notes.append(f"{candidate.path}: damaged: {first.file}: {first.problem}")
+        else:
+            raise CheckpointError(
+                f"{root}: no checkpoint in it is whole, so nothing is deleted: "
+                f"{'; '.join(plan.notes)}"
+            )
     paths = expired(
         candidates,
         keep_last=keep_last,
@@ -100,22 +111,6 @@ def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate
     raise CheckpointError(
         f"{root}: no checkpoint has a number {best.metric!r} in its client_state, so none could be "
         f"the best; nothing is deleted. Known there: {', '.join(sorted(known)) or 'nothing'}"
-    )
-
-
-def _newest_whole(
-    root: Place, candidates: tuple[Candidate, ...], check: Check
-) -> tuple[Candidate, list[str]]:
-    notes = []
-    for candidate in candidates:
-        damages = check(candidate)
-        if not damages:
-            notes.append(f"{candidate.path}: verified, every byte is what was saved")
-            return candidate, notes
-        first = damages[0]
-        notes.append(f"{candidate.path}: damaged: {first.file}: {first.problem}")
-    raise CheckpointError(
-        f"{root}: no checkpoint in it is whole, so nothing is deleted: {'; '.join(notes)}"
     )
 
 
