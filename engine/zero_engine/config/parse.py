@@ -237,7 +237,13 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
     if wanted in _OFFLOAD and isinstance(value, bool):
         value = {"device": "cpu" if value else "none"}  # DeepSpeed's older "cpu_offload"
     if wanted in SECTIONS:
-        return _parse(SECTIONS[wanted], _as_section(value, where, SECTIONS[wanted]), where)
+        section = SECTIONS[wanted]
+        if not isinstance(value, Mapping):
+            key = {str: "type", bool: "enabled"}.get(type(value))
+            known = key in {field.name for field in dataclasses.fields(section)}
+            hint = f"; write {json.dumps({key: value})}" if known else ""
+            raise ConfigError(f"{where}: {value!r} is not an object{hint}")
+        return _parse(section, value, where)
     name, convert = _COERCE[wanted]
     try:
         made = convert(value)
@@ -249,12 +255,3 @@ def _coerce(annotation: str, value: Any, where: str) -> Any:
             if not least <= number <= most:
                 raise ConfigError(f"{where}: {number} is not from {least} to {most} (64 bits)")
     return made
-
-
-def _as_section(value: Any, where: str, section: type[Any]) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    key = {str: "type", bool: "enabled"}.get(type(value))
-    known = key in {field.name for field in dataclasses.fields(section)}
-    hint = f"; write {json.dumps({key: value})}" if known else ""
-    raise ConfigError(f"{where}: {value!r} is not an object{hint}")

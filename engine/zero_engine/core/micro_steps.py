@@ -234,7 +234,15 @@ class MicroSteps:
         # Write the samples that this micro-step really consumed into the ledger.
         run = self._run
         if run.loader is None:
-            self._warn_of_foreign_loader()
+            if not self._warned and run.rank == 0:
+                _log.warning(
+                    "the batches come from your own DataLoader, and no checkpoint knows which "
+                    "samples have been trained on: unless the script skips them, a run that "
+                    "resumes begins its data again, and with another number of ranks in another "
+                    "order; for each sample exactly once give initialize() the training_data, or "
+                    "your DataLoader batch_sampler=engine.batch_sampler(dataset)"
+                )
+            self._warned = True
         ticket = self._ticket = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()
         if ticket is not None and ticket.start != run.plan().position + microbatch.start:
@@ -383,17 +391,6 @@ class MicroSteps:
         self.awaits_step = self._shared = False
 
     # ---- the ledger ----
-
-    def _warn_of_foreign_loader(self) -> None:
-        if not self._warned and self._run.rank == 0:
-            _log.warning(
-                "the batches come from your own DataLoader, and no checkpoint knows which samples "
-                "have been trained on: unless the script skips them, a run that resumes begins its "
-                "data again, and with another number of ranks in another order; for each sample "
-                "exactly once give initialize() the training_data, or your DataLoader "
-                "batch_sampler=engine.batch_sampler(dataset)"
-            )
-        self._warned = True
 
     def _warn_of_stale_batch(self, ticket: Ticket) -> None:
         if not self._warned:

@@ -85,7 +85,16 @@ class PlainBackward:
             return
         self._await_end(task)
         if self._core.stage.shards_parameters and not self._begun and task != self._looked_into:
-            if self._ends_at_parameters():
+            try:
+                ends_at_parameters = any(
+                    torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+                    for unit in self._core.units
+                    for param in unit.params
+                    if param.requires_grad
+                )
+            except RuntimeError:  # torch.autograd.grad() with respect to one of them
+                ends_at_parameters = False
+            if ends_at_parameters:
                 self.begin()
             else:
                 self._looked_into = task
@@ -112,18 +121,6 @@ class PlainBackward:
         if self._task == -1:
             self._task, self._loss = task, None
             Variable._execution_engine.queue_callback(self._end)
-
-    def _ends_at_parameters(self) -> bool:
-        """Whether the current backward is going to leave a gradient at one of the parameters."""
-        try:
-            return any(
-                torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-                for unit in self._core.units
-                for param in unit.params
-                if param.requires_grad
-            )
-        except RuntimeError:  # torch.autograd.grad() with respect to one of them
-            return False
 
     def _end(self) -> None:
         """Autograd's callback at the end of the outermost backward."""

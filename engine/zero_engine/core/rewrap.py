@@ -38,19 +38,15 @@ def take_over(model: nn.Module) -> None:
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
-        _let_go(core)
+        core.moved.need("initialize() once more", WEIGHTS)
+        whole = module_state_dict(core.module, core.units, core.aliases, highest=True)
+        core.coordinator.unhook()
+        if core.reducer is not None:
+            core.reducer.unhook()
+        disown_parameters(core)
+        for name, param in core.module.named_parameters():
+            param.data = whole[name]
+        vars(core.module).pop(_LEFT, None)
+        core.moved.give_away()
     check_undivided(model)
     thaw(model)
-
-
-def _let_go(core: Core) -> None:
-    core.moved.need("initialize() once more", WEIGHTS)
-    whole = module_state_dict(core.module, core.units, core.aliases, highest=True)
-    core.coordinator.unhook()
-    if core.reducer is not None:
-        core.reducer.unhook()
-    disown_parameters(core)
-    for name, param in core.module.named_parameters():
-        param.data = whole[name]
-    vars(core.module).pop(_LEFT, None)
-    core.moved.give_away()

@@ -116,7 +116,17 @@ def _warnings(config: Config) -> Iterator[str]:
             '"auto" in scheduler.params is a default here, and total_num_steps has none: the '
             "Hugging Face Trainer fills them in, other scripts must"
         )
-    yield from _about_the_optimizer(config)
+    if config.optimizer is None:
+        yield "no optimizer: give one to initialize(), or nothing is trained"
+    elif optimizer_states(config.optimizer) is None:
+        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
+    elif config.optimizer.type.lower() == "muon":
+        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
+    elif is_stepped_whole(config.optimizer):
+        yield (
+            f"optimizer {config.optimizer.type}: each parameter is stepped whole, by the rank that "
+            "owns it; its memory is counted as for matrices, vectors take a value per element"
+        )
     if not config.gradient_clipping:
         yield "gradients are not clipped"
     if config.fp16.enabled and config.fp16.loss_scale:
@@ -154,20 +164,6 @@ def _about_the_batch(config: Config) -> Iterator[str]:
         yield (
             "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
             "the global batch follows from the script and the number of ranks"
-        )
-
-
-def _about_the_optimizer(config: Config) -> Iterator[str]:
-    if config.optimizer is None:
-        yield "no optimizer: give one to initialize(), or nothing is trained"
-    elif optimizer_states(config.optimizer) is None:
-        yield f"optimizer {config.optimizer.type}: its memory is not known; counted as Adam's"
-    elif config.optimizer.type.lower() == "muon":
-        yield "optimizer Muon: counted as for matrices; embeddings, heads and vectors take Adam's"
-    elif is_stepped_whole(config.optimizer):
-        yield (
-            f"optimizer {config.optimizer.type}: each parameter is stepped whole, by the rank that "
-            "owns it; its memory is counted as for matrices, vectors take a value per element"
         )
 
 

@@ -268,6 +268,11 @@ def estimate_for(
 ) -> Estimate:
     """The estimate for a config, on GPUs; an unknown optimizer counts as Adam."""
     states = optimizer_states(config.optimizer)
+    batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if batch is not None and micro_batch is not None:
+        micro_batches = -(-batch // micro_batch)  # of a step
+    else:
+        micro_batches = (config.gradient_accumulation_steps or 1) * world
     return estimate(
         parameters,
         stage=config.zero_optimization.stage,
@@ -278,15 +283,5 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
-        pending=most_pending(
-            config.elastic.reduction_block or DEFAULT_BLOCK, world, _micro_batches(config, world)
-        ),
+        pending=most_pending(config.elastic.reduction_block or DEFAULT_BLOCK, world, micro_batches),
     )
-
-
-def _micro_batches(config: Config, world: int) -> int:
-    """Of a step."""
-    micro_batch = config.train_micro_batch_size_per_gpu
-    if config.train_batch_size is not None and micro_batch is not None:
-        return -(-config.train_batch_size // micro_batch)
-    return (config.gradient_accumulation_steps or 1) * world

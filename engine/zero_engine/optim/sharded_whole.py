@@ -75,7 +75,16 @@ class ShardedWhole:
             if unit.master.numel() != unit.padded:
                 wait(self._collectives.all_gather(norms, f"parameter norms of {unit.name}"))
         summed = {unit: norms.double().cpu() for unit, norms in whole.items()}
-        return [_pieces(segment, summed[segment.unit]) for segment in self._segments]
+        found: list[Norms] = []
+        for segment in self._segments:
+            pieces: Norms = []
+            for slot in segment.unit.layout.slots:
+                start, stop = overlap(slot.start, slot.stop, segment.start, segment.stop)
+                if slot.group == segment.group and stop > start:
+                    norm = total(summed[segment.unit][slot.start // CHUNK : -(-slot.stop // CHUNK)])
+                    pieces.append((slice(start - segment.start, stop - segment.start), norm))
+            found.append(pieces)
+        return found
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
         """Put pieces of changed parameters in the place of the present ones. Collective.
@@ -129,14 +138,3 @@ class ShardedWhole:
         return self._exchange.collect(
             exchange_groups[number], f"whole parameters, exchange group {number}"
         )
-
-
-def _pieces(segment: Segment, chunks: Tensor) -> Norms:
-    """The pieces of parameters in a segment, with the norms that `chunks` of its unit add up to."""
-    pieces: Norms = []
-    for slot in segment.unit.layout.slots:
-        start, stop = overlap(slot.start, slot.stop, segment.start, segment.stop)
-        if slot.group == segment.group and stop > start:
-            norm = total(chunks[slot.start // CHUNK : -(-slot.stop // CHUNK)])
-            pieces.append((slice(start - segment.start, stop - segment.start), norm))
-    return pieces

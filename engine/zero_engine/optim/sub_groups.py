@@ -223,7 +223,12 @@ class StepBySubGroups:
         closing: deque[Future[None]] = deque()
         for sub_group in self._sub_groups:
             room = 1 + self._pace.reads_ahead - len(opened)
-            opened.extend(self._open(each, keys) for each in islice(coming, room))
+            for each in islice(coming, room):
+                name = self._rows[each.unit].name
+                wanted = {name(p.segment, key) for p in each.parts for key in keys[p.segment]}
+                gradient = _to_host(each.of(each.total), each.unit.shard.device)
+                rows = self._between(each, {WEIGHTS, *wanted})
+                opened.append((each.tier.open(rows), gradient))
             future, gradient = opened.popleft()
             lease = wait(future)
             lease.rows[_GRADIENT] = gradient()
@@ -233,14 +238,6 @@ class StepBySubGroups:
                 wait(closing.popleft())
         while closing:
             wait(closing.popleft())
-
-    def _open(
-        self, sub_group: SubGroup, keys: Mapping[Segment, Sequence[str]]
-    ) -> tuple[Future[Lease], Callable[[], Tensor]]:
-        rows = self._rows[sub_group.unit]
-        wanted = {rows.name(p.segment, key) for p in sub_group.parts for key in keys[p.segment]}
-        gradient = _to_host(sub_group.of(sub_group.total), sub_group.unit.shard.device)
-        return sub_group.tier.open(self._between(sub_group, {WEIGHTS, *wanted})), gradient
 
     def _between(self, sub_group: SubGroup, names: Container[str]) -> dict[str, Tensor]:
         return self._rows[sub_group.unit].between(sub_group.start, sub_group.stop, names)

@@ -10,7 +10,7 @@ buffers, scheduler and loss scale.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,8 +151,16 @@ class EngineState:
         memory = self._memory()
         if self._kept.get("memory") != memory:
             of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
-            tensors, pieces = self._tensors(of_optimizer), Pieces(self._pieces())
-            self._kept.update(memory=memory, tensors=tensors, pieces=pieces)
+            tensors = self._tensors(of_optimizer)
+            pieces: list[Piece] = []
+            for unit in self.units:
+                pieces += cut(unit, PARAM, unit.shard, unit.interval[0], None)
+            if self._optimizer is not None:
+                pieces += self._optimizer.pieces()
+            if self.collectives.rank == 0:
+                for name, buffer in persistent_buffers(self.module):
+                    pieces.append(Piece(TensorId(BUFFER, name), 0, buffer.view(-1)))
+            self._kept.update(memory=memory, tensors=tensors, pieces=Pieces(pieces))
         if same is not None and self._kept["tensors"].same_as(same):
             self._kept["tensors"] = table_of(same)
         return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
@@ -176,15 +184,6 @@ class EngineState:
         for name, buffer in persistent_buffers(self.module):
             tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
         return tensors
-
-    def _pieces(self) -> Iterator[Piece]:
-        for unit in self.units:
-            yield from cut(unit, PARAM, unit.shard, unit.interval[0], None)
-        if self._optimizer is not None:
-            yield from self._optimizer.pieces()
-        if self.collectives.rank == 0:
-            for name, buffer in persistent_buffers(self.module):
-                yield Piece(TensorId(BUFFER, name), 0, buffer.view(-1))
 
     # ---- param groups ----
 

@@ -149,7 +149,14 @@ class StateOfSegments:
         """Replicate the state if every rank steps everything; then set the numbers."""
         for segment in self._zero.segments:
             if segment.unit.master.numel() == segment.unit.padded and self._collectives.world > 1:
-                self._replicate(segment)
+                state = self._of(segment)
+                for key in elementwise_keys(segment, state):
+                    whole = state[key].new_zeros(segment.unit.padded)
+                    part = whole[segment.start : segment.stop]
+                    part.copy_(state[key])
+                    what = f"loaded {key} of {segment.unit.name}"
+                    wait(self._collectives.all_gather(whole, what))
+                    state[key].copy_(part)
         for record, (group, segments) in zip(records, self._zero.segments_by_group(), strict=True):
             saved = record["state"] if record is not None else {}
             for segment in segments if saved else ():
@@ -162,15 +169,6 @@ class StateOfSegments:
                         state[key] = number.reshape(value["shape"])
                     else:
                         state[key] = value
-
-    def _replicate(self, segment: Segment) -> None:
-        state = self._of(segment)
-        for key in elementwise_keys(segment, state):
-            whole = state[key].new_zeros(segment.unit.padded)
-            part = whole[segment.start : segment.stop]
-            part.copy_(state[key])
-            wait(self._collectives.all_gather(whole, f"loaded {key} of {segment.unit.name}"))
-            state[key].copy_(part)
 
     def _of(self, segment: Segment) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(segment.param, {})

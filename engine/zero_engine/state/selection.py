@@ -94,7 +94,13 @@ def select(
     if weights_only:
         state = _only(state, [t for t in state.tensors if t.kind in _MODULE])
     missing = {t for t in state.tensors if stored_id(t, manifest) not in manifest.tensors}
-    excused = {t for t in missing if _may_miss(t, manifest, strict, frozen)}
+    excludes_frozen = manifest.meta.get("engine", {}).get("excludes_frozen", False)
+    excused = {
+        t
+        for t in missing
+        if (not strict and t.kind in _MODULE)
+        or (excludes_frozen and t.kind == PARAM and t.fqn in frozen)
+    }
     chosen = _only(state, [t for t in state.tensors if t not in excused])
     used = {stored_id(t, manifest) for t in state.tensors}
     extra = {t for t in manifest.tensors if t not in used}
@@ -113,13 +119,6 @@ def select(
         if torch.promote_types(there, here) != here
     ]
     return replace(selection, remarks=tuple(remarks))
-
-
-def _may_miss(tensor: TensorId, manifest: Manifest, strict: bool, frozen: Set[str]) -> bool:
-    if tensor.kind == PARAM and tensor.fqn in frozen:
-        excluded = manifest.meta.get("engine", {}).get("excludes_frozen", False)
-        return excluded or not strict
-    return not strict and tensor.kind in _MODULE
 
 
 def _converted(state: State, manifest: Manifest, which: Set[TensorId]) -> Selection:
