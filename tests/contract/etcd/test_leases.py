@@ -35,7 +35,7 @@ def test_a_lease_outlives_a_restart_of_the_server_and_the_node_knows_of_the_sile
     with connect(own.endpoint) as store:
         keeper = LeaseKeeper(
             store,
-            3,
+            9,  # seconds, more than a busy machine keeps a thread waiting
             on_lost=lambda reason: told.append("lost"),
             on_silent=lambda reason: told.append("silent"),
             on_heard=lambda reason: told.append("heard"),
