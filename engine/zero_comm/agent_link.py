@@ -1,20 +1,17 @@
-"""The worker's link to its agent: the socket, and what is said over it.
+"""The worker's link to its agent: the socket and its messages.
 
 Owns the socket, the thread that reads it, and the exit of a worker that leaves its group. A process
-has one link, however many engines it has (a GAN, actor and critic): to the agent a worker is one.
+has one link, however many engines it has (a GAN, actor and critic): the agent sees one worker.
 
-- Requests have numbers, so each engine gets the answers to its own.
-- Progress: each engine's step is a heartbeat; the step that is shown is that of the engine that
-  is furthest.
-- Leaving: once the consensus of any engine's step says so, it holds for all of them; the process
-  leaves at the script's next save of all, because the script alone knows where they belong
-  together.
+- Requests have numbers, so each engine receives the replies to its own requests.
+- Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
+- Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
+  process leaves at the script's next save of all, because the script alone knows at which point
+  their states belong together.
 
-Must always hold: without an agent (plain torchrun, or alone) everything here does nothing; a lost
-socket never stops training by itself, because the agent has its own means to stop a worker; and
-a commit is granted by an answer only, never by silence.
-
-Made by whoever trains (`zero_engine.core`); `zero_checkpoint` asks for commits and leaves.
+Must always hold: without an agent (plain torchrun, or one process) everything here does nothing; a
+lost socket never stops training, because the agent has other means to stop a worker; and a commit
+is granted by a reply only, never by a timeout.
 """
 
 from __future__ import annotations
@@ -52,10 +49,10 @@ _log = logging.getLogger(__name__)
 COMMIT_TIMEOUT_S = 30.0
 PEER_MEMORY_TIMEOUT_S = 10.0
 LAST_SAVE = 0.75
-"""Of the time that leaving may take, the last save may wait so much for etcd: the rest is needed to
-leave, before the agent ends it."""
+"""The part of the drain timeout for which the last save may wait for etcd: the rest is needed to
+exit, before the agent kills the worker."""
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
-"""An agent that does not read for this long counts as gone: a step must not wait for it."""
+"""The timeout of a send: an agent that does not read counts as gone, so no step waits for it."""
 
 
 def current_round() -> int:
@@ -69,7 +66,7 @@ def current_job() -> str | None:
 
 
 def committed_step() -> int:
-    """Of the newest checkpoint that the job had published when this worker started; 0: none."""
+    """The step of the newest checkpoint published when this worker was started; 0: none."""
     return int(os.environ.get(contract.ENV_COMMITTED, "0"))
 
 
@@ -95,19 +92,19 @@ class AgentLink:
         self.present = bool(path)
         """Whether this worker runs under an agent, reachable or not."""
         self.group_lost = threading.Event()
-        """A peer is gone: what waits for peers on another thread may stop waiting."""
+        """Set when a peer is lost: threads that wait for peers may stop waiting."""
         self.interrupt = Interrupt()
-        """Ends every wait for peers: the agent wants this worker out of its group at once."""
+        """Ends every wait for peers when the agent asks this worker to leave at once."""
         self.leaving = False
-        """Some rank was asked to leave; known to all ranks since the same step of one engine."""
+        """Whether some rank was asked to leave; equal on all ranks after each step of an engine."""
         self.departure: str | None = None
-        """How, as far as it is said."""
+        """How this worker leaves, if that is known."""
         self.may_leave = False
-        """All is saved that needs to be: the next step is the last."""
+        """Whether everything is saved: the next step is the last."""
         self.clients: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """What the engines of this process persist, numbered as the script has made them."""
+        """The engines of this process, by number, in the order in which the script made them."""
         self.ram_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        """What each of them takes of the node's memory."""
+        """The bytes of the node's memory that each of them has."""
         self._joined = 0
         self._shown: tuple[int, contract.Progress] | None = None
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
@@ -132,13 +129,13 @@ class AgentLink:
             raise LeavingNow(f"{what}: asked to leave: {self.interrupt.reason}")
 
     def add(self, client: object) -> int:
-        """Count an engine among those of this process; its number."""
+        """Register an engine of this process; returns its number."""
         number, self._joined = self._joined, self._joined + 1
         self.clients[number] = client
         return number
 
     def remove(self, number: int) -> None:
-        """Forget an engine that is destroyed; with the last one the connection ends."""
+        """Unregister an engine that is destroyed; the last one closes the connection."""
         self.clients.pop(number, None)
         if self._shown is not None and self._shown[0] == number:
             self._shown = None
@@ -146,22 +143,22 @@ class AgentLink:
             self.close()
 
     def progress(self, number: int, step: int, samples: int, loss: float) -> None:
-        """Send the agent an engine's step that has ended; it shows the one that is furthest."""
+        """Report the end of an engine's step to the agent; the most advanced engine is shown."""
         mine = contract.Progress(step=step, samples=samples, loss=loss)
         if self._shown is None or self._shown[0] == number or step > self._shown[1].step:
             self._shown = number, mine
         self._send(self._shown[1])
 
     def heartbeat(self) -> None:
-        """Send the agent the last progress again: this worker waits, and does not hang."""
+        """Send the last progress again: this worker waits and is not hung."""
         if self._shown is not None:
             self._send(self._shown[1])
 
     def leave(self, step: int) -> NoReturn:
-        """End this worker, which does not use its group any more and has saved `step`.
+        """Exit this worker, which has left its group and saved `step`.
 
         Raises:
-            SystemExit: Always, with the code by which the agent knows it.
+            SystemExit: Always, with the exit code of a worker that has left.
         """
         self._send(contract.Left(round=self.round, step=step))
         _forget_group()
@@ -178,7 +175,7 @@ class AgentLink:
         in_memory: bool = False,
         patience_s: float = 0.0,
     ) -> CommitReply:
-        """Ask whether a checkpoint may be published; no answer in time is a refusal."""
+        """Ask whether a checkpoint may be published; no reply in time is a refusal."""
         number = next(self._numbers)
         request = contract.CommitRequest(
             request=number,
@@ -198,7 +195,7 @@ class AgentLink:
     def request_peer_memory(
         self, budget_bytes: int | None, timeout_s: float = PEER_MEMORY_TIMEOUT_S
     ) -> PeerMemoryReply:
-        """Ask where this node keeps checkpoints in memory; no answer in time is a refusal."""
+        """Ask where this node keeps in-memory checkpoints; no reply in time is a refusal."""
         number = next(self._numbers)
         if not self.present:
             return PeerMemoryReply(request=number, reason="there is no zero-agent to keep them")
@@ -211,7 +208,7 @@ class AgentLink:
     def _ask(
         self, request: contract.CommitRequest | contract.PeerMemoryRequest, timeout_s: float
     ) -> CommitReply | PeerMemoryReply | str:
-        """The agent's answer, or why there is none."""
+        """The agent's reply, or why there is none."""
         number = request.request
         self._send(request)
         with self._changed:
@@ -228,14 +225,16 @@ class AgentLink:
     def fence(
         self, step: int, tag: str, samples: int, *, in_memory: bool = False, last: bool = False
     ) -> Callable[[str], None] | None:
-        """What to call with a manifest's digest before publishing it; raises CommitRefused.
+        """A function to call with a manifest's digest before publishing it; None without an agent.
+
+        It raises CommitRefused, a fence for workers of an earlier round.
 
         Args:
-            step: Of the checkpoint.
-            tag: Of it.
-            samples: Consumed up to it.
-            in_memory: It is one in memory.
-            last: The workers leave with it: while etcd is away it waits for as long as they may.
+            step: The step of the checkpoint.
+            tag: Its tag.
+            samples: The samples consumed up to it.
+            in_memory: Whether it is an in-memory checkpoint.
+            last: Whether the workers leave with it: then it waits for etcd as long as they may.
         """
         if not self.present:
             return None
@@ -266,7 +265,7 @@ class AgentLink:
                 self._disconnect(f"cannot send to the agent: {error}")
 
     def _read(self, connection: socket.socket) -> None:
-        """The reader thread: take the agent's messages until the connection ends."""
+        """The reader thread: receive the agent's messages until the connection ends."""
         reason = "the agent closed the connection"
         try:
             with connection.makefile("rb") as lines:
@@ -302,14 +301,14 @@ class AgentLink:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
             if reason:
-                _log.warning("%s; training goes on", reason)
+                _log.warning("%s; training continues", reason)
 
 
 _link: AgentLink | None = None
 
 
 def agent_link(rank: int) -> AgentLink:
-    """The link of this process: one for all engines of its group, while one of them is there."""
+    """The link of this process, shared by all engines of its group as long as there is one."""
     global _link  # noqa: PLW0603 - it is the process that has one
     if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
         _link = AgentLink(rank)
@@ -318,27 +317,27 @@ def agent_link(rank: int) -> AgentLink:
 
 def _connect(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # A limit for sending alone: the reader thread waits for as long as the agent is silent.
+    # A timeout for sending only: the reader thread waits however long the agent sends nothing.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
         connection.connect(path)
     except OSError as error:
         connection.close()
-        _log.warning("no agent at %s (%s); training goes on without it", path, error)
+        _log.warning("no agent at %s (%s); training continues without it", path, error)
         return None
     return connection
 
 
 @contextmanager
 def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
-    """Under an agent, end the process when a peer is gone: the agent forms the next round.
+    """Under an agent, exit when a peer is lost: the agent forms the next round.
 
     Args:
-        link: To the agent; None before there is a group, and so a rank to send it.
+        link: The link to the agent; None before there is a group, and so no rank yet.
 
     Raises:
-        SystemExit: A peer is gone, and this worker has an agent; with the code that says so.
-        PeerLost: A peer is gone, and there is no agent.
+        SystemExit: A peer is lost, and there is an agent; with the exit code of a lost peer.
+        PeerLost: A peer is lost, and there is no agent.
     """
     try:
         yield

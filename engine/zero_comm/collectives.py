@@ -1,16 +1,17 @@
-"""The exchanges of the engine: leaves to their owners, shards to everybody, pieces, a broadcast.
+"""The collectives: gradients to their owners, all-gather of shards, pieces, a broadcast.
 
-Owns the name, the count and the waiting of everything that travels between ranks. Must always hold:
+Owns the names, the counts and the waits of everything that ranks send to each other. Must always
+hold:
 
 - The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
   them as `ordered_sum` does. A sum depends on the micro-batches, never on who computed them.
-- All ranks issue the same exchanges in the same order. Where they do not, nothing is mixed up:
-  shards travel under the name of what they belong to, and ranks that wait for each other in a
-  circle get `Diverged`, which names the exchanges.
-- Every wait goes through `wait`, which ends at once when this rank is asked to leave, by the
+- All ranks issue the same exchanges in the same order. If they do not, nothing is mixed up: shards
+  are sent under the name of what they belong to, and a deadlock raises `Diverged`, which names the
+  exchanges.
+- Every wait goes through `wait`, which ends at once when this rank is asked to leave, ends with the
   group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
-How the bytes travel is a `Transport`, one for each kind of device (`transports`). Nothing here asks
+A `Transport` sends the bytes; `transports` chooses one for each kind of device. Nothing here asks
 for the device.
 """
 
@@ -42,12 +43,12 @@ class Pending:
     works: tuple[Work, ...] = ()
     buffers: tuple[Tensor, ...] = ()
     turn: int = 0
-    """How many of this name came before."""
+    """The number of earlier exchanges of this name."""
     group: Collectives | None = None
     transport: Transport | None = None
     """It has begun them; None: nothing travels."""
     kind: str = ""
-    """In the words of `comms_log`."""
+    """The kind of exchange, a name in `comms_log.OPERATIONS`."""
     sent_bytes: int = 0
 
 
@@ -55,9 +56,9 @@ def wait(pending: Pending) -> None:
     """Block until the exchange has ended.
 
     Raises:
-        PeerLost: A peer is gone, or has not answered within the group's timeout.
+        PeerLost: A peer is lost, or has not answered within the group's timeout.
         LeavingNow: This rank was asked to leave.
-        Diverged: The ranks wait for each other.
+        Diverged: The ranks wait for each other: a deadlock.
     """
     if pending.group is not None:
         with LOG.waiting(pending.kind, pending.what, pending.sent_bytes):
@@ -65,12 +66,12 @@ def wait(pending: Pending) -> None:
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether a `wait` would return at once; a gather over sockets never says so."""
+    """Whether a `wait` would return at once; False for any gather over sockets."""
     return all(work.is_completed() for work in pending.works)
 
 
 class Collectives:
-    """The exchanges within one process group. At world 1 nothing travels."""
+    """The exchanges within one process group. At world 1 nothing is sent."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class Collectives:
         """Use a process group.
 
         Args:
-            group: By default the default one.
-            interrupt: What ends every wait.
-            name: Of the group among those of one run.
+            group: The process group; None: the default group.
+            interrupt: Ends every wait.
+            name: The name of the group among those of one run.
         """
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
@@ -95,10 +96,10 @@ class Collectives:
         self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
 
     def meet(self, device: torch.device) -> None:
-        """Find the fastest way between ranks that compute on `device`. Collective.
+        """Find the fastest transport between ranks that compute on `device`. Collective.
 
         Raises:
-            PeerLost: A peer is gone.
+            PeerLost: A peer is lost.
         """
         if self.world > 1:
             try:
@@ -127,7 +128,7 @@ class Collectives:
                 ended = pending.transport.finish(pending.works, self._waiter, look)
             if not ended:
                 self._leave(pending)
-        self._deadlock.go_on()  # a wait that was given up stays posted: the rank is not coming
+        self._deadlock.end_wait()  # a wait that was given up stays posted: the rank never begins it
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
@@ -163,10 +164,10 @@ class Collectives:
         return full[self.rank * size : (self.rank + 1) * size]
 
     def exchange_gradients(self, microbatches: Tensor, received: Tensor, what: str) -> Pending:
-        """Send interval j of `leaves` [world * n] to every other rank j.
+        """Send interval j of `microbatches` [world * n] to every other rank j.
 
-        `received` [(world - 1) * n] gets this rank's interval of the micro-batches that the others
-        ran; `in_microbatch_order` puts them and its own in order.
+        `received` [(world - 1) * n] gets this rank's interval of the micro-batches of the other
+        ranks; `in_microbatch_order` sorts these and its own.
         """
         sent_bytes = self._count("leaves", microbatches)
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
@@ -177,7 +178,7 @@ class Collectives:
         return self._begin("leaves", what, (microbatches, received), sent_bytes, start)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
-        """This rank's interval of what rank 0 ran, rank 1, ...: views [n]."""
+        """This rank's interval of the gradients of rank 0, rank 1, ...: views [n]."""
         others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
         others.insert(self.rank, self.own(microbatches))
         return others
@@ -195,10 +196,10 @@ class Collectives:
     def exchange_pieces(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
     ) -> Pending:
-        """Send to some ranks, and get from some, tensors of any sizes; by rank, contiguous.
+        """Send tensors of any sizes to some ranks, and receive from some; by rank, contiguous.
 
-        What one rank holds for another is what that one wants of it. Empty ones do not travel,
-        neither does what is under this rank's own number.
+        What one rank holds for another has the size that the other wants. Empty tensors, and those
+        under this rank's own number, are not sent.
         """
 
         def to_others(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -214,7 +215,7 @@ class Collectives:
         return self._begin("pieces", what, (*wanted.values(), *held.values()), sent_bytes, start)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
-        """Make `tensor` what it is on rank `source`, and wait for it."""
+        """Copy `tensor` from rank `source` to all ranks, and wait for it."""
         if self.world == 1:
             return
         sent_bytes = tensor.nbytes if self.rank == source else 0
@@ -225,7 +226,7 @@ class Collectives:
         wait(self._begin("broadcast", what, (tensor,), sent_bytes, start))
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         wait(self.all_gather(torch.zeros(self.world), what))
 
     def _count(self, kind: str, full: Tensor) -> int:

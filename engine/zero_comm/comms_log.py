@@ -1,10 +1,8 @@
-"""How often each kind of exchange happens, what it moves, how long this rank stood still for it.
+"""The number of exchanges of each kind, their bytes, and how long this rank has waited for them.
 
-Owns the tallies of this process. They are of the engine's exchanges: a script's own calls of
-torch.distributed are not among them. What is exchanged while the rank computes costs it nothing,
-so the time is that of its waits, not that of the transfers.
-
-Filled by `collectives` once a config turns it on; shown by `comm.log_summary`.
+Owns the tallies of this process. They count the engine's exchanges, and not a script's calls of
+torch.distributed. An exchange during a computation costs nothing, so the time is that of the waits,
+not that of the transfers.
 
 Source of the idea: DeepSpeed's comms logger.
 """
@@ -24,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 OPERATIONS = ("leaves", "gather", "pieces", "broadcast")
-"""Of an engine: gradients to the owners of their sums; shards, norms and notes to everybody; pieces
-of whole parameters to one rank and back; what one rank has to everybody."""
+"""The kinds of exchange: gradients to the owners of their sums; shards, norms and notes to all
+ranks; pieces of whole parameters to one rank and back; tensors of one rank to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class CommsLogger:
 
 @dataclass(slots=True)
 class Tally:
-    """Of one kind and size."""
+    """The exchanges of one kind and size."""
 
     count: int = 0
     waited_s: float = 0.0
@@ -67,13 +65,13 @@ class CommsLog:
         self._tallies: defaultdict[tuple[str, int], Tally] = defaultdict(Tally)
 
     def configure(self, settings: CommsLogger) -> None:
-        """Count from now on, as a config says, from nothing."""
+        """Clear the tallies, and count as the config says from now on."""
         self._settings = settings
         self._tallies.clear()
 
     @contextmanager
     def waiting(self, operation: str, what: str, size_bytes: int) -> Iterator[None]:
-        """Around the wait for one exchange."""
+        """Measure the wait for one exchange."""
         chosen = self._settings.prof_all or operation in self._settings.prof_ops
         if not (self._settings.enabled and chosen and operation):
             yield
@@ -85,12 +83,12 @@ class CommsLog:
         tally.count += 1
         tally.waited_s += waited_s
         if self._settings.verbose:
-            told = f" of {what}" if self._settings.debug else ""
-            _log.info("%s%s: %d bytes, waited %.3f ms", operation, told, size_bytes, waited_s * 1e3)
+            name = f" of {what}" if self._settings.debug else ""
+            _log.info("%s%s: %d bytes, waited %.3f ms", operation, name, size_bytes, waited_s * 1e3)
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has stood still in all."""
+        """The time that this rank has waited in all."""
         return sum(tally.waited_s for tally in self._tallies.values())
 
     def lines(self) -> list[str]:
@@ -111,4 +109,4 @@ class CommsLog:
 
 
 LOG = CommsLog()
-"""One for the process, because `comm.log_summary` is a function."""
+"""The log of this process."""

@@ -1,15 +1,13 @@
-"""Ranks that wait for each other in a circle: found, and named.
+"""Deadlock detection: finds ranks that wait for each other in a circle, and names them.
 
-Owns what a rank tells the others when its wait grows long, and the judgement. Must always hold:
+Owns what a rank posts when its wait grows long, and the decision. Must always hold:
 
-- Nobody is judged slow: only a circle is an error, in which each rank waits for an exchange that
-  the next has not begun. It cannot end by itself, however slow the network is.
-- The judge is in the circle. It is waiting now, so a rank that waits for it is waiting still,
-  and so on around: what the others have posted need not be fresh.
+- A slow rank is no error: only a circle is, in which each rank waits for an exchange that the next
+  rank has not begun. It cannot end by itself, however slow the network is.
+- The rank that decides is in the circle. It is waiting now, so a rank that waits for it is still
+  waiting, and so on around the circle: stale posts of the others do no harm.
 
-An exchange is known by its name and how many of that name came before, as the transport knows it.
-
-Called by `collectives`, every few seconds of a long wait.
+An exchange is identified by its name and the number of earlier ones of that name.
 
 Source of the idea: wait-for graphs; torch's flight recorder compares sequences after the fact.
 """
@@ -27,35 +25,35 @@ from typing import Protocol
 _log = logging.getLogger(__name__)
 
 _NOTHING = "null"
-"""In the place of a standing: this rank waits no more."""
+"""Posted in the place of a standing when the wait has ended."""
 
 
 class Board(Protocol):
-    """What is needed of a torch.distributed Store."""
+    """The methods of a torch.distributed Store that are needed."""
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Set the value of a key."""
 
     def get(self, key: str) -> bytes:
-        """Read."""
+        """The value of a key."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Whether all keys exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A rank that has been waiting for long."""
+    """The wait of a rank that has been waiting for long."""
 
     awaits: str
-    """The exchange it waits for,"""
+    """The exchange that it waits for."""
     turn: int
-    """and how many of that name it had begun before."""
+    """The number of exchanges of that name that it had begun before."""
     begun: Mapping[str, int]
-    """How many of each name it has begun."""
+    """The number of exchanges that it has begun, by name."""
 
     def lacks(self, other: Standing) -> bool:
-        """Whether this rank has not begun what `other` waits for."""
+        """Whether this rank has not begun the exchange that `other` waits for."""
         return self.begun.get(other.awaits, 0) <= other.turn
 
 
@@ -64,8 +62,8 @@ def circle(standings: Mapping[int, Standing], rank: int) -> list[int]:
 
     Args:
         standings: The ranks that have been waiting for long; a rank that is not here may still
-            begin what is waited for.
-        rank: Where to begin.
+            begin the exchange.
+        rank: The rank at which the circle begins.
     """
     paths, seen = [[rank]], set()
     while paths:
@@ -83,7 +81,7 @@ def circle(standings: Mapping[int, Standing], rank: int) -> list[int]:
 
 
 def describe(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
-    """The circle in words."""
+    """The deadlock in words."""
     following = [*ranks[1:], ranks[0]]
     parts = [
         f"rank {rank} waits for {standings[rank].awaits}, which rank {other} has not begun"
@@ -97,7 +95,7 @@ def describe(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
 
 
 class DeadlockDetector:
-    """One rank's view of a group that may have come to a deadlock."""
+    """One rank's detector of deadlocks in its group."""
 
     def __init__(self, board: Board, rank: int, world: int) -> None:
         self.begun: Counter[str] = Counter()
@@ -108,47 +106,32 @@ class DeadlockDetector:
         self._warned = False
 
     def begin(self, what: str) -> int:
-        """Note that an exchange begins; how many of its name came before."""
+        """Note that an exchange begins; returns the number of earlier ones of its name."""
         self.begun[what] += 1
         return self.begun[what] - 1
 
     def look(self, what: str, turn: int) -> str:
-        """Tell the others what this rank has been waiting for; a sentence if that is hopeless."""
+        """Post what this rank waits for; returns a sentence if that is a deadlock, else nothing."""
         own = Standing(awaits=what, turn=turn, begun=dict(self.begun))
         try:
-            standings = self._exchange(own)
-        except RuntimeError as error:  # who held the store is gone: the wait will end by itself
+            self._board.set(str(self._rank), json.dumps(asdict(own)))
+            self._posted = True
+            others = [rank for rank in range(self._world) if rank != self._rank]
+            posted = {
+                rank: json.loads(self._board.get(str(rank)))
+                for rank in others
+                if self._board.check([str(rank)])
+            }
+        except RuntimeError as error:  # the store's host is lost: the wait will end by itself
             _log.debug("cannot look at the other ranks: %s", error)
             return ""
+        standings = {self._rank: own} | {
+            rank: Standing(**standing) for rank, standing in posted.items() if standing is not None
+        }
         found = circle(standings, self._rank)
-        if not found:
-            self._warn(own, standings)
-        return describe(standings, found) if found else ""
-
-    def go_on(self) -> None:
-        """The wait is over: take back what was told."""
-        if self._posted:
-            with suppress(RuntimeError):
-                # Not deleted: who has seen the key would wait for it to come again.
-                self._board.set(str(self._rank), _NOTHING)
-        self._posted = self._warned = False
-
-    def _exchange(self, own: Standing) -> dict[int, Standing]:
-        self._board.set(str(self._rank), json.dumps(asdict(own)))
-        self._posted = True
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        told = {
-            rank: json.loads(self._board.get(str(rank)))
-            for rank in others
-            if self._board.check([str(rank)])
-        }
-        return {self._rank: own} | {
-            rank: Standing(**standing) for rank, standing in told.items() if standing is not None
-        }
-
-    def _warn(self, own: Standing, standings: Mapping[int, Standing]) -> None:
-        """Say once in a wait whom this rank is waiting for."""
-        busy = [str(rank) for rank in range(self._world) if rank not in standings]
+        if found:
+            return describe(standings, found)
+        busy = [str(rank) for rank in others if rank not in standings]
         if busy and not self._warned:
             _log.warning(
                 "rank %d waits for %s; busy with something else: rank %s",
@@ -156,4 +139,13 @@ class DeadlockDetector:
                 own.awaits,
                 ", ".join(busy),
             )
-        self._warned = True
+        self._warned = True  # once in a wait
+        return ""
+
+    def end_wait(self) -> None:
+        """Note that the wait has ended, and withdraw the post."""
+        if self._posted:
+            with suppress(RuntimeError):
+                # Not deleted: a rank that has seen the key would wait until it exists again.
+                self._board.set(str(self._rank), _NOTHING)
+        self._posted = self._warned = False

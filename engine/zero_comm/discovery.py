@@ -1,11 +1,11 @@
-"""A worker's place in the world, for workers that mpirun or srun have started themselves.
+"""The rank, world size and master address of workers that mpirun or srun have started.
 
-Owns what these launchers put into a worker's environment, as a table. Must always hold: what
-torchrun or zero-agent say wins; a place is complete or an error, never guessed.
+Owns the environment variables of these launchers, as a table. Must always hold: the variables of
+torchrun or zero-agent win; a place is complete or an error, and is never guessed.
 
 Source: the manuals of Open MPI (OMPI_*), MPICH and Intel MPI (PMI_*, MPI_*), MVAPICH2 (MV2_*) and
 Slurm (SLURM_*); DeepSpeed's `mpi_discovery` asks MPI itself, through mpi4py, which is tried here
-only for the address of the first rank. Who calls it: `distributed`.
+only for the address of rank 0.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Launcher:
     name: str
     rank: str
     world: tuple[str, ...]
-    """The first of these that is set."""
+    """Names of variables, of which the first that is set counts."""
     local_rank: str
     local_world: str = ""
     nodelist: tuple[str, ...] = ()
-    """The hosts, the first of which runs rank 0."""
+    """Names of variables with the list of hosts, the first of which runs rank 0."""
     only_with: str = ""
-    """The others mean this only beside that one."""
+    """The launcher is meant only if this variable is set, too."""
 
 
 LAUNCHERS = (
@@ -64,44 +64,40 @@ LAUNCHERS = (
         world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank="SLURM_LOCALID",
         nodelist=("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"),
-        only_with="SLURM_STEP_ID",  # a batch script has the others too, and is one process
+        only_with="SLURM_STEP_ID",  # a batch script has the others, too, and is one process
     ),
 )
 
 
 def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
-    """The variables that torchrun would have set; {} if no such launcher is around.
+    """The variables that torchrun would have set; {} if no such launcher has started this process.
 
     Args:
         environ: The worker's environment.
-        port: Of rank 0's store, unless MASTER_PORT says another.
+        port: The port of rank 0's store if MASTER_PORT is not set.
 
     Raises:
-        ConfigError: Which host runs rank 0 cannot be known.
+        ConfigError: The host of rank 0 is unknown.
     """
     for launcher in LAUNCHERS:
         if launcher.rank in environ and (launcher.only_with or launcher.rank) in environ:
-            return _place(launcher, environ, port)
+            world = next((environ[name] for name in launcher.world if name in environ), "1")
+            local_world = environ.get(launcher.local_world, world if world == "1" else "")
+            address = environ.get("MASTER_ADDR")
+            if not address:
+                hosts = next((environ[name] for name in launcher.nodelist if name in environ), None)
+                if hosts is not None:
+                    address = first_of(hosts)
+                else:
+                    address = LOOPBACK if local_world == world else _address_from_mpi(launcher)
+            return {
+                "RANK": environ[launcher.rank],
+                "WORLD_SIZE": world,
+                "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+            }
     return {}
-
-
-def _place(launcher: Launcher, environ: Mapping[str, str], port: int) -> dict[str, str]:
-    world = next((environ[name] for name in launcher.world if name in environ), "1")
-    local_world = environ.get(launcher.local_world, world if world == "1" else "")
-    address = environ.get("MASTER_ADDR")
-    if not address:
-        hosts = next((environ[name] for name in launcher.nodelist if name in environ), None)
-        if hosts is not None:
-            address = first_of(hosts)
-        else:
-            address = LOOPBACK if local_world == world else _told_by_mpi(launcher)
-    return {
-        "RANK": environ[launcher.rank],
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
-    }
 
 
 def first_of(nodelist: str) -> str:
@@ -113,8 +109,8 @@ def first_of(nodelist: str) -> str:
     return first.partition(",")[0].strip()
 
 
-def _told_by_mpi(launcher: Launcher) -> str:
-    """The address of rank 0, if mpi4py is there to ask it."""
+def _address_from_mpi(launcher: Launcher) -> str:
+    """The address of rank 0, from mpi4py if it is installed."""
     try:
         from mpi4py import MPI
     except ImportError:

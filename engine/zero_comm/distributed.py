@@ -1,8 +1,7 @@
 """The process group and the device of this worker.
 
-Owns how a worker finds its place: from the environment that torchrun and zero-agent give, or mpirun
-and srun (`discovery`), or alone as a world of one. Called by `assembly` and, for scripts that need
-the group earlier, by `comm`.
+Owns how a worker finds its rank: from the environment of torchrun and zero-agent, or of mpirun and
+srun (`discovery`), or as a world of one.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError
 
 GROUP_TIMEOUT_S = 600.0
-"""How long a collective may take; DeepSpeed's default as well."""
+"""The timeout of a collective; DeepSpeed's default as well."""
 MPI_PORT = 29500
-"""Where rank 0's store listens under mpirun and srun; DeepSpeed's default as well."""
+"""The port of rank 0's store under mpirun and srun; DeepSpeed's default as well."""
 
 
 def group_timeout_s() -> float:
-    """What the environment says of it, in minutes as for DeepSpeed; else the default."""
+    """The timeout of a collective: DEEPSPEED_TIMEOUT, in minutes, or the default."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
     try:
         return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
@@ -36,16 +35,16 @@ def group_timeout_s() -> float:
 def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = MPI_PORT) -> None:
     """Join the default process group, unless this process is in one already.
 
-    With RANK and WORLD_SIZE in the environment the group is formed as torchrun describes it, or as
-    mpirun or srun do; without, this process is a world of its own and needs no network.
+    With RANK and WORLD_SIZE in the environment, or the variables of mpirun or srun, the group is
+    that of all ranks; without them this process is a world of one and needs no network.
 
     Args:
-        timeout_s: How long a collective may take.
-        mpi_port: Of rank 0's store under mpirun and srun; None: these are not looked for.
+        timeout_s: The timeout of a collective.
+        mpi_port: The port of rank 0's store under mpirun and srun; None: ignore these launchers.
 
     Raises:
-        ConfigError: mpirun has started this worker and does not say where rank 0 is.
-        PeerLost: A rank, or the store that they meet through, is gone.
+        ConfigError: mpirun has started this worker, and the host of rank 0 is unknown.
+        PeerLost: A rank, or the host of the store, is lost.
     """
     if dist.is_initialized():
         return
@@ -65,7 +64,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
 
 
 class GroupStore(PrefixStore):
-    """A part of the default group's store; `path` says which."""
+    """The part of the default group's store under `path`."""
 
     def __init__(self, path: str, store: Store) -> None:
         super().__init__(path, store)

@@ -1,4 +1,4 @@
-"""The errors of the exchange between ranks."""
+"""The errors of communication between ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from zero_contract.errors import PeerLost, ZeroError
 
 
 class LeavingNow(PeerLost):
-    """This rank was asked to leave its group without waiting for anything."""
+    """This rank was asked to leave its group at once."""
 
 
 class Diverged(ZeroError):
-    """The ranks wait for each other, because they do not do the same."""
+    """A deadlock: the ranks wait for each other, because they do not run the same exchanges."""

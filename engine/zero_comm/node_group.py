@@ -1,7 +1,6 @@
-"""ZeRO++'s hpZ: the ranks of one node, which gather from each other what they have seen once.
+"""ZeRO++'s hpZ: the group of the ranks of one node, for gathers from secondary shards.
 
-Called by `assembly`; `flat_unit` keeps the node's secondary shard. Source of the idea: ZeRO++
-(arXiv 2306.10209), hierarchical partitioning.
+Source of the idea: ZeRO++ (arXiv 2306.10209), hierarchical partitioning.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives | None:
-    """The exchanges among this rank and its neighbours, `size` consecutive ranks. Collective.
+    """The exchanges within this rank's group of `size` consecutive ranks. Collective.
 
-    None where there are no smaller groups to make: the bits are the same, and weights are then
-    gathered from all ranks every time.
+    None if the world does not divide into several such groups: weights are then gathered from all
+    ranks every time, with the same bits.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if size == 1:

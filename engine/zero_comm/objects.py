@@ -1,8 +1,6 @@
-"""What ranks tell each other in words: JSON, of whatever length. Collective.
+"""All-gather of objects, as JSON of any length. Collective.
 
-Not torch's own object collectives, which unpickle what arrives and so run what a stranger sends.
-Called by `owner_steps` and `owner_state`; where there is no engine, by `comm` and the plug-in for
-transformers' Trainer.
+torch's object collectives unpickle what arrives, and so would run what a stranger sends.
 """
 
 from __future__ import annotations
@@ -18,20 +16,22 @@ from torch import Tensor
 from zero_comm.collectives import Collectives
 
 
-def tell(own: Any, what: str, collectives: Collectives, device: torch.device) -> list[Any]:
-    """What every rank tells, by rank.
+def gather_objects(
+    own: Any, what: str, collectives: Collectives, device: torch.device
+) -> list[Any]:
+    """The objects of all ranks, by rank.
 
     Args:
-        own: What this rank tells; JSON can hold it.
-        what: For messages.
-        collectives: The ranks.
-        device: Of their exchanges.
+        own: The object of this rank; JSON can hold it.
+        what: Names the exchange in messages.
+        collectives: The exchanges of the group.
+        device: The device of the exchange.
     """
     return _exchange(own, what, collectives.everybodys, device)
 
 
-def tell_group(own: Any, what: str) -> list[Any]:
-    """As `tell`, over torch's default group: there need be no engine, and no wait of its own."""
+def gather_objects_of_group(own: Any, what: str) -> list[Any]:
+    """As `gather_objects`, over torch's default group, without an engine and its waits."""
 
     def everybodys(row: Tensor, what: str) -> Tensor:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
@@ -51,5 +51,5 @@ def _exchange(
     lengths = everybodys(sizes, f"length of {what}").flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
-    told = everybodys(padded, what).cpu()
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(told, lengths, strict=True)]
+    rows = everybodys(padded, what).cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]

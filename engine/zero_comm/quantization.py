@@ -1,13 +1,13 @@
-"""Numbers as int8 on the wire: blocks of 256, each with its own scale.
+"""Quantization to int8 for sending: blocks of 256 values, each with its own scale.
 
-Owns the format. A row of n values travels as n codes and then n / 256 scales in fp32, in one
-buffer of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie on the flat grid,
-so what a value becomes does not depend on the world size or on who sends it; a block with a value
-that is not finite comes out as NaN, so that overflows are seen as without quantization.
+Owns the format. A row of n values is sent as n codes and then n / 256 scales in fp32, in one buffer
+of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie on the flat grid, so the
+result depends neither on the world size nor on the sender; a block with a value that is not finite
+becomes NaN, so that overflows are seen as without quantization.
 
-Called by `flat_unit` for weights (qwZ) and by `reduction` for gradients (qgZ). Source of the
-idea: ZeRO++ (arXiv 2306.10209), which quantizes gradients to int4 and reduces them in two hops;
-here each travels once and is added in fp32, as `ordered_sum` does.
+It serves weights (qwZ) and gradients (qgZ). Source of the idea: ZeRO++ (arXiv 2306.10209), which
+quantizes gradients to int4 and reduces them in two hops; here each is sent once and added in fp32,
+as `ordered_sum` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pack(values: Tensor, into: Tensor) -> None:
         blocks = row.float().view(-1, QUANT_BLOCK)
         scale = torch.linalg.vector_norm(blocks, float("inf"), dim=1).div_(_LARGEST)
         row_scales.copy_(scale)
-        # A scale of zero or beyond numbers says all there is to say; its codes must be numbers.
+        # Codes must be numbers, also where the scale is zero or not finite.
         usable = torch.isfinite(scale) & (scale > 0)
         divisor = torch.where(usable, scale, 1.0).unsqueeze(1)
         steps = torch.where(usable.unsqueeze(1), blocks / divisor, 0.0).round_()
@@ -46,7 +46,7 @@ def pack(values: Tensor, into: Tensor) -> None:
 
 
 def unpack(packed: Tensor, into: Tensor) -> Tensor:
-    """The values of rows again, rounded to the dtype of `into`.
+    """Dequantize rows, rounded to the dtype of `into`.
 
     Args:
         packed: uint8 [rows, packed_size(n)].

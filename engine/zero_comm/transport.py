@@ -1,10 +1,10 @@
-"""How tensors travel between ranks: the calls of torch.distributed, and nothing of what they mean.
+"""The transport of tensors between ranks: the calls of torch.distributed.
 
-Owns those calls. Must always hold: what is begun here is returned to be waited for, by whoever
-counts and names it (`collectives`), and no call waits by itself. Ranks of `near` are left out: this
-one, and those that a subclass reaches in another way.
+Owns those calls. Must always hold: every exchange that is begun here is returned, so that the
+caller waits for it, and no call waits by itself. Ranks of `near` are left out: this rank, and those
+that a subclass reaches in another way.
 
-Devices use this as it is, over NCCL; `cpu.transport` is the way for CPUs, over gloo. `transports`
+GPUs use this class over NCCL; `cpu.transport` is the subclass for CPUs, over gloo. `transports`
 chooses.
 """
 
@@ -26,16 +26,16 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Transport:
     """The exchanges of one rank of a process group.
 
-    Each has a name, and `turn`, how many of that name this rank has begun before.
+    Each exchange has a name, and `turn`, the number of earlier ones of that name on this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        """Exchange within a group; None is the default one."""
+        """Exchange within a process group; None: the default group."""
         self._group = group
         self._rank = rank
         self._world = world
         self.near = range(rank, rank + 1)
-        """Consecutive ranks, this one among them, that nothing here is sent to."""
+        """Consecutive ranks, this one included, that are left out here."""
 
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
@@ -71,8 +71,9 @@ class Transport:
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """Send row j of `out` [world, n] to every other rank j.
 
-        Their rows come into `into` [world - 1, n], by rank. In two exchanges, with the ranks below
-        and with those above, so that a rank's own row is neither sent nor copied.
+        Their rows are received into `into` [world - 1, n], by rank. There are two exchanges, one
+        with the ranks below and one with those above, so that a rank's own row is neither sent nor
+        copied.
         """
         del what, turn
         low, high = self.near.start, self.near.stop
@@ -99,7 +100,7 @@ class Transport:
         )
 
     def gather(self, rows: Tensor, what: str, turn: int) -> list[Work]:
-        """Fill `rows` [world, n], of which this rank's own is there."""
+        """Fill `rows` [world, n], which has this rank's own row already."""
         del what, turn
         full = rows.flatten()
         return [_gather_into(full, rows[self._rank], group=self._group, async_op=True)]
@@ -107,7 +108,7 @@ class Transport:
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """Send to some ranks, and get from some, tensors of any sizes; by rank, contiguous."""
+        """Send tensors of any sizes to some ranks, and receive from some; by rank, contiguous."""
         del turn
         ways = ((dist.isend, held), (dist.irecv, wanted))
         calls = [
@@ -126,5 +127,5 @@ class Transport:
 
 
 def tag_of(what: str) -> int:
-    """Of the messages of an exchange: those of another, begun at the same time, do not meet it."""
+    """The tag of an exchange, so that its messages do not match those of a simultaneous one."""
     return zlib.crc32(what.encode()) & 0x7FFFFFFF

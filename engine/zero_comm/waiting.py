@@ -1,19 +1,17 @@
-"""Standing still until an exchange has ended, and getting away when there is no point in it.
+"""Waits for exchanges that can be interrupted.
 
-Owns the thread that waits in the transport's stead. Must always hold:
+Owns the thread that waits inside the transport. Must always hold:
 
 - The caller waits in Python, never inside the transport: an interrupt ends the wait within
-  milliseconds, and so does a signal (Ctrl-C), though a silent peer keeps the transport for ever.
-- An interrupt is for good: a group that is left is not waited for again.
-- What is abandoned is kept for ever, the group with it: the transport may still write into the
-  buffers, and the end of a gloo group waits for its exchanges, at the end of the process, too.
+  milliseconds, and so does a signal (Ctrl-C), though a silent peer blocks the transport for ever.
+- An interrupt is final: a group that is left is not waited for again.
+- Abandoned exchanges are kept for ever, with their group: the transport may still write into the
+  buffers, and the destructor of a gloo group waits for its exchanges, also when the process ends.
 
-The thread is needed because gloo can neither abort an exchange nor say of a receive whether it
-has come. A GPU's exchanges are waited for by its stream, which holds nobody up.
+The thread is needed because gloo can neither abort an exchange nor test whether a receive has
+completed. A GPU's exchanges are waited for by its stream, which blocks no thread.
 
-What a transport raises when a peer is gone is told from mistakes of the program here as well.
-
-Used by `collectives` and `distributed`; the agent link interrupts.
+Errors of a transport whose peer is lost are distinguished here from errors of the program.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import torch.distributed as dist
 
 from zero_contract.errors import PeerLost
 
-# How gloo (a plain RuntimeError) and NCCL say that a connection, not the program, is broken.
+# Messages of gloo (a plain RuntimeError) and NCCL for a broken connection.
 _SIGNS = (
     "application timeout caused pair closure",
     "broken pipe",
@@ -48,12 +46,12 @@ _SIGNS = (
     "timed out waiting",
 )
 _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*", re.DOTALL)
-"""Where in gloo's source it happened, and its advice: to look at logs of a worker that is gone."""
+"""A line of gloo's source, and its advice to look at the logs of a worker that is lost."""
 
 
 @contextmanager
 def transport_failures(what: str) -> Iterator[None]:
-    """Raise PeerLost, which names what was being done, for a broken connection."""
+    """Turn the error of a broken connection into PeerLost, which names the exchange."""
     try:
         yield
     except RuntimeError as error:
@@ -64,16 +62,16 @@ def transport_failures(what: str) -> Iterator[None]:
 
 
 LOOK_S = 3.0
-"""How long a wait lasts before somebody looks at what the others are doing, each time."""
+"""The interval at which a wait checks for a deadlock."""
 
 
 class Interrupt:
-    """A wish, from any thread, that this rank stop waiting for its peers."""
+    """A request, from any thread, that this rank stop waiting for its peers."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.reason = ""
-        """Why; empty as long as nobody wants it."""
+        """The reason; empty as long as there is no request."""
 
     def request(self, reason: str) -> None:
         """End every wait, now and later."""
@@ -89,11 +87,11 @@ class Work(Protocol):
         """Whether it has ended, well or not."""
 
     def wait(self) -> object:
-        """Stand still until it has ended; raises what the transport raises."""
+        """Block until it has ended; raises what the transport raises."""
 
 
 class Watched:
-    """An exchange whose end somebody tells: no thread has to wait for it."""
+    """An exchange whose end is notified: no thread has to wait for it."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._ended = False
@@ -101,7 +99,7 @@ class Watched:
         self._changed = changed
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell it, once."""
+        """Notify the end of the exchange, once."""
         with self._changed:
             self._ended, self._error = True, error
             self._changed.notify_all()
@@ -116,7 +114,7 @@ class Watched:
         return self._error is not None
 
     def wait(self) -> None:
-        """Stand still until it has ended; raises what went wrong."""
+        """Block until it has ended; raises its error."""
         with self._changed:
             self._changed.wait_for(self.is_completed)
         if self._error is not None:
@@ -124,7 +122,7 @@ class Watched:
 
 
 class _Job(Watched):
-    """Exchanges that the thread waits for."""
+    """Exchanges that the waiting thread waits for."""
 
     def __init__(self, works: Sequence[Work], changed: threading.Condition) -> None:
         super().__init__(changed)
@@ -154,49 +152,45 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
-        """Stand still until all have ended, or until there is an interrupt.
+        """Block until all have ended, or until there is an interrupt.
 
         Args:
-            works: What to wait for; on the CPU.
-            look: Called every LOOK_S of the wait; what it raises ends the wait.
+            works: The exchanges; on the CPU.
+            look: Called every LOOK_S of the wait; an exception of it ends the wait.
 
         Returns:
-            False if it was interrupted. Raises what the transport raises.
+            False if the wait was interrupted. Raises what the transport raises.
         """
-        told = [work for work in works if isinstance(work, Watched)]
+        watched = [work for work in works if isinstance(work, Watched)]
         others = [work for work in works if not isinstance(work, Watched)]
         if all(work.is_completed() for work in works):
             for work in works:  # an exchange that failed has also ended
                 work.wait()
             return not self.interrupt.reason
-        if others:
-            told.append(self._begin(others))
+        if others:  # the thread waits for these
+            job = _Job(others, self.interrupt.changed)
+            if self._thread is None:
+                self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._jobs.put, None)
+            self._jobs.put(job)
+            watched.append(job)
         try:
-            self._stand_still(told, look)
+            self._wait_until_settled(watched, look)
         finally:
-            if not _ended(told):
+            if not _ended(watched):
                 # Not even the end of the interpreter may destroy these.
-                for kept in (told, self._group):
+                for kept in (watched, self._group):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        for work in told:
+        for work in watched:
             if work.is_completed():
                 work.wait()
-        return _ended(told)
+        return _ended(watched)
 
-    def _begin(self, works: Sequence[Work]) -> Watched:
-        """Let the thread wait for these."""
-        job = _Job(works, self.interrupt.changed)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put(job)
-        return job
-
-    def _stand_still(self, told: Sequence[Watched], look: Callable[[], None]) -> None:
+    def _wait_until_settled(self, watched: Sequence[Watched], look: Callable[[], None]) -> None:
         def settled() -> bool:
-            failed = any(work.failed for work in told)
-            return failed or _ended(told) or bool(self.interrupt.reason)
+            failed = any(work.failed for work in watched)
+            return failed or _ended(watched) or bool(self.interrupt.reason)
 
         begun = time.monotonic()
         while True:
@@ -208,12 +202,12 @@ class Waiter:
                 raise RuntimeError(f"timed out waiting for {self._timeout_s:g} s")
 
 
-def _ended(told: Sequence[Watched]) -> bool:
-    return all(work.is_completed() for work in told)
+def _ended(watched: Sequence[Watched]) -> bool:
+    return all(work.is_completed() for work in watched)
 
 
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:
-    """The thread: one job after the other, until None."""
+    """The waiting thread: run one job after the other, until None."""
     while (job := jobs.get()) is not None:
         job.run()
         del job  # it holds buffers

@@ -46,7 +46,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.distributed import group_timeout_s
 from zero_comm.distributed import init_distributed as _init_from_environment
 from zero_comm.distributed import local_rank as get_local_rank
-from zero_comm.objects import tell_group
+from zero_comm.objects import gather_objects_of_group
 
 __all__ = [
     "ReduceOp",
@@ -102,7 +102,7 @@ def log_summary(show_straggler: bool = False) -> None:
     """
     lines = LOG.lines()
     if show_straggler and is_initialized():
-        waits = tell_group(LOG.waited_s, "how long each rank has waited")
+        waits = gather_objects_of_group(LOG.waited_s, "how long each rank has waited")
         lines += [f"rank {rank} waited {wait_s * 1e3:.1f} ms" for rank, wait_s in enumerate(waits)]
     if not is_initialized() or get_rank() == 0:
         print("\n".join(lines))

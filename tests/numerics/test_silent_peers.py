@@ -73,7 +73,8 @@ def main_thread_waits() -> bool:
     """Whether this process is where it would be for ever."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return any(
-        each.f_code is Waiter._stand_still.__code__ for each, _ in traceback.walk_stack(frame)
+        each.f_code is Waiter._wait_until_settled.__code__
+        for each, _ in traceback.walk_stack(frame)
     )
 
 

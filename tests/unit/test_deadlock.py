@@ -57,7 +57,7 @@ def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_par
     assert first.look("a", turns[0]) == ""  # nobody knows of the other yet
     assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", turns[1])
     assert "rank 0 waits for a, which rank 1 has not begun" in first.look("a", turns[0])
-    second.go_on()
+    second.end_wait()
     assert first.look("a", turns[0]) == ""
 
 
@@ -77,7 +77,7 @@ class GoesOnMeanwhile:
     def check(self, keys: list[str]) -> bool:
         there = self._store.check(keys)
         assert self.other is not None
-        self.other.go_on()
+        self.other.end_wait()
         return there
 
 

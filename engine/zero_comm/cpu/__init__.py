@@ -1,1 +1,1 @@
-"""What makes training on CPUs fast, and no GPU needs: same-host reads, settings of malloc."""
+"""Tuning for training on CPUs, not needed on GPUs: same-host reads, settings of malloc."""

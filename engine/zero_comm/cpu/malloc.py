@@ -1,12 +1,12 @@
-"""The C heap of a process that trains on CPUs: memory that a step frees stays for the next step.
+"""Settings of malloc for training on CPUs: memory that a step frees stays for the next step.
 
-Owns the two settings of glibc's malloc that decide it. By default glibc gives the free end of its
-heap back to the kernel whenever much of it is free, so after every backward; the next forward then
-gets it anew, zeroed and by one page fault for each 4 KiB, which a training step waits for. Results
-do not depend on it, and the peak is where it was: what stays is what the next step takes.
+Owns the two settings of glibc's malloc that decide it. By default glibc returns the free end of its
+heap to the kernel whenever much of it is free, so after every backward; the next forward then
+allocates it again, zeroed and by one page fault for each 4 KiB, which costs time in every step.
+Results and peak memory do not depend on it: what stays allocated is what the next step allocates.
 
-Called by `assembly` when the long-lived buffers are there: they keep mappings of their own, and
-what comes and goes does so beside them.
+Set it after the long-lived buffers are allocated: these keep separate mappings, and short-lived
+memory is in the heap.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import os
 from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""The names of the settings in malloc.h,"""
+"""The settings, by their numbers in malloc.h."""
 _NEVER, _LARGEST_BYTES = -1, 32 << 20
-"""and their values. The second is the largest that glibc takes, and where its own way of adapting
-it ends; setting the first ends that way. Larger tensors are mapped each by itself, as before."""
+"""Their values. The second is the largest that glibc accepts, and the limit of its own adaptation,
+which ends when the first is set. Larger tensors have separate mappings, as before."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, unless the environment says how its malloc is to behave."""
+    """Let glibc keep freed memory, unless the environment configures its malloc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not is_set(os.environ):  # other C libraries have none
         mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def is_set(environment: Mapping[str, str]) -> bool:
-    """Whether somebody has chosen when malloc maps and returns memory. Source: mallopt(3)."""
+    """Whether the environment sets when malloc maps and returns memory. Source: mallopt(3)."""
     tunables = environment.get("GLIBC_TUNABLES", "")
     names = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")
     return any(

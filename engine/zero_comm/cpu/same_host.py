@@ -1,23 +1,23 @@
-"""Ranks of one host read what they exchange from each other's memory.
+"""Same-host peers: ranks of one host read exchanged tensors from each other's memory.
 
-Owns the system call, the introduction at the start, and what such ranks tell each other afterwards,
-over a Unix socket for each pair, with the thread that reads. Must always hold:
+Owns the system call, the introduction at the start, and the messages of such ranks afterwards, over
+a Unix socket for each pair, with the thread that reads. Must always hold:
 
-- At the start every rank says where it is and holds out a token; who can read the token can read
-  more. All ranks come to the same division, in runs of consecutive ranks each of which can read
-  every other of its run. A rank outside, or a kernel that forbids it, costs nothing but speed:
-  sockets then carry what memory does not.
-- An exchange is known by its name and by how many of that name came before. What a neighbour holds
-  out goes to where this rank wants it under that name, whoever of the two comes first.
-- What is held out stays as it is until every neighbour has said that it has read it: only then
-  has the exchange ended for the rank that holds it out.
-- It needs nobody's wait to go on: the thread reads as soon as both sides have begun.
-- When a neighbour's socket closes, or its memory cannot be read, what needs it ends in an error.
+- At the start every rank sends its place and the address of a token; a rank that can read the token
+  can read the rest of the memory. All ranks compute the same division into runs of consecutive
+  ranks, each of which can read every other of its run. A rank outside, or a kernel that forbids it,
+  costs nothing but speed: sockets are used instead.
+- An exchange is identified by its name and the number of earlier ones of that name. What a peer
+  offers is copied to where this rank wants it under that name, whichever of the two comes first.
+- An offered tensor must not change until every peer has reported that it has read it: only then has
+  the exchange ended for the rank that offers it.
+- Progress needs no rank to wait: the thread reads as soon as both sides have begun.
+- When a peer's socket closes, or its memory cannot be read, the exchanges that need it fail.
 
-Each byte is copied once, where loopback sockets copy it twice and wake the ranks in between. The
-kernel allows it where a debugger would be allowed: the same user, and no Yama that forbids it.
+Each byte is copied once; loopback sockets copy it twice and wake the ranks in between. The kernel
+allows it where a debugger would be allowed: the same user, and no Yama that forbids it.
 
-Called by `cpu.transport`. Source of the idea: cross-memory attach, as MPI libraries use it.
+Source of the idea: cross-memory attach, as MPI libraries use it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
     """Copy `size_bytes` bytes at `address` of process `pid` to the address `into` of this one.
 
     Raises:
-        OSError: There is no such process or memory, it may not be read, or no such call here.
+        OSError: There is no such process, memory or system call, or the read is not permitted.
     """
     done = 0
     while done < size_bytes:
@@ -72,8 +72,8 @@ def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
 def let_siblings_read() -> None:
     """Let the parent of this process, and all below it, read this process's memory.
 
-    Only that which Yama adds on some systems (ptrace_scope 1: none but ancestors may) is lifted,
-    and only for them; where there is no Yama nothing happens. Source: prctl(2), PR_SET_PTRACER.
+    Only the restriction of Yama on some systems (ptrace_scope 1: only ancestors may) is lifted, and
+    only for them; without Yama nothing happens. Source: prctl(2), PR_SET_PTRACER.
     """
     _LIBRARY.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
@@ -93,9 +93,9 @@ def _call() -> ctypes._NamedFuncPointer:
 
 # ---- exchanges ----
 
-_HELD_OUT, _READ = b"h", b"r"
+_OFFER, _READ = b"h", b"r"
 _WORD = struct.Struct("=c16sQQ")
-"""What, the key, the address and the number of bytes."""
+"""The kind of message, the key, the address and the number of bytes."""
 
 
 def key_of(what: str, turn: int) -> bytes:
@@ -105,15 +105,15 @@ def key_of(what: str, turn: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SameHostPeer:
-    """A rank whose memory can be read from here, and ours from there."""
+    """A rank that can read this rank's memory, and whose memory this rank can read."""
 
     pid: int
     line: socket.socket
-    """SOCK_SEQPACKET: a word is there as a whole or not at all."""
+    """SOCK_SEQPACKET: a message arrives whole or not at all."""
 
 
 class Reading(Watched):
-    """An exchange with neighbours, under way."""
+    """An exchange with same-host peers, under way."""
 
     def __init__(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], changed: threading.Condition
@@ -122,52 +122,52 @@ class Reading(Watched):
         self.held = held
         self.wanted = wanted
         self.unread = set(wanted)
-        """Ranks that this one has not read from,"""
+        """The ranks that this rank has not read from."""
         self.unreleased = set(held)
-        """and those that have not read from this one."""
+        """The ranks that have not read from this rank."""
 
     def needs(self, rank: int) -> bool:
-        """Whether anything is missing from that rank."""
+        """Whether the exchange still waits for that rank."""
         return rank in self.unread or rank in self.unreleased
 
 
 class SameHostPeers:
-    """This rank's exchanges with its neighbours."""
+    """This rank's exchanges with its same-host peers."""
 
     def __init__(self, members: Mapping[int, SameHostPeer], changed: threading.Condition) -> None:
-        """Begin.
+        """Start the thread that reads.
 
         Args:
-            members: By rank.
+            members: The peers, by rank.
             changed: Notified when an exchange ends.
         """
         self._changed = changed
-        self._desk = _Desk(members)
-        threading.Thread(target=self._desk.serve, daemon=True).start()
-        weakref.finalize(self, self._desk.close)
+        self._exchanges = _Exchanges(members)
+        threading.Thread(target=self._exchanges.serve, daemon=True).start()
+        weakref.finalize(self, self._exchanges.close)
 
     def exchange(
         self, key: bytes, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor]
     ) -> Reading:
-        """Hold tensors out to some neighbours and want others of some; by rank, contiguous."""
+        """Offer tensors to some peers and want tensors of some; by rank, contiguous."""
         reading = Reading(held, wanted, self._changed)
-        self._desk.open(key, reading)
+        self._exchanges.open(key, reading)
         return reading
 
 
-class _Desk:
-    """What the caller and the thread share."""
+class _Exchanges:
+    """The state that the caller and the thread share."""
 
     def __init__(self, members: Mapping[int, SameHostPeer]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self._open: dict[bytes, Reading] = {}
         self._early: defaultdict[bytes, dict[int, tuple[int, int]]] = defaultdict(dict)
-        """Held out to this rank, which has not begun that exchange: by rank."""
+        """By key and rank: offers to this rank, which has not begun that exchange."""
         self._ready: deque[bytes] = deque()
-        """Keys that the thread is to look at."""
-        self._unsaid: dict[int, deque[bytes]] = {rank: deque() for rank in members}
-        """Words that a full socket did not take."""
+        """The keys whose offers the thread is to read."""
+        self._unsent: dict[int, deque[bytes]] = {rank: deque() for rank in members}
+        """By rank: messages that a full socket did not take."""
         self._lost: set[int] = set()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -182,7 +182,7 @@ class _Desk:
             come = key in self._early
             lost = [rank for rank in self._lost if reading.needs(rank)]
         for rank, tensor in reading.held.items():
-            self._say(rank, _WORD.pack(_HELD_OUT, key, tensor.data_ptr(), tensor.nbytes))
+            self._send(rank, _WORD.pack(_OFFER, key, tensor.data_ptr(), tensor.nbytes))
         if lost:
             self._fail(key, _gone(lost[0]))
         elif come:
@@ -197,13 +197,13 @@ class _Desk:
         with suppress(OSError):  # the thread has ended
             os.eventfd_write(self._bell, 1)
 
-    def _say(self, rank: int, word: bytes) -> None:
+    def _send(self, rank: int, word: bytes) -> None:
         try:
             self._members[rank].line.send(word)
         except BlockingIOError:
-            self._unsaid[rank].append(word)
+            self._unsent[rank].append(word)
             self._ring()
-        except OSError:  # the thread will find the line's end
+        except OSError:  # the thread will see the end of the connection
             pass
 
     # ---- the thread ----
@@ -223,28 +223,23 @@ class _Desk:
         for key, _ in selector.select():
             if key.data is None:
                 os.eventfd_read(self._bell)
-            elif not self._hear(key.data):
+            elif not self._receive(key.data):
                 selector.unregister(key.fileobj)
         while self._ready:
             self._read(self._ready.popleft())
-        for rank, words in self._unsaid.items():
+        for rank, words in self._unsent.items():
             if rank not in self._lost:
-                self._go_on_saying(selector, rank, words)
+                line = self._members[rank].line
+                with suppress(BlockingIOError, OSError):
+                    while words:
+                        line.send(words[0])
+                        words.popleft()
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if words else 0)
+                if selector.get_key(line).events != wanted:
+                    selector.modify(line, wanted, rank)
 
-    def _go_on_saying(
-        self, selector: selectors.BaseSelector, rank: int, words: deque[bytes]
-    ) -> None:
-        line = self._members[rank].line
-        with suppress(BlockingIOError, OSError):
-            while words:
-                line.send(words[0])
-                words.popleft()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if words else 0)
-        if selector.get_key(line).events != wanted:
-            selector.modify(line, wanted, rank)
-
-    def _hear(self, rank: int) -> bool:
-        """Take what a neighbour has said; False at the end of the line."""
+    def _receive(self, rank: int) -> bool:
+        """Receive a message of a peer; returns False at the end of the connection."""
         try:
             word = self._members[rank].line.recv(_WORD.size)
         except BlockingIOError:
@@ -252,7 +247,11 @@ class _Desk:
         except OSError:
             word = b""
         if not word:
-            self._lose(rank)
+            with self._lock:
+                self._lost.add(rank)
+                keys = [key for key, reading in self._open.items() if reading.needs(rank)]
+            for key in keys:
+                self._fail(key, _gone(rank))
             return False
         what, key, address, size_bytes = _WORD.unpack(word)
         if what == _READ:
@@ -266,26 +265,24 @@ class _Desk:
         return True
 
     def _read(self, key: bytes) -> None:
-        """Read everything that is held out under a key."""
+        """Read everything that is offered under a key."""
         with self._lock:
             reading, come = self._open.get(key), self._early.pop(key, {})
-        for rank, (address, size_bytes) in come.items():
-            if reading is not None and self._copy(key, reading, rank, address, size_bytes):
-                self._say(rank, _WORD.pack(_READ, key, 0, 0))
-                self._tick(key, rank, released=False)
-
-    def _copy(self, key: bytes, reading: Reading, rank: int, address: int, size: int) -> bool:
-        into = reading.wanted.get(rank)
-        if into is None or size != into.nbytes:
-            wanted = 0 if into is None else into.nbytes
-            self._fail(key, f"rank {rank} holds out {size} bytes, {wanted} are wanted")
-            return False
-        try:
-            read_memory(self._members[rank].pid, address, into.data_ptr(), size)
-        except OSError as error:
-            self._fail(key, f"{_gone(rank)} ({error})")
-            return False
-        return True
+        if reading is None:  # it has failed
+            return
+        for rank, (address, size) in come.items():
+            into = reading.wanted.get(rank)
+            if into is None or size != into.nbytes:
+                wanted = 0 if into is None else into.nbytes
+                self._fail(key, f"rank {rank} offers {size} bytes, {wanted} are wanted")
+                continue
+            try:
+                read_memory(self._members[rank].pid, address, into.data_ptr(), size)
+            except OSError as error:
+                self._fail(key, f"{_gone(rank)} ({error})")
+                continue
+            self._send(rank, _WORD.pack(_READ, key, 0, 0))
+            self._tick(key, rank, released=False)
 
     def _tick(self, key: bytes, rank: int, *, released: bool) -> None:
         with self._lock:
@@ -304,13 +301,6 @@ class _Desk:
         if reading is not None:
             reading.end(RuntimeError(why))
 
-    def _lose(self, rank: int) -> None:
-        with self._lock:
-            self._lost.add(rank)
-            keys = [key for key, reading in self._open.items() if reading.needs(rank)]
-        for key in keys:
-            self._fail(key, _gone(rank))
-
 
 def _gone(rank: int) -> str:
     return f"connection closed by rank {rank}, which runs on this host"
@@ -324,28 +314,28 @@ SWITCH = "ZERO_NEIGHBOURS"
 """The environment variable that turns this off, with "0"."""
 
 Gather = Callable[[Tensor, str], Tensor]
-"""A row [n] and a name -> everybody's rows [world, n]. Collective."""
+"""A row [n] and a name -> the rows of all ranks [world, n]. Collective."""
 
 _CARD_BYTES = 512
 _TOKEN_BYTES = 16
 _INTRODUCTION_S = 60.0
 _CREDENTIALS = struct.Struct("=iII")
-"""Of a peer on a Unix socket: pid, user, group."""
+"""The credentials of a peer on a Unix socket: pid, user, group."""
 
 
 def meet(
     rank: int, world: int, gather: Gather, changed: threading.Condition
 ) -> tuple[range, SameHostPeers | None]:
-    """This rank's run of ranks that read each other's memory, and the way to do so. Collective.
+    """This rank's run of ranks that read each other's memory, and its peers there. Collective.
 
     Args:
-        rank: This one.
-        world: Ranks.
-        gather: Over sockets.
-        changed: Notified when an exchange with neighbours ends.
+        rank: This rank.
+        world: The number of ranks.
+        gather: All-gathers rows over sockets.
+        changed: Notified when an exchange with same-host peers ends.
 
     Raises:
-        OSError: A neighbour is gone.
+        OSError: A peer is lost.
     """
     if _willing():
         let_siblings_read()
@@ -353,7 +343,17 @@ def meet(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # the kernel finds a name, in this network namespace
         listener.listen(world)
-        row = json.dumps(_card(listener, token)).encode().ljust(_CARD_BYTES)
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        card = {  # where this rank is
+            "willing": _willing(),
+            "host": [boot, *spaces],
+            "pid": os.getpid(),
+            "listens": listener.getsockname().hex(),
+            "address": ctypes.addressof(token),
+            "token": token.raw.hex(),
+        }
+        row = json.dumps(card).encode().ljust(_CARD_BYTES)
         rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
         cards = [json.loads(bytes(each.tolist())) for each in rows]
         sees = [_readable(card, cards[rank]) for card in cards]
@@ -369,22 +369,8 @@ def _willing() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
-def _card(listener: socket.socket, token: ctypes.Array[ctypes.c_char]) -> dict[str, Any]:
-    """Where this rank is."""
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return {
-        "willing": _willing(),
-        "host": [boot, *spaces],
-        "pid": os.getpid(),
-        "listens": listener.getsockname().hex(),
-        "address": ctypes.addressof(token),
-        "token": token.raw.hex(),
-    }
-
-
 def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
-    """Whether what a card says can be read is what it says."""
+    """Whether the token of a card can be read from the memory that the card names."""
     if not (card["willing"] and own["willing"] and card["host"] == own["host"]):
         return False
     found = ctypes.create_string_buffer(_TOKEN_BYTES)
@@ -397,7 +383,11 @@ def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
 
 
 def runs(mutual: Tensor) -> list[range]:
-    """Consecutive ranks, all of which read each other: [world, world] bool -> a division."""
+    """Divide the ranks into runs of consecutive ranks that all read each other.
+
+    Args:
+        mutual: [world, world] bool; whether two ranks read each other.
+    """
     found: list[range] = []
     for rank in range(len(mutual)):
         if found and bool(mutual[rank, found[-1].start : rank].all()):
@@ -410,7 +400,7 @@ def runs(mutual: Tensor) -> list[range]:
 def _connect(
     listener: socket.socket, rank: int, run: range, cards: Sequence[dict[str, Any]]
 ) -> dict[int, SameHostPeer]:
-    """A line to every other rank of the run: the higher one calls."""
+    """A connection to every other rank of the run: the higher rank connects."""
     lines: dict[int, socket.socket] = {}
     for other in range(run.start, rank):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

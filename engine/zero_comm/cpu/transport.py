@@ -1,9 +1,7 @@
-"""How tensors travel between ranks that compute on CPUs: gloo, and the memory of the same host.
+"""The transport between ranks that compute on CPUs: gloo, and same-host reads.
 
 gloo's all-gather moves more bytes than pairwise sends and takes 2.5 to 3 times as long. Ranks of
-one host read from each other's memory (`same_host`), once they have met.
-
-Chosen by `collectives` for tensors that are on the CPU.
+one host read from each other's memory (`same_host`) after `meet`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from zero_comm.waiting import Waiter, Work
 
 
 class CpuTransport(Transport):
-    """As `Transport`, with ranks `near` by memory and the others over sockets."""
+    """A transport that reaches the ranks `near` by memory and the others over sockets."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         super().__init__(group, rank, world)
@@ -29,7 +27,15 @@ class CpuTransport(Transport):
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
     ) -> None:
-        """Find out who can read whose memory, and read from now on. As `Transport` says."""
+        """Find the ranks whose memory can be read, and read it from now on. Collective.
+
+        Args:
+            everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
+            changed: Notified when an exchange by memory ends.
+
+        Raises:
+            OSError: A rank of this host is lost.
+        """
         self.near, self._same_host = meet(self._rank, self._world, everybodys, changed)
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
@@ -37,7 +43,7 @@ class CpuTransport(Transport):
         return waiter.wait(works, look)
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
-        """As `Transport` says."""
+        """As in `Transport`."""
         held = {rank: out[rank] for rank in self._others_near}
         wanted = {rank: into[rank - (rank > self._rank)] for rank in self._others_near}
         works = self._read(held, wanted, what, turn)
@@ -46,10 +52,10 @@ class CpuTransport(Transport):
         return works
 
     def gather(self, rows: Tensor, what: str, turn: int) -> list[Work]:
-        """As `Transport` says, in pairs.
+        """As `Transport.gather`, in pairs.
 
-        Under a tag of their own: shards of different units that ranks gather at the same time, as
-        they should not, do not meet.
+        Each exchange has its tag: if ranks wrongly gather different units at the same time, their
+        shards do not match.
         """
         wanted = {rank: rows[rank] for rank in self._others_near}
         works = self._read(dict.fromkeys(wanted, rows[self._rank]), wanted, what, turn)
@@ -68,7 +74,7 @@ class CpuTransport(Transport):
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """As `Transport` says."""
+        """As in `Transport`."""
         near_held = {rank: tensor for rank, tensor in held.items() if rank in self.near}
         near_wanted = {rank: tensor for rank, tensor in wanted.items() if rank in self.near}
         works = self._read(near_held, near_wanted, what, turn) if near_held or near_wanted else []
@@ -81,7 +87,7 @@ class CpuTransport(Transport):
     def _read(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """The exchange by memory; empty if there is none."""
+        """The exchange by memory; empty if no rank is near."""
         if self._same_host is None:
             return []
         return [self._same_host.exchange(key_of(what, turn), held, wanted)]

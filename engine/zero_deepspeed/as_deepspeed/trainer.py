@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from zero_comm.agent_link import current_job, current_round
-from zero_comm.objects import tell_group
+from zero_comm.objects import gather_objects_of_group
 from zero_deepspeed.as_deepspeed.accelerator import exempt
 from zero_deepspeed.as_deepspeed.resuming import (
     CannotGoOn,
@@ -181,7 +181,7 @@ class _Guide(TrainerCallback):
             except CannotGoOn as problem:
                 verdict = {"problem": str(problem)}
         if dist.is_initialized():
-            verdict = tell_group(verdict, "what rank 0 decides")[0]
+            verdict = gather_objects_of_group(verdict, "what rank 0 decides")[0]
         if "problem" in verdict:
             raise CannotGoOn(verdict["problem"])
         return verdict["decided"]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_comm.collectives import Collectives, wait
-from zero_comm.objects import tell
+from zero_comm.objects import gather_objects
 from zero_engine.optim.owner_exchange import (
     ExchangeGroup,
     OwnerExchange,
@@ -186,7 +186,11 @@ class StepByOwners:
                         own[each.slot.fqn] = tree_spec(state, each.slot.fqn)
                     except CheckpointError as error:  # a save raises it; training need not end
                         own[each.slot.fqn] = {PROBLEM: str(error)}
-            self.know(tell(own, "tree specs of optimizer state", self._collectives, self._device))
+            self.know(
+                gather_objects(
+                    own, "tree specs of optimizer state", self._collectives, self._device
+                )
+            )
             self.marks = marks
             # Warn at once, and not only at the first save, of what no checkpoint can hold.
             problems = [known[PROBLEM] for known in self.tree_specs.values() if PROBLEM in known]

@@ -19,7 +19,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
 from zero_comm.collectives import Collectives
-from zero_comm.objects import tell
+from zero_comm.objects import gather_objects
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
 from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, stored, tree_spec
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -141,7 +141,7 @@ def fetch(
             own = [tree_spec(owned.get(key), name)]
         except CheckpointError:
             own = [None]
-    gathered = tell(own, f"tree spec of {key}", collectives, device)
+    gathered = gather_objects(own, f"tree spec of {key}", collectives, device)
     source = next(rank for rank, known in enumerate(gathered) if known is not None)
     known = gathered[source][0]
     nest = blank(known, device, device)
