@@ -94,7 +94,7 @@ def test_memory_that_cannot_be_read_is_a_lost_neighbour() -> None:
 
 def test_another_number_of_bytes_is_refused(host: Host) -> None:
     host.begin(1, "weights", torch.ones(3))
-    with pytest.raises(RuntimeError, match="rank 1 holds out 12 bytes, 4 are wanted"):
+    with pytest.raises(RuntimeError, match="rank 1 offers 12 bytes, 4 are wanted"):
         ended(host.begin(0, "weights", torch.ones(1)))
 
 
