@@ -88,7 +88,18 @@ class AgentLink:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         path = path or os.environ.get(contract.ENV_SOCKET)
-        self._socket = _connect(path) if path else None
+        self._socket: socket.socket | None = None
+        if path:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # A timeout for sending only: the reader thread waits however long the agent sends
+            # nothing.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            try:
+                connection.connect(path)
+                self._socket = connection
+            except OSError as error:
+                connection.close()
+                _log.warning("no agent at %s (%s); training continues without it", path, error)
         self.present = bool(path)
         """Whether this worker runs under an agent, reachable or not."""
         self.group_lost = threading.Event()
@@ -270,27 +281,31 @@ class AgentLink:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:
-                    self._receive(contract.decode(line))
+                    message = contract.decode(line)
+                    match message:
+                        case Leave(round=self.round):
+                            now = message.when is When.NOW
+                            when = "at once" if now else "at the end of a step"
+                            _log.info(
+                                "asked to leave round %d %s: %s",
+                                message.round,
+                                when,
+                                message.reason,
+                            )
+                            self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
+                            self._leave.set()
+                            if now:
+                                self.interrupt.request(message.reason)
+                                self.group_lost.set()
+                        case CommitReply() | PeerMemoryReply():
+                            with self._changed:
+                                self._answers[message.request] = message
+                                self._changed.notify_all()
+                        case _:
+                            _log.debug("not for this worker: %s", message)
         except (OSError, ValueError, contract.ContractError) as error:
             reason = f"the connection to the agent failed: {error}"
         self._disconnect(reason)
-
-    def _receive(self, message: Message) -> None:
-        match message:
-            case Leave(round=self.round):
-                when = "at once" if message.when is When.NOW else "at the end of a step"
-                _log.info("asked to leave round %d %s: %s", message.round, when, message.reason)
-                self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
-                self._leave.set()
-                if message.when is When.NOW:
-                    self.interrupt.request(message.reason)
-                    self.group_lost.set()
-            case CommitReply() | PeerMemoryReply():
-                with self._changed:
-                    self._answers[message.request] = message
-                    self._changed.notify_all()
-            case _:
-                _log.debug("not for this worker: %s", message)
 
     def _disconnect(self, reason: str | None) -> None:
         with self._changed:
@@ -313,19 +328,6 @@ def agent_link(rank: int) -> AgentLink:
     if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
         _link = AgentLink(rank)
     return _link
-
-
-def _connect(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # A timeout for sending only: the reader thread waits however long the agent sends nothing.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-    try:
-        connection.connect(path)
-    except OSError as error:
-        connection.close()
-        _log.warning("no agent at %s (%s); training continues without it", path, error)
-        return None
-    return connection
 
 
 @contextmanager

@@ -12,7 +12,7 @@ piece of memory, while that is in a CPU's cache. `reduction` receives what is ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -74,15 +74,15 @@ class _Stack:
     def push(self, number: int, memory: Memory) -> None:
         """Give the gradient of one micro-batch; add siblings, and end the block if it is whole."""
         self.pending.append((Piece(number, 0), memory))
-        while len(self.pending) > 1 and self._are_siblings(*self.pending[-2:]):
+        while len(self.pending) > 1:
+            (left, _), (right, _) = self.pending[-2:]
+            size = 1 << left.level
+            are_siblings = left.level == right.level and right.start == left.start ^ size
+            if not are_siblings or size >= self.block:
+                break
             self._unite()
         if (number + 1) % self.block == 0:
             self.end_block()
-
-    def _are_siblings(self, left: tuple[Piece, Memory], right: tuple[Piece, Memory]) -> bool:
-        (one, _), (other, _) = left, right
-        size = 1 << one.level
-        return one.level == other.level and other.start == one.start ^ size and size < self.block
 
     def _unite(self) -> None:
         (left, at), (_, other) = self.pending[-2:]
@@ -194,18 +194,12 @@ class OrderedSum:
         self._kept = {home: memory[home] for home in pending}
         for index, gradient in enumerate(microbatches):
             memory[Memory("given", index)] = gradient
-        for piece in self._pieces(memory, packed=packed):
+        pieces: Iterable[dict[Memory, Tensor]] = (memory,)
+        if not packed and not self.total.is_cuda:  # packed ones can only be unpacked as a whole
+            columns = [tensor.split(_PIECE) for tensor in memory.values()]
+            pieces = (dict(zip(memory, row, strict=True)) for row in zip(*columns, strict=True))
+        for piece in pieces:
             _Worker(piece, self.total.dtype, pool, packed=packed).run(additions)
-
-    def _pieces(
-        self, memory: Mapping[Memory, Tensor], *, packed: bool
-    ) -> Iterator[dict[Memory, Tensor]]:
-        if packed or self.total.is_cuda:  # packed ones can only be unpacked as a whole
-            yield dict(memory)
-            return
-        columns = [tensor.split(_PIECE) for tensor in memory.values()]
-        for row in zip(*columns, strict=True):
-            yield dict(zip(memory, row, strict=True))
 
     def settle(self) -> None:
         """Put the sum of all that has been given into `total`; what comes later is added to it."""

@@ -123,8 +123,24 @@ def sweep(parent: Path, names: str, *, spare: str = "", grace_s: float = 0.0) ->
     with contextlib.suppress(OSError):
         for path in set(parent.glob(names)) - set(parent.glob(spare) if spare else ()):
             with contextlib.suppress(OSError):  # gone meanwhile, or never owned
-                if path.lstat().st_uid == os.geteuid() and _remove_if_left(path, grace_s):
-                    removed.append(path)
+                if path.lstat().st_uid != os.geteuid():
+                    continue
+                lock_file = os.open(path / OWNER, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    # Read before locking: a directory in the making has no boot id yet, and its
+                    # maker must find no lock there.
+                    if os.pread(lock_file, 64, 0) != _BOOT_ID.read_bytes() or not lock(lock_file):
+                        continue
+                    # Files were last made or removed there, or one level below, at this
+                    # wall-clock time.
+                    below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+                    used_at_s = max(one.stat().st_mtime for one in (path, *below))
+                    if not _is_at(lock_file, path / OWNER) or time.time() - used_at_s < grace_s:
+                        continue
+                    _remove(path)
+                finally:
+                    os.close(lock_file)
+                removed.append(path)
     return removed
 
 
@@ -177,25 +193,6 @@ def _check_left(lock_file: int, path: Path, *, can_lock: bool) -> None:
     if not kernel and any(one.name != OWNER for one in path.iterdir()):
         (path / OWNER).unlink()
         raise DirectoryTaken(path, Taken.NEVER_OWNED)
-
-
-def _remove_if_left(path: Path, grace_s: float) -> bool:
-    """Remove a directory if its owner is dead; returns whether it did. Raises OSError."""
-    lock_file = os.open(path / OWNER, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        # Read before locking: a directory in the making has no boot id yet, and its maker must find
-        # no lock there.
-        if os.pread(lock_file, 64, 0) != _BOOT_ID.read_bytes() or not lock(lock_file):
-            return False
-        # Files were last made or removed there, or one level below, at this wall-clock time.
-        below = [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
-        used_at_s = max(one.stat().st_mtime for one in (path, *below))
-        if not _is_at(lock_file, path / OWNER) or time.time() - used_at_s < grace_s:
-            return False
-        _remove(path)
-    finally:
-        os.close(lock_file)
-    return True
 
 
 def _remove(path: Path) -> None:

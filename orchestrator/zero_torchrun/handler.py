@@ -83,10 +83,20 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         command=("torchrun",),
     )
     name = socket.gethostname()
+    address = params.local_addr
+    if not address:  # the local address of the route to etcd, or this host's name
+        try:
+            host, port = split_host_port(params.endpoint.partition(",")[0])
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))
+                address = str(probe.getsockname()[0])
+        except (OSError, ValueError):
+            address = socket.getfqdn()
     node = Node(
         id=f"{name}-{secrets.token_hex(2)}",
         incarnation=secrets.token_hex(4),
-        address=params.local_addr or _address_towards(params.endpoint),
+        address=address,
         slots=1,
     )
     password = _file(params, "password_file")  # command lines can be read by every user
@@ -281,18 +291,6 @@ def _as_torchs_errors() -> Iterator[None]:
         raise
     except StoreError as error:
         raise RendezvousConnectionError(str(error)) from error
-
-
-def _address_towards(endpoint: str) -> str:
-    """The local address of the route to etcd, or this host's name."""
-    try:
-        host, port = split_host_port(endpoint.partition(",")[0])
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError):
-        return socket.getfqdn()
 
 
 def _host_store(address: str) -> TCPStore:

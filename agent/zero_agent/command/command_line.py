@@ -11,7 +11,7 @@ like a flag.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,21 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
     """Parse a command line and collect its errors; errors name a flag as `--flag`."""
     flags, command, wrong = _split(argv)
     typed = {flag.partition("=")[0].removeprefix("--") for flag in flags}
-    variables, set_flags = _from_environment(typed, environ, wrong)
+    # `PET_MAX_RESTARTS=3` becomes `--max-restarts=3`; typed flags win over variables.
+    variables: dict[str, str] = {}
+    set_flags: list[str] = []
+    for name in FLAGS:
+        candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
+        variable = next((candidate for candidate in candidates if environ.get(candidate)), None)
+        if variable is None or name in typed:
+            continue
+        variables[name], value = variable, environ[variable]
+        if FLAGS[name].kind is not None:
+            set_flags.append(f"--{name}={value}")
+        elif value == "1":
+            set_flags.append(f"--{name}")
+        elif value != "0":
+            wrong.add(f"{variable}={value}: write 1 for yes or 0 for no", name)
     parser, right = make_parser(), []
     for flag in (*set_flags, *flags):  # each by itself: an error must not hide the next one
         try:
@@ -154,35 +168,6 @@ def _find(name: str) -> tuple[Flag | None, str]:
 
 _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
 """Other variables of torchrun's agent, by the flag that they set here."""
-
-
-def _from_environment(
-    typed: Collection[str], environ: Mapping[str, str], wrong: _Wrong
-) -> tuple[dict[str, str], list[str]]:
-    """`PET_MAX_RESTARTS=3` becomes `--max-restarts=3`; a switch must be 0 or 1.
-
-    Args:
-        typed: The flags of the command line, which win over variables.
-        environ: The environment.
-        wrong: Receives the errors.
-
-    Returns:
-        The variable of each flag that is set by one, and those flags in full.
-    """
-    variables, found = {}, []
-    for name in FLAGS:
-        candidates = (variable_of(name), _TORCHRUNS.get(name, ""))
-        variable = next((candidate for candidate in candidates if environ.get(candidate)), None)
-        if variable is None or name in typed:
-            continue
-        variables[name], value = variable, environ[variable]
-        if FLAGS[name].kind is not None:
-            found.append(f"--{name}={value}")
-        elif value == "1":
-            found.append(f"--{name}")
-        elif value != "0":
-            wrong.add(f"{variable}={value}: write 1 for yes or 0 for no", name)
-    return variables, found
 
 
 class _Parser(argparse.ArgumentParser):

@@ -54,10 +54,23 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     """
     program = program_of(args, environ)
     streams = _streams(args, environ)
-    spec, usual = _job_spec(args), Timing()
+    low, high = parse_nnodes(args.nnodes)
+    is_file = Path(args.script).is_file() and not args.module
+    where = str(Path(args.script).resolve()) if is_file else args.script
+    spec = JobSpec(
+        min_nodes=low,
+        max_nodes=high,
+        node_unit=args.node_unit,
+        max_restarts=args.max_restarts,
+        refill_after_steps=args.refill_after_steps,
+        max_restarts_without_progress=args.max_restarts_without_progress,
+        exclude_after=args.exclude_after,
+        exclude_for_s=math.ceil(args.exclude_for),
+        command=(where, *args.arguments),
+    )
+    usual = Timing()
     # Each node refreshes its lease three times in that time: a large job needs longer leases.
-    _, nodes = parse_nnodes(args.nnodes)
-    usual_s = min(AgentConfig.lease_ttl_s + nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
+    usual_s = min(AgentConfig.lease_ttl_s + high // NODES_PER_LEASE_S, LONGEST_LEASE_S)
     lease_ttl_s = int(args.lease_ttl or conf.lease_ttl_s or usual_s)
     slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
@@ -139,23 +152,6 @@ def shutdown_timeout_s(flag_s: float | None, environ: Mapping[str, str]) -> floa
     except ValueError:
         raise SpecError(f"{name}={environ[name]}: write seconds, such as 30") from None
     return _first(flag_s, from_environment, SHUTDOWN_TIMEOUT_S)
-
-
-def _job_spec(args: argparse.Namespace) -> JobSpec:
-    low, high = parse_nnodes(args.nnodes)
-    is_file = Path(args.script).is_file() and not args.module
-    where = str(Path(args.script).resolve()) if is_file else args.script
-    return JobSpec(
-        min_nodes=low,
-        max_nodes=high,
-        node_unit=args.node_unit,
-        max_restarts=args.max_restarts,
-        refill_after_steps=args.refill_after_steps,
-        max_restarts_without_progress=args.max_restarts_without_progress,
-        exclude_after=args.exclude_after,
-        exclude_for_s=math.ceil(args.exclude_for),
-        command=(where, *args.arguments),
-    )
 
 
 # ---- the program ----

@@ -80,7 +80,17 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     Raises:
         SpecError: A key is unknown in torchrun, or a value is invalid.
     """
-    pairs = _pairs(text.strip().strip("'\""))
+    pairs = {}
+    for part in filter(None, (part.strip() for part in text.strip().strip("'\"").split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals or not value:
+            raise SpecError(f"--rdzv-conf: {part!r}: write KEY=VALUE[,KEY=VALUE...]")
+        if key not in _MEANINGS and key not in _WITHOUT_MEANING:
+            known = (*_MEANINGS, *_WITHOUT_MEANING)
+            near = nearest(key, known)
+            remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+            raise SpecError(f"--rdzv-conf: {key}: there is no such setting; {remedy}")
+        pairs[key] = value
     ignored = [key for key in pairs if key in _WITHOUT_MEANING]
     given = {_MEANINGS[key]: (key, value) for key, value in pairs.items() if _MEANINGS.get(key)}
     seconds = {name: _number(*pair) for name, pair in given.items() if name not in _FILES}
@@ -101,21 +111,6 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
         key=files.get("key"),
         notes=(note,) if ignored else (),
     )
-
-
-def _pairs(text: str) -> dict[str, str]:
-    pairs = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not key or not equals or not value:
-            raise SpecError(f"--rdzv-conf: {part!r}: write KEY=VALUE[,KEY=VALUE...]")
-        if key not in _MEANINGS and key not in _WITHOUT_MEANING:
-            known = (*_MEANINGS, *_WITHOUT_MEANING)
-            near = nearest(key, known)
-            remedy = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
-            raise SpecError(f"--rdzv-conf: {key}: there is no such setting; {remedy}")
-        pairs[key] = value
-    return pairs
 
 
 def _number(key: str, text: str) -> float:

@@ -56,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    hosts = _hosts(args)
+    hosts: Hosts | None = None
+    path = args.hostfile or arguments.DEFAULT_HOSTFILE
+    if args.hostfile is not None or path.is_file():
+        chosen = {"num_nodes": args.num_nodes, "num_slots": args.num_gpus}
+        hosts = select(read_hostfile(path), include=args.include, exclude=args.exclude, **chosen)
+    elif args.include or args.exclude or args.num_nodes not in (None, 1):
+        raise SpecError("--include, --exclude, --num-nodes: of which hosts? give --hostfile")
     if args.no_ssh:
         return _go_on_as(_own_agent(args, hosts), args)
     if hosts is None or (len(hosts) == 1 and is_local(next(iter(hosts))) and not args.force_multi):
@@ -91,17 +97,6 @@ def _run(args: argparse.Namespace) -> int:
         session = Session(RUNNERS[args.launcher](plan, remote), lambda: _stop(plan))
         log.info("job %s on %s; its etcd is %s", plan.job, ", ".join(hosts), endpoint)
         return session.run()
-
-
-def _hosts(args: argparse.Namespace) -> Hosts | None:
-    """The chosen hosts; None if there is no hostfile."""
-    path = args.hostfile or arguments.DEFAULT_HOSTFILE
-    if args.hostfile is None and not path.is_file():
-        if args.include or args.exclude or args.num_nodes not in (None, 1):
-            raise SpecError("--include, --exclude, --num-nodes: of which hosts? give --hostfile")
-        return None
-    chosen = {"num_nodes": args.num_nodes, "num_slots": args.num_gpus}
-    return select(read_hostfile(path), include=args.include, exclude=args.exclude, **chosen)
 
 
 # ---- one agent, here ----

@@ -83,12 +83,35 @@ class Session:
         with signals.installed(self._signals.put, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             try:
                 for host in self._hosts:
-                    _write_files(host.command)
+                    for path, text in host.command.files.items():  # only this user may read them
+                        try:
+                            # A session that was killed left it; or it is a planted link.
+                            path.unlink(missing_ok=True)
+                            with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+                                file.write(text)
+                        except OSError as error:
+                            raise SpecError(
+                                f"{path}: cannot be written: {error}; use --launcher=ssh"
+                            ) from error
                     self._start(host)
                 while self._goes_on():
                     self._turn()
             finally:
-                self._end_all()
+                # Close the remaining connections; their agents get SIGHUP.
+                left = [host.process for host in self._hosts if host.process is not None]
+                for process in left:
+                    process.terminate()
+                for process in left:
+                    try:
+                        process.wait(10.0)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+                        process.wait()
+                for path in (path for host in self._hosts for path in host.command.files):
+                    path.unlink(missing_ok=True)
+                deadline_s = time.monotonic() + DRAIN_S
+                for reader in self._readers:
+                    reader.join(max(0.0, deadline_s - time.monotonic()))
         code = verdict([LOST if host.code is None else host.code for host in self._hosts])
         return 128 + self._stopping if self._stopping and code else code
 
@@ -106,7 +129,19 @@ class Session:
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
-            self._signalled(self._signals.get(timeout=_TICK_S))
+            number = self._signals.get(timeout=_TICK_S)
+            name = signal.Signals(number).name
+            if self._stopping:
+                log.warning("%s again: all connections are closed", name)
+                self._parting_s = 0.0
+            else:
+                self._stopping = number
+                log.info(
+                    "%s: the job stops at its next step boundary; once more to end at once", name
+                )
+                # On another thread: etcd may be out of reach, and the second signal must be
+                # handled.
+                threading.Thread(target=self.ask_to_stop, daemon=True).start()
         now_s = time.monotonic()
         for host in self._hosts:
             if host.process is not None and (code := host.process.poll()) is not None:
@@ -157,48 +192,3 @@ class Session:
                 with contextlib.suppress(OSError):  # it has ended: so does its output
                     process.stdin.write(command.stdin.encode())
                     process.stdin.close()
-
-    # ---- the end ----
-
-    def _signalled(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if self._stopping:
-            log.warning("%s again: all connections are closed", name)
-            self._parting_s = 0.0
-            return
-        self._stopping = number
-        log.info("%s: the job stops at its next step boundary; once more to end at once", name)
-        # On another thread: etcd may be out of reach, and the second signal must be handled.
-        threading.Thread(target=self.ask_to_stop, daemon=True).start()
-
-    def _end_all(self) -> None:
-        """Close the remaining connections; their agents get SIGHUP."""
-        left = [host.process for host in self._hosts if host.process is not None]
-        for process in left:
-            process.terminate()
-        for process in left:
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for file in (file for host in self._hosts for file in host.command.files):
-            file.unlink(missing_ok=True)
-        deadline_s = time.monotonic() + DRAIN_S
-        for reader in self._readers:
-            reader.join(max(0.0, deadline_s - time.monotonic()))
-
-
-def _write_files(command: Command) -> None:
-    """Write the files of a command so that only this user can read them.
-
-    Raises:
-        SpecError: A file cannot be written.
-    """
-    for path, text in command.files.items():
-        try:
-            path.unlink(missing_ok=True)  # left by a session that was killed; or a planted link
-            with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(text)
-        except OSError as error:
-            raise SpecError(f"{path}: cannot be written: {error}; use --launcher=ssh") from error

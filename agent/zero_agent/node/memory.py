@@ -91,7 +91,16 @@ class NodeMemory:
         key = key_of(secret)
         try:
             if self._memory is None:
-                self._memory = self._adopt_or_make(key)
+                name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+                # Remove what earlier runs of the job have left.
+                sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")
+                for left in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
+                    with contextlib.suppress(OSError):  # that agent lives
+                        self._memory = owned_dir.claim(left, only_left=True)
+                        log.info("the agent before this one crashed; its memory is adopted")
+                        break
+                else:
+                    self._memory = owned_dir.make(self._parent, f"{_PREFIX}{name}.")
                 room = os.statvfs(self._parent)
                 room_bytes = room.f_bavail * room.f_frsize + used_bytes(self._memory.path)
                 self._half_bytes = room_bytes // 2  # training needs memory, too
@@ -114,21 +123,6 @@ class NodeMemory:
             key=key,
             budget_bytes=budget,
         )
-
-    def _adopt_or_make(self, key: str) -> OwnedDir:
-        """The directory of a crashed agent of this machine and run, or a new one.
-
-        Raises:
-            OSError: The directory cannot be made.
-        """
-        name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")  # of earlier runs of the job
-        for path in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
-            with contextlib.suppress(OSError):  # that agent lives
-                left = owned_dir.claim(path, only_left=True)
-                log.info("the agent before this one crashed; its memory is adopted")
-                return left
-        return owned_dir.make(self._parent, f"{_PREFIX}{name}.")
 
     @property
     def is_open(self) -> bool:

@@ -111,25 +111,21 @@ class _Caller(socketserver.BaseRequestHandler):
                 record = peer_memory.receive_record(connection)
                 match record:
                     case Get():
-                        self._send_range(record)
+                        try:
+                            file = self._path(record.path).open("rb")
+                        except (OSError, WireError) as error:
+                            peer_memory.send(connection, Reply(ok=False, reason=str(error)))
+                            continue
+                        with file:
+                            there = max(os.fstat(file.fileno()).st_size - record.offset, 0)
+                            length = min(record.length, there)
+                            peer_memory.send(connection, Reply(ok=True, length=length))
+                            if length:
+                                connection.sendfile(file, record.offset, length)
                     case Put():
                         self._take(record)
                     case Reply():
                         raise WireError("a reply without a request")
-
-    def _send_range(self, wish: Get) -> None:
-        connection = self.request
-        try:
-            file = self._path(wish.path).open("rb")
-        except (OSError, WireError) as error:
-            peer_memory.send(connection, Reply(ok=False, reason=str(error)))
-            return
-        with file:
-            there = max(os.fstat(file.fileno()).st_size - wish.offset, 0)
-            length = min(wish.length, there)
-            peer_memory.send(connection, Reply(ok=True, length=length))
-            if length:
-                connection.sendfile(file, wish.offset, length)
 
     def _take(self, wish: Put) -> None:
         """Receive a replica into a hidden file; rename it once every checksum is right."""

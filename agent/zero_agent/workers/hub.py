@@ -122,7 +122,15 @@ class Hub:
                 listener = self._listeners.get(key.fd)
                 if listener is key.data and listener.due_s is None:  # not removed, in this batch
                     self._call(key.fd, listener)
-            self._resume()
+            now_s = time.monotonic()
+            for fd, listener in list(self._listeners.items()):  # those whose pause is over
+                if listener.due_s is not None and listener.due_s <= now_s:
+                    listener.due_s = None
+                    try:
+                        self._selector.register(fd, selectors.EVENT_READ, listener)
+                    except (OSError, ValueError) as error:  # closed without `remove`
+                        del self._listeners[fd]
+                        log.error("zero-agent: fd %d is read no more: %s", fd, error)
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -147,14 +155,3 @@ class Hub:
             self.pause(fd, listener.pause_s)
         else:
             listener.pause_s = 0.0
-
-    def _resume(self) -> None:
-        now_s = time.monotonic()
-        for fd, listener in list(self._listeners.items()):
-            if listener.due_s is not None and listener.due_s <= now_s:
-                listener.due_s = None
-                try:
-                    self._selector.register(fd, selectors.EVENT_READ, listener)
-                except (OSError, ValueError) as error:  # closed without `remove`
-                    del self._listeners[fd]
-                    log.error("zero-agent: fd %d is read no more: %s", fd, error)

@@ -109,36 +109,34 @@ def read_machine(
             int(path.name.removeprefix("node")): parse_cpus((path / "cpulist").read_text()) & usable
             for path in (root / "sys/devices/system/node").glob("node[0-9]*")
         }
+        if not any(nodes.values()):
+            return None
         cpu = root / "sys/devices/system/cpu"
-        return (
-            Machine(
-                nodes={node: cpus for node, cpus in nodes.items() if cpus},
-                sockets={
-                    n: int((cpu / f"cpu{n}/topology/physical_package_id").read_text())
-                    for n in usable
-                },
-                cores={
-                    n: parse_cpus((cpu / f"cpu{n}/topology/thread_siblings_list").read_text())
-                    for n in usable
-                },
-                caches={n: _last_cache(cpu / f"cpu{n}/cache", n) for n in usable},
-                gpu_nodes=_gpu_nodes(root, visible),
-            )
-            if any(nodes.values())
-            else None
+        # The CPUs that share the highest level of data cache; a CPU without a cache is alone.
+        caches: dict[int, Cpus] = {}
+        for n in usable:
+            levels = {
+                int((cache / "level").read_text()): parse_cpus(
+                    (cache / "shared_cpu_list").read_text()
+                )
+                for cache in (cpu / f"cpu{n}/cache").glob("index[0-9]*")
+                if (cache / "type").read_text().strip() in ("Unified", "Data")
+            }
+            caches[n] = levels[max(levels)] if levels else frozenset({n})
+        return Machine(
+            nodes={node: cpus for node, cpus in nodes.items() if cpus},
+            sockets={
+                n: int((cpu / f"cpu{n}/topology/physical_package_id").read_text()) for n in usable
+            },
+            cores={
+                n: parse_cpus((cpu / f"cpu{n}/topology/thread_siblings_list").read_text())
+                for n in usable
+            },
+            caches=caches,
+            gpu_nodes=_gpu_nodes(root, visible),
         )
     except (OSError, ValueError):
         return None
-
-
-def _last_cache(directory: Path, cpu: int) -> Cpus:
-    """The CPUs that share the highest level of data cache; only this CPU if there is no cache."""
-    levels = {
-        int((cache / "level").read_text()): parse_cpus((cache / "shared_cpu_list").read_text())
-        for cache in directory.glob("index[0-9]*")
-        if (cache / "type").read_text().strip() in ("Unified", "Data")
-    }
-    return levels[max(levels)] if levels else frozenset({cpu})
 
 
 def _gpu_nodes(root: Path, visible: str | None) -> list[int]:

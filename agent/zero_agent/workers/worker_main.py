@@ -73,7 +73,13 @@ def run(program: Program) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]
     try:
-        _LEFT.append(_execute(program))
+        # The first entry of sys.path is the forkserver's; a program expects its own directory.
+        if program.is_module:
+            sys.path[0] = os.getcwd()
+            _LEFT.append(runpy.run_module(program.target, run_name="__main__", alter_sys=True))
+        else:
+            sys.path[0] = str(Path(program.target).resolve().parent)
+            _LEFT.append(runpy.run_path(program.target, run_name="__main__"))
         code = 0
     except SystemExit as end:
         _LEFT.append(end)
@@ -123,16 +129,6 @@ def end_process(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _execute(program: Program) -> dict[str, Any]:
-    """Run the program, and return its variables."""
-    # The first entry of sys.path is the forkserver's; a program expects its own directory there.
-    if program.is_module:
-        sys.path[0] = os.getcwd()
-        return runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-    sys.path[0] = str(Path(program.target).resolve().parent)
-    return runpy.run_path(program.target, run_name="__main__")
 
 
 def stacks_file(error_file: str) -> Path:

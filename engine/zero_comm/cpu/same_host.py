@@ -58,11 +58,16 @@ def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
     Raises:
         OSError: There is no such process, memory or system call, or the read is not permitted.
     """
+    try:
+        read = _LIBRARY.process_vm_readv
+    except AttributeError as error:
+        raise OSError(f"there is no process_vm_readv here: {error}") from None
+    read.restype = ctypes.c_ssize_t
     done = 0
     while done < size_bytes:
         here = _Range(into + done, size_bytes - done)
         there = _Range(address + done, size_bytes - done)
-        count = _call()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        count = read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             code = ctypes.get_errno()
             raise OSError(code, f"reading the memory of process {pid}: {os.strerror(code)}")
@@ -80,15 +85,6 @@ def let_siblings_read() -> None:
 
 _PR_SET_PTRACER = 0x59616D61
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
-
-
-def _call() -> ctypes._NamedFuncPointer:
-    try:
-        function = _LIBRARY.process_vm_readv
-    except AttributeError as error:
-        raise OSError(f"there is no process_vm_readv here: {error}") from None
-    function.restype = ctypes.c_ssize_t
-    return function
 
 
 # ---- exchanges ----
