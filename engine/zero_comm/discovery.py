@@ -79,25 +79,41 @@ def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
     Raises:
         ConfigError: The host of rank 0 is unknown.
     """
-    for launcher in LAUNCHERS:
-        if launcher.rank in environ and (launcher.only_with or launcher.rank) in environ:
-            world = next((environ[name] for name in launcher.world if name in environ), "1")
-            local_world = environ.get(launcher.local_world, world if world == "1" else "")
-            address = environ.get("MASTER_ADDR")
-            if not address:
-                hosts = next((environ[name] for name in launcher.nodelist if name in environ), None)
-                if hosts is not None:
-                    address = first_of(hosts)
-                else:
-                    address = LOOPBACK if local_world == world else _address_from_mpi(launcher)
-            return {
-                "RANK": environ[launcher.rank],
-                "WORLD_SIZE": world,
-                "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
-            }
-    return {}
+    started = (
+        launcher
+        for launcher in LAUNCHERS
+        if launcher.rank in environ and (launcher.only_with or launcher.rank) in environ
+    )
+    launcher = next(started, None)
+    if launcher is None:
+        return {}
+    world = next((environ[name] for name in launcher.world if name in environ), "1")
+    local_world = environ.get(launcher.local_world, world if world == "1" else "")
+    address = environ.get("MASTER_ADDR")
+    if not address:
+        hosts = next((environ[name] for name in launcher.nodelist if name in environ), None)
+        if hosts is not None:
+            address = first_of(hosts)
+        elif local_world == world:
+            address = LOOPBACK
+        else:
+            try:
+                from mpi4py import MPI
+            except ImportError:
+                raise ConfigError(
+                    f"{launcher.name} runs this worker on one of several hosts and does not say "
+                    "which has rank 0: set MASTER_ADDR (mpirun -x MASTER_ADDR=HOST), or install "
+                    "mpi4py"
+                ) from None
+            mine = socket.gethostbyname(socket.gethostname())
+            address = str(MPI.COMM_WORLD.bcast(mine, root=0))
+    return {
+        "RANK": environ[launcher.rank],
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environ.get(launcher.local_rank, "0"),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }
 
 
 def first_of(nodelist: str) -> str:
@@ -107,16 +123,3 @@ def first_of(nodelist: str) -> str:
     """
     first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodelist)
     return first.partition(",")[0].strip()
-
-
-def _address_from_mpi(launcher: Launcher) -> str:
-    """The address of rank 0, from mpi4py if it is installed."""
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        raise ConfigError(
-            f"{launcher.name} runs this worker on one of several hosts and does not say which has "
-            "rank 0: set MASTER_ADDR (mpirun -x MASTER_ADDR=HOST), or install mpi4py"
-        ) from None
-    mine = socket.gethostbyname(socket.gethostname())
-    return str(MPI.COMM_WORLD.bcast(mine, root=0))
