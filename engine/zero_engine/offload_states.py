@@ -111,7 +111,13 @@ class MovedStates:
                     # On a GPU the next user of this memory runs after the copy, on one stream.
                     storage.resize_(0)
                     self._copies[storage._cdata] = (storage, copy)
-        for tensor in self._of_optimizer():
+        # The parameters and state of the optimizer, as a script finds them.
+        assert self._zero is not None
+        optimizer = self._zero.optimizer
+        tensors = [param for group in optimizer.param_groups for param in group["params"]]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        for tensor in tensors:
             _, shown = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
             if shown is not None:
                 self._homes[id(tensor)] = (tensor, tensor.detach())
@@ -219,14 +225,6 @@ class MovedStates:
                 yield from (unit.secondary for unit in here if unit.secondary is not None)
             case Kind.lp_grads if self._zero is not None:
                 yield from self._zero.gradient_sums()
-
-    def _of_optimizer(self) -> Iterator[Tensor]:
-        """The parameters and state of the optimizer, as a script finds them."""
-        if self._zero is not None:
-            for group in self._zero.optimizer.param_groups:
-                yield from group["params"]
-            for state in self._zero.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _show_what_is_there(self) -> None:
         for unit in self._units:

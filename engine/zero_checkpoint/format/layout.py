@@ -14,7 +14,7 @@ The format is https://github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,8 @@ from torch import Tensor
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import byte_view, name_of
 from zero_checkpoint.format.fragments import Ints, run_lengths
-from zero_checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
-from zero_checkpoint.format.table import Extents, TensorTable, extents, table_of, uncollected
+from zero_checkpoint.format.pieces import State, TensorId, TensorInfo
+from zero_checkpoint.format.table import Extents, extents, table_of, uncollected
 
 PAGE_BYTES = 4096
 _MOST_BLOCKS = 1 << 20
@@ -90,7 +90,21 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     size = placed.length * placed.itemsize
     begin = np.cumsum(size) - size
     pieces = [state.pieces[row] for row in order.tolist()]
-    head = _head(pieces, placed, begin, table, comment)
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **comment}}
+    names = {dtype: name_of(dtype) for dtype in {info.dtype for info in table.values()}}
+    whole = placed.length == table.numels[placed.tensor]
+    numbers = (column.tolist() for column in (placed.length, whole, begin, begin + size))
+    for (tensor, start, _), length, is_whole, *offsets in zip(pieces, *numbers, strict=True):
+        info, key = table[tensor], f"{tensor.kind}/{tensor.fqn}"
+        # The true shape where the piece is the whole tensor, else a vector.
+        shape = info.shape if is_whole else (length,)
+        key = key if is_whole else f"{key}@{start}"
+        if key in header:
+            raise CheckpointError(f"piece {key!r} is there twice; a rank owns an element once")
+        header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded = -(-(LENGTH_BYTES + len(text)) // PAGE_BYTES) * PAGE_BYTES - LENGTH_BYTES
+    head = padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
     follows = placed.memory[1:] == placed.memory[:-1]
     follows &= placed.address[1:] == placed.address[:-1] + size[:-1]
     heads, sizes = run_lengths(follows, size)
@@ -105,28 +119,3 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
         "offset": len(head) + begin,
     }
     return FileLayout(head, data, columns, len(head) + int(size.sum()))
-
-
-def _head(
-    pieces: Sequence[Piece],
-    placed: Extents,
-    begin: Ints,
-    table: TensorTable,
-    comment: Mapping[str, str],
-) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **comment}}
-    names = {dtype: name_of(dtype) for dtype in {info.dtype for info in table.values()}}
-    end = begin + placed.length * placed.itemsize
-    whole = placed.length == table.numels[placed.tensor]
-    numbers = (column.tolist() for column in (placed.length, whole, begin, end))
-    for (tensor, start, _), length, is_whole, *offsets in zip(pieces, *numbers, strict=True):
-        info, key = table[tensor], f"{tensor.kind}/{tensor.fqn}"
-        # The true shape where the piece is the whole tensor, else a vector.
-        shape = info.shape if is_whole else (length,)
-        key = key if is_whole else f"{key}@{start}"
-        if key in header:
-            raise CheckpointError(f"piece {key!r} is there twice; a rank owns an element once")
-        header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    padded = -(-(LENGTH_BYTES + len(text)) // PAGE_BYTES) * PAGE_BYTES - LENGTH_BYTES
-    return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)

@@ -246,7 +246,16 @@ class MicroSteps:
         ticket = self._ticket = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()
         if ticket is not None and ticket.start != run.plan().position + microbatch.start:
-            self._warn_of_stale_batch(ticket)
+            if not self._warned:
+                _log.warning(
+                    "this batch begins at sample %d of the run, but the batches before it have "
+                    "come to sample %d: samples are trained on twice or not at all; call "
+                    "backward()%s once for each batch of the loader",
+                    ticket.start,
+                    run.plan().position + microbatch.start,
+                    " and step()" if run.managed else "",
+                )
+            self._warned = True
         if run.ledger is not None and not microbatch.padding:
             if ticket is None:
                 raise ZeroError(
@@ -389,17 +398,3 @@ class MicroSteps:
         self._tokens.clear()
         self.ended += self.awaits_step  # a script that ends steps has ended its micro-steps
         self.awaits_step = self._shared = False
-
-    # ---- the ledger ----
-
-    def _warn_of_stale_batch(self, ticket: Ticket) -> None:
-        if not self._warned:
-            _log.warning(
-                "this batch begins at sample %d of the run, but the batches before it have come to "
-                "sample %d: samples are trained on twice or not at all; call backward()%s once for "
-                "each batch of the loader",
-                ticket.start,
-                self._run.plan().position + self._run.microbatch().start,
-                " and step()" if self._run.managed else "",
-            )
-        self._warned = True

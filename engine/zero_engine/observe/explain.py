@@ -51,7 +51,22 @@ def explain(
         yield from (f"  {warning}" for warning in warnings)
     yield f"\nPer rank, {parameters:,} trained parameters, stage {config.zero_optimization.stage}:"
     largest = largest or -(-parameters // _MODULES)
-    yield from _table(config, parameters, largest)
+    yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
+    for world in WORLDS:
+        memory = estimate_for(config, parameters, world, largest)
+        columns = (getattr(memory, name) for name in _COLUMNS)
+        numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
+        # The micro-steps of a step, and the part of them in which a rank is not idle.
+        if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
+            work = "no batch size is given"
+        else:
+            try:
+                microbatches = _batch(config, world)[0].microbatches
+                micro_steps = -(-microbatches // world)
+                work = f"{micro_steps}, {microbatches / (world * micro_steps):.0%}"
+            except ConfigError:
+                work = "this world does not divide the batch"
+        yield f"  {world:5d} {numbers}   {work}"
     flight = estimate_for(config, parameters, 1, largest).in_flight / _GIB
     yield (
         "The first five columns are the device's memory; without a GPU it is the host's as well.\n"
@@ -165,22 +180,3 @@ def _about_the_batch(config: Config) -> Iterator[str]:
             "managed_gradient_accumulation is false: a step ends where the script calls step(), so "
             "the global batch follows from the script and the number of ranks"
         )
-
-
-def _table(config: Config, parameters: int, largest: int) -> Iterator[str]:
-    yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
-    for world in WORLDS:
-        memory = estimate_for(config, parameters, world, largest)
-        columns = (getattr(memory, name) for name in _COLUMNS)
-        numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
-        # The micro-steps of a step, and the part of them in which a rank is not idle.
-        if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-            work = "no batch size is given"
-        else:
-            try:
-                microbatches = _batch(config, world)[0].microbatches
-                micro_steps = -(-microbatches // world)
-                work = f"{micro_steps}, {microbatches / (world * micro_steps):.0%}"
-            except ConfigError:
-                work = "this world does not divide the batch"
-        yield f"  {world:5d} {numbers}   {work}"
