@@ -1,4 +1,4 @@
-"""How a worker leaves that was asked to: with a save now, with the script's next save, or without.
+"""How a worker leaves on a drain, a preemption or a join: with a save now, the next save, or none.
 
 A pure function of what the script has done so far.
 """

@@ -10,7 +10,7 @@ class CheckpointError(ZeroError):
 
 
 class DiskFull(CheckpointError):
-    """The storage has no room for a checkpoint: nothing was published; free some room."""
+    """Disk full (ENOSPC, EDQUOT) or no room in the store: nothing was published; free some room."""
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -547,7 +547,7 @@ class Persistence:
     # ---- leaving ----
 
     def depart_if_asked(self) -> None:
-        """At the end of a step: leave if it is time, saving first if the script need not."""
+        """End of a step: leave on a drain, preemption, join or stop, saving first if needed."""
         if not self.leaving:
             return
         if self._link.may_leave:

@@ -1,4 +1,4 @@
-"""An owner's interval of a step's sum: a chain over blocks of micro-batches, a tree inside a block.
+"""The reduce-scatter's order of addition at an owner: a chain over blocks, a tree inside a block.
 
 Owns the owner's half of `reduction_plan`: which buffers are added to which, in fp32. Must always
 hold: only siblings are added to each other and only whole blocks to the chain, whatever number of

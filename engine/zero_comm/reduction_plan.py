@@ -1,4 +1,4 @@
-"""Who adds what to what, and where: the ordered sum of one step as a plan, before a byte travels.
+"""The ordered reduce-scatter of one step as a plan: who adds what to what, and where.
 
 Owns the expression that every sum of gradients is, and its distribution over ranks. The expression,
 for micro-batches 0 .. L-1 and a block of B of them, B a power of two:

@@ -1,4 +1,4 @@
-"""The forkserver: the one child of an agent, and the parent of all its workers.
+"""The fork server (forkserver): the one child of an agent, and the parent of all its workers.
 
 It imports torch (and the modules of --preload) once and forks each worker from that: a restart
 costs tens of milliseconds instead of seconds of imports. It has no thread and no CUDA context when

@@ -1,4 +1,4 @@
-"""Copies of images on other nodes: sent to the replica peers, read back by ranges.
+"""Replicates in-memory checkpoints: copies go to the replica peers, and are read by ranges.
 
 Must always hold: a copy counts only when its receiver has verified every block; every call here is
 bounded by its limits, whatever the other node does. The agent of the other node is the server.

@@ -277,7 +277,7 @@ class Rendezvous:
     def commit(
         self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_memory: bool = False
     ) -> bool:
-        """Publish a checkpoint, if the round with this fence still is the current one.
+        """Publish a checkpoint; a stale worker, whose round is over, is refused by its fence.
 
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.

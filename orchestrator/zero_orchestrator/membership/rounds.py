@@ -179,6 +179,7 @@ def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decisi
 
 
 def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    """A member's lease has expired, or another node has evicted it: form a round without it."""
     lost = [node for node in job.lost if node.id not in job.leaving]
     if not lost:
         return go(Move.FORM, _left_early(job)) if job.lost else None
@@ -312,7 +313,7 @@ def _interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = 
 
 
 def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
-    """How this failure ends the job, and why; None if it does not."""
+    """How this failure ends the job: restart budget spent, or a crash loop; None: it does not."""
     budget, patience = job.spec.max_restarts, job.spec.max_restarts_without_progress
     if job.spent >= budget:
         return Move.FAIL, f"{_spent(job)} (--max-restarts)"
@@ -352,7 +353,7 @@ def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | N
 
 
 def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> list[str]:
-    """The order of nodes in the next round: who is rank 0, and who comes next.
+    """The rank order of the next round: which node has rank 0, and which follow.
 
     A node that stays keeps its place, so that its shard of the state moves as little as possible
     and rank 0, which coordinates checkpoints, stays where it is. Survivors keep their relative
