@@ -138,7 +138,7 @@ def drained_beside_others(root: str) -> tuple[int, int]:
     [
         ((2, 9, {"0": 9, "1": 9}), [(0, 9, {"1": 8, "2": 8}), (1, 9, {"0": 9, "2": 8})], None),
         ((2, 9, {"0": 9, "1": 9}), [(0, 10, {"1": 9, "2": 9})], None),
-        ((2, 8, {"0": 8, "1": 8}), [(0, 9, {"1": 9, "2": 9})], "engine 0 of this process goes on"),
+        ((2, 8, {"0": 8, "1": 8}), [(0, 9, {"1": 9, "2": 9})], "engine 0 of this process resumes"),
         ((0, 9, {"2": 9}), [(2, 8, {"0": 8})], "engine 2 of this process resumes from step 8"),
         ((0, 9, {}), [(1, 3, {})], None),
     ],
