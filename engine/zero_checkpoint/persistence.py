@@ -275,7 +275,7 @@ class Persistence:
             raise
 
     def _await_saved(self, request: Request) -> bool:
-        """Whether the save succeeded; a full disk is no error of the script.
+        """Whether the save succeeded; disk full is no error of the script.
 
         A script that calls `checkpoint_due()` continues, and is asked to save again. Any other one
         relies on a save that returns (and may delete the checkpoint before): it waits for room.

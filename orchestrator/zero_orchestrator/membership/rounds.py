@@ -1,11 +1,12 @@
 """The round machine: one pure function decides a job's next move, one transaction makes it.
 
 A job is a sequence of rounds. A round has a fixed, ordered membership, and so fixed ranks. When
-membership must change, the round is left (FORMING: its workers stop, each agent says "quiet")
-and the next one begins (ACTIVE). There is no leader: every agent reads the same `Snapshot`,
-calls `decide` and may try to apply what it says; a transition is one transaction that compares
-the revision of the `round` key, so exactly one of them wins and a decision made on an old
-snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence* of its workers.
+membership must change (the lease of a node has expired, a node joins or drains, a worker failed),
+the round is left (FORMING: its workers stop, each agent reports "quiet") and the next one begins
+(ACTIVE). There is no leader: every agent reads the same `Snapshot`, calls `decide` and may try to
+apply the decision. A transition is one transaction that compares the revision of the `round` key,
+so exactly one agent wins, and a decision made on an old snapshot changes nothing. That revision,
+while a round is ACTIVE, is the *fence* of its workers.
 
     nothing -> FORMING -> ACTIVE -> DONE
        STOPPED <-'  ^________|  `-> FAILED
@@ -13,9 +14,9 @@ snapshot changes nothing. That revision, while a round is ACTIVE, is the *fence*
 Must always hold (tested by exhaustive search, `tests/model`):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
 I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
-per round, and the job fails iff a failure finds the budget spent, or the last restarts without
-progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins once somebody wants the
-job to stop, and only such a job is STOPPED.
+per round, and the job fails iff a failure finds the restart budget spent, or the last restarts
+made no progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins after a request to
+stop the job, and only such a job is STOPPED.
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
