@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zero_deepspeed
+from tests.support.plain import summed
 from tests.support.random_models import TREES, Vectors, build, grouped
 from tests.support.world import WorldPool
+from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 
 STEPS = 3
@@ -26,7 +28,7 @@ RUNS = st.fixed_dictionaries(
         "tree": TREES,
         "groups": st.integers(1, 3),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
-        "leaves": st.integers(1, 4),
+        "microbatches": st.integers(1, 4),
         "micro": st.integers(1, 3),
         "size": st.integers(1, 20),
         "clip": st.sampled_from([0.0, 0.01]),
@@ -61,7 +63,7 @@ def train_stages(run: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def train(run: dict[str, Any], stage: int) -> tuple[str, dict[str, Any]]:
     model = build(run["tree"])
     config = {
-        "train_batch_size": run["leaves"] * run["micro"],
+        "train_batch_size": run["microbatches"] * run["micro"],
         "train_micro_batch_size_per_gpu": run["micro"],
         "gradient_clipping": run["clip"],
         "zero_optimization": {"stage": stage},
@@ -92,15 +94,17 @@ def plain_torch(run: dict[str, Any]) -> dict[str, Any]:
     data, batch, size, position = Vectors(run["size"]), shape(run), run["size"], 0
     for step in range(STEPS):
         plan = next(plan_epoch(position, batch, size))
-        optimizer.zero_grad()
+        gradients: list[list[torch.Tensor]] = []
         for index in range(plan.microbatches):
-            leaf = plan.leaf(index, 0, 1)
-            ids = sample_ids(plan, leaf, size, size, 42)
+            ids = sample_ids(plan, plan.microbatch(index, 0, 1), size, size, 42)
             torch.manual_seed(mix(42, step, index))
+            optimizer.zero_grad()
             loss = model(torch.stack([data[i] for i in ids]))
             (loss * (len(ids) / plan.samples)).backward()
-        for param in trained:  # flat shards cannot tell "no gradient" from a gradient of zero
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            # Flat shards cannot tell "no gradient" from a gradient of zero.
+            gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained])
+        for param, *addends in zip(trained, *gradients, strict=True):
+            param.grad = summed(addends, DEFAULT_BLOCK)
         if run["clip"]:
             torch.nn.utils.clip_grad_norm_(trained, run["clip"])
         optimizer.step()
@@ -109,4 +113,4 @@ def plain_torch(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(run: dict[str, Any]) -> BatchShape:
-    return BatchShape(microbatches=run["leaves"], micro_batch=run["micro"])
+    return BatchShape(microbatches=run["microbatches"], micro_batch=run["micro"])

@@ -135,12 +135,13 @@ def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd
     def shown() -> list[tuple[int | None, int | None]] | None:
         rows = status.read(etcd_store, job.job).members
         use = [(row.ram_used_bytes, row.ram_budget_bytes) for row in rows]
-        return use if all(used for used, _ in use) else None
+        # A report from before the first save has the directory's own file alone.
+        return use if all(used is not None and used >= 1 << 20 for used, _ in use) else None
 
     for used, budget in wait_for(shown, 150, "what the agents show"):
         assert budget == 200 << 20
         assert used is not None
-        assert 1 << 20 <= used <= budget
+        assert used <= budget
 
 
 def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_job, undisturbed):

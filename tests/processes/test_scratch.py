@@ -48,9 +48,15 @@ def start(temporary: Path, tmp_path: Path) -> Iterator[Start]:
                 env=environment(),
                 start_new_session=True,
             )
-        begun.append(AgentProcess(process, log))
-        wait_for(lambda: "works\n" in begun[-1].output, 150, "its worker")
-        return begun[-1], set(temporary.iterdir()) - before
+        agent = AgentProcess(process, log)
+        begun.append(agent)
+
+        def works() -> bool:
+            assert process.poll() is None, agent.output
+            return "works\n" in agent.output
+
+        wait_for(works, 150, "its worker")
+        return agent, set(temporary.iterdir()) - before
 
     yield start
     for agent in begun:
