@@ -243,7 +243,10 @@ class Persistence:
         saved = self._save(request, waits=waits)
         self._saved_step = step
         self._some_rank_busy = not waits
-        self.schedule.begun(time.monotonic() - begin_s)
+        stall_s = time.monotonic() - begin_s
+        self.schedule.begun(stall_s)
+        self._link.saved(stall_s)
+        self._link.heartbeat()  # this save may be the last thing that the script does
         if not self.leaving:
             self._check_refusals()
         elif left := sum(
@@ -448,10 +451,12 @@ class Persistence:
         if self._known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
         if self.ram.due(self.training.step, some_rank_busy=self._some_memory_busy):
+            begin_s = time.monotonic()
             client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
             fence = partial(self._link.fence, samples=self.training.samples, in_memory=True)
             self.ram.begin(root, state, self.saver.lay_out, fence)
+            self._link.saved(time.monotonic() - begin_s)
 
     @property
     def _known_to_script_alone(self) -> bool:

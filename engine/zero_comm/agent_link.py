@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -118,6 +119,7 @@ class AgentLink:
         """The bytes of the node's memory that each of them has."""
         self._joined = 0
         self._shown: tuple[int, contract.Progress] | None = None
+        self._saving_s = 0.0
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
@@ -158,12 +160,17 @@ class AgentLink:
         mine = contract.Progress(step=step, samples=samples, loss=loss)
         if self._shown is None or self._shown[0] == number or step > self._shown[1].step:
             self._shown = number, mine
-        self._send(self._shown[1])
+        self.heartbeat()
 
     def heartbeat(self) -> None:
         """Send the last progress again: this worker waits and is not hung."""
         if self._shown is not None:
-            self._send(self._shown[1])
+            self._send(replace(self._shown[1], saving_s=self._saving_s))
+            self._saving_s = 0.0
+
+    def saved(self, stall_s: float) -> None:
+        """A save has blocked training for so long; the next progress reports it."""
+        self._saving_s += stall_s
 
     def leave(self, step: int) -> NoReturn:
         """Exit this worker, which has left its group and saved `step`.

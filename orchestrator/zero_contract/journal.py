@@ -125,6 +125,10 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             when="A worker cannot be killed, so its node leaves the job.", story=True
         ),
         # How the job ended, written by each agent.
+        "time": Event(
+            when="The agent ends: what its node's time was used for, in nanoseconds by use.",
+            facts=("ns",),
+        ),
         "done": Event(when="The agent ends because the job is done."),
         "stopped": Event(when="The agent ends because the job was stopped."),
         "drained": Event(when="The agent ends because its node has left the job."),

@@ -141,6 +141,8 @@ class Progress:
     samples: int = 0
     """Samples consumed by committed steps since the run began."""
     loss: float | None = None
+    saving_s: float = 0.0
+    """Seconds for which saves have blocked training since the last message of this kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

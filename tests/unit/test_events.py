@@ -16,9 +16,12 @@ from zero_orchestrator.ctl.events import (
     KEEP,
     Publisher,
     events_prefix,
+    goodput_prefix,
     progress_prefix,
+    read_goodput,
     seen_key,
 )
+from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.errors import StoreUnavailable
 
 
@@ -239,3 +242,16 @@ def test_a_sign_of_life_stays_when_its_agent_goes_and_is_rare(job):
     wait_for(lambda: store.get(seen_key(job)).mod_revision == 2, 60, "the second")
     pen.close()
     assert store.get(seen_key(job)).lease == 0
+
+
+def test_a_node_has_one_goodput_ledger_that_its_next_agent_continues(job):
+    store, clock = MemoryStore(), ManualClock()
+    key = goodput_prefix(job) + "a"
+    for _ in range(2):
+        pen = publisher(store, job, clock=clock)
+        pen.goodput(lambda: {Use.USEFUL: 10}, nodes=1, last=False)
+        pen.goodput(lambda: {Use.USEFUL: 99}, nodes=1, last=False)  # too soon
+        pen.goodput(lambda: {Use.USEFUL: 20, Use.IDLE: 1}, nodes=1, last=True)
+        pen.close()
+    assert read_goodput(store.get(key)) == {Use.USEFUL: 40, Use.IDLE: 2}
+    assert read_goodput(None) == {}

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.ctl import cli, status, views
-from zero_orchestrator.ctl.events import events_prefix, progress_prefix, seen_key
+from zero_orchestrator.ctl.events import events_prefix, goodput_prefix, progress_prefix, seen_key
 from zero_orchestrator.ctl.requests import (
     TooFewNodes,
     ask_to_drain,
@@ -369,3 +369,15 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
     assert ("old is done" in told, "not JSON" in told) == (True, True)
     with pytest.raises(NoSuchJob, match="there is no job older; there are: new"):
         cli._events(ask(["events", "older"]), memory, views.TableView())
+
+
+def test_the_goodput_is_that_of_all_nodes_together(memory):
+    job = Job(memory)
+    assert "goodput" not in shown(read(job))
+    for name, useful_s in (("a", 60), ("b", 30)):
+        ns = {"useful_steps": useful_s * 10**9, "re_forming": 5 * 10**9}
+        memory.put(goodput_prefix("gpt") + name, json.dumps({"ns": ns, "time": 1.0}))
+    memory.put(goodput_prefix("gpt") + "c", "of another version")
+    now = read(job)
+    assert (now.goodput, now.time_ns["re_forming"]) == (0.9, 10**10)
+    assert "90.0 % useful steps, 10.0 % re-forming; of 100 s of all nodes" in shown(now)

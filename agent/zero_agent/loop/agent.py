@@ -25,6 +25,7 @@ from zero_agent.errors import AgentFailed
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
+from zero_agent.loop.node_time import NodeTime
 from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
 from zero_agent.loop.saying import Sayings
@@ -40,7 +41,9 @@ from zero_agent.node.state import BUSY, Workers
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Publisher
+from zero_orchestrator.ctl.goodput import in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
@@ -114,6 +117,8 @@ class Agent:
             ports=config.ports,
             advertised=config.advertised,
         )
+        self._time = NodeTime(clock)
+        self._node_workers.steps.on_report = self._time.report
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
@@ -196,12 +201,15 @@ class Agent:
         not hidden.
         """
         self._store.leave_alone()
-        parts = (self._node_workers, self._ram, self._rdzv, self._ring, self._publisher)
-        for part in (*parts, self._journal, self._scratch):
+        parts = (self._node_workers, self._ram, self._rdzv, self._ring)
+        last = (self._publisher, self._journal, self._scratch)
+        closes = [part.close for part in parts]
+        closes += [self._publish_last_time, *(part.close for part in last)]
+        for close in closes:
             try:
-                part.close()
+                close()
             except Exception:
-                log.exception("zero-agent: internal error in %s", part.close)
+                log.exception("zero-agent: internal error in %s", close)
 
     def on_signal(self, number: int) -> None:
         """Leave at the next step boundary, or at once if this signal has come before.
@@ -251,6 +259,7 @@ class Agent:
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
+            self._look_at_time()
             self._publish_progress()
             # The other nodes learn whether this node is healthy before it reports that its workers
             # have stopped.
@@ -263,6 +272,7 @@ class Agent:
             self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
             action, reason = next_action(self._situation())
             if action is Action.EXIT:
+                self._log_time()
                 return log_end(
                     self._job,
                     self._rdzv,
@@ -363,6 +373,26 @@ class Agent:
         if (last := self._node_workers.steps.last) is not None:
             lease, use = self._rdzv.lease, self._ram.use
             self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
+
+    # ---- the goodput ledger ----
+
+    def _look_at_time(self) -> None:
+        """Mark what this node does, and publish its ledger, for `zero-ctl status`."""
+        workers = self._node_workers
+        reports = workers.steps.finished is not None
+        self._time.look(self._situation(), prepared=workers.prepared, reports=reports)
+        self._publisher.goodput(
+            self._time.used_ns, nodes=len(self._rdzv.snapshot.members.nodes), last=False
+        )
+
+    def _log_time(self) -> None:
+        used_ns = self._time.used_ns()
+        total = in_words(total_ns(used_ns) / 1e9)
+        text = f"this node's time, {total}: {in_parts(used_ns)}"
+        self._journal.tell("time", text, ns=to_record(used_ns))
+
+    def _publish_last_time(self) -> None:
+        self._publisher.goodput(self._time.used_ns, nodes=0, last=True)
 
     def _log_end_of_round(self) -> None:
         """Log, once and on every node, the failure that has ended the round, and its cost.

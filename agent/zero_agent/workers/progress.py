@@ -13,7 +13,7 @@ Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest inte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,8 @@ class Steps:
         self._promised = False
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
+        self.on_report: Callable[[int, Progress], None] = lambda rank, progress: None
+        """Called with the rank of a worker and the step that it reports."""
 
     @property
     def finished(self) -> int | None:
@@ -123,7 +125,9 @@ class Steps:
 
     def beat(self, rank: int, progress: Progress | None = None) -> None:
         """Record that a worker has ended a step; `progress` if it reports which."""
-        self.last = progress or self.last
+        if progress is not None:
+            self.last = progress
+            self.on_report(rank, progress)
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
 
     def too_slow(self) -> tuple[int, str] | None:

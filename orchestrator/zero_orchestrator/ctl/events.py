@@ -4,6 +4,7 @@
     /zero/events/<job>/detail/<node>.<agent>.<number>   one detail, of which fewer are kept
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
+    /zero/progress/<job>/job/goodput/<node>      the node's goodput ledger, of all its agents
 
 These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
 by the store's revisions: the clocks of two nodes are never compared.
@@ -11,7 +12,7 @@ by the store's revisions: the clocks of two nodes are never compared.
 Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
 time is dropped. The store keeps about the last `KEEP` events of a job's story and the last
 `KEEP_DETAILS` details, however many agents write, so no detail displaces the cause of a failure.
-A job of any size writes about one progress a second at most.
+A job of any size writes about one progress a second at most, and a ledger every two seconds.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
+from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
@@ -54,6 +56,11 @@ SEEN_S = 30.0
 that is longer. A sign of life has no lease: it stays when the agent exits."""
 SEEN_PER_NODE_S = 10.0
 """Seconds between two signs of life by all nodes of a job together."""
+GOODPUT_S = 5.0
+"""Seconds between two writes of a node's goodput ledger, or `GOODPUT_PER_NODE_S` times the number
+of nodes if that is longer. The ledger lacks what a killed agent had not yet written."""
+GOODPUT_PER_NODE_S = 2.0
+"""Seconds between two writes of goodput ledgers by all nodes of a job together."""
 IDLE_S = 1.0
 """`follow` yields None after this many seconds without an event."""
 
@@ -81,12 +88,25 @@ def seen_key(job: str) -> str:
     return progress_prefix(job) + "job/seen"
 
 
+def goodput_prefix(job: str) -> str:
+    """The prefix of the keys of the goodput ledgers of a job's nodes."""
+    return progress_prefix(job) + "job/goodput/"
+
+
 def seen_s(seen: KeyValue | None) -> float | None:
     """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
     try:
         return float(json.loads(seen.value)["time"]) if seen is not None else None
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def read_goodput(item: KeyValue | None) -> dict[Use, int]:
+    """The ledger in a key below `goodput_prefix`; empty without one, or if it is unreadable."""
+    try:
+        return from_record(json.loads(item.value)["ns"]) if item is not None else {}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 # ---- writing ----
@@ -121,11 +141,15 @@ class Publisher:
         self._writer = f"{node}.{incarnation}"
         self._progress = progress_prefix(job) + node
         self._seen = seen_key(job)
+        self._goodput = goodput_prefix(job) + node
         self._clock = clock
         self._count = 0
         self._shown: Progress | None = None
         self._due_s = clock.now()
         self._seen_due_s: float | None = None
+        self._goodput_due_s = clock.now()
+        self._before: Mapping[Use, int] | None = None
+        """The ledger of this node's agents before this one; None: not read yet."""
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -186,6 +210,27 @@ class Publisher:
         self._seen_due_s = now_s + every_s
         value = json.dumps({"time": time.time()})
         self._enqueue(lambda: self._put(self._seen, value))
+
+    def goodput(self, used_ns: Callable[[], Mapping[Use, int]], *, nodes: int, last: bool) -> None:
+        """Publish this node's goodput ledger if the time for it has come; call it often.
+
+        Args:
+            used_ns: Returns the ledger of this agent; called at each write.
+            nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
+            last: Whether to write in any case, because the agent ends.
+        """
+        if self._clock.now() < self._goodput_due_s and not last:
+            return
+        self._goodput_due_s = self._clock.now() + max(GOODPUT_S, nodes * GOODPUT_PER_NODE_S)
+        used = used_ns()
+
+        def write() -> None:
+            if self._before is None:
+                self._before = read_goodput(self._store.get(self._goodput))
+            record = {"ns": to_record(add_up([self._before, used])), "time": time.time()}
+            self._put(self._goodput, json.dumps(record))
+
+        self._enqueue(write)
 
     def close(self) -> None:
         """Write the queued events, for up to two seconds, and end the thread."""

@@ -18,7 +18,14 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from zero_contract.errors import ZeroError
-from zero_orchestrator.ctl.events import progress_prefix, seen_key, seen_s
+from zero_orchestrator.ctl.events import (
+    goodput_prefix,
+    progress_prefix,
+    read_goodput,
+    seen_key,
+    seen_s,
+)
+from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.failures import Exclusion, fruitless
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
@@ -130,6 +137,10 @@ class JobStatus:
     """Revision of the store at which the job began: a newer job has a higher one."""
     excluded_left_s: dict[str, int] = dataclasses.field(default_factory=dict)
     """Host -> seconds until its exclusion ends; without exclusions that have no time limit."""
+    goodput: float | None = None
+    """The part of the time of all nodes that useful steps took, 0 to 1; None: no time is known."""
+    time_ns: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Use -> time of all nodes, in nanoseconds; the keys are the names of `goodput.Use`."""
 
     @property
     def ended(self) -> bool:
@@ -158,7 +169,9 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     """
     found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
     progress: dict[str, dict[str, Any]] = {}
-    for item in store.range(prefix).items:
+    kept = store.range(prefix).items
+    used_ns = add_up(read_goodput(i) for i in kept if i.key.startswith(goodput_prefix(job)))
+    for item in kept:
         try:
             record = dict(json.loads(item.value))
         except (ValueError, TypeError):  # of another version: the job is shown without it
@@ -175,6 +188,8 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         excluded_left_s={
             i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased
         },
+        goodput=goodput(used_ns),
+        time_ns=to_record(used_ns),
     )
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Event
+from zero_orchestrator.ctl.goodput import from_record, in_parts, total_ns
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
 
 _PIPE_COLUMNS = 250
@@ -209,6 +210,10 @@ def _status_page(status: JobStatus) -> RenderableType:
     facts.add_row("checkpoint", _checkpoint(status.checkpoint))
     if status.in_memory is not None and not status.ended:
         facts.add_row("in memory", _checkpoint(status.in_memory))
+    if status.time_ns:
+        used_ns = from_record(status.time_ns)
+        total = in_words(total_ns(used_ns) / 1e9)
+        facts.add_row("goodput", f"{in_parts(used_ns)}; of {total} of all nodes")
     facts.add_row("command", " ".join(status.command))
     return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
 

@@ -1,0 +1,102 @@
+"""What the time of this node is used for: the marks of its goodput ledger.
+
+`doing` is a pure function of what the agent sees; `NodeTime` marks each change of it, and each step
+of the workers, with the agent's clock.
+
+Must always hold: a look costs nothing while nothing changes, so the agent looks in every turn of
+its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from zero_agent.loop.supervise import Situation
+from zero_agent.node.state import Workers
+from zero_contract.clock import Clock
+from zero_contract.worker import Progress
+from zero_orchestrator.ctl.goodput import Begins, Doing, Ledger, Stepped, Use
+from zero_orchestrator.membership.job_state import ENDED, State
+
+_NS = 1e9
+
+
+def doing(now: Situation, *, prepared: bool) -> Doing:
+    """What this node does.
+
+    Args:
+        now: The job and the workers, as for `next_action`.
+        prepared: Whether workers could be started at once: their imports are done.
+    """
+    found = next(doing for doing, applies in _RULES if applies(now))
+    return Doing.STARTING if found is Doing.WAITING and not prepared else found
+
+
+def _is_out(now: Situation) -> bool:
+    """Whether the next round would not have this node."""
+    return now.node.draining or bool(now.node.unhealthy) or now.job.barred(now.node) is not None
+
+
+def _lacks_nodes(now: Situation) -> bool:
+    spec = now.job.spec
+    return now.job.n == 0 or spec.usable(len(now.job.eligible)) < spec.min_nodes
+
+
+_RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
+    (Doing.ENDING, lambda now: now.job.state in ENDED),
+    (Doing.RUNNING, lambda now: now.workers is Workers.RUNNING),
+    (Doing.FORMING, lambda now: now.workers is Workers.STOPPING),
+    (Doing.IDLE, _is_out),
+    (Doing.WAITING, lambda now: now.job.state is not State.ACTIVE and _lacks_nodes(now)),
+    (Doing.FORMING, lambda now: now.job.state is not State.ACTIVE),
+    (Doing.IDLE, lambda now: not now.job.has_member(now.node)),
+    (Doing.ENDING, lambda now: now.workers is Workers.SUCCEEDED),
+    (Doing.FORMING, lambda now: True),
+)
+"""A node does the first of these whose condition holds."""
+
+
+class NodeTime:
+    """The ledger of this agent, up to now; used on the agent's thread alone."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ledger = Ledger(at_ns=self._now_ns())
+        self._seen = (Doing.STARTING, 0)
+        self._reports = False
+        self._rank: int | None = None
+
+    def look(self, now: Situation, *, prepared: bool, reports: bool) -> None:
+        """Mark what the node does, if that has changed.
+
+        Args:
+            now: The job and the workers, as for `next_action`.
+            prepared: Whether workers could be started at once.
+            reports: Whether the workers report their steps.
+        """
+        self._reports = reports
+        seen = doing(now, prepared=prepared), now.round
+        if seen == self._seen:
+            return
+        self._seen, self._rank = seen, None
+        reached = now.job.reached or 0
+        self._ledger = self._ledger.add(
+            Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports)
+        )
+
+    def report(self, rank: int, progress: Progress) -> None:
+        """A worker has reported its step; those of one worker count, the first that reports."""
+        if self._rank is None:
+            self._rank = rank
+        if rank == self._rank:
+            saving_ns = round(progress.saving_s * _NS)
+            self._ledger = self._ledger.add(
+                Stepped(at_ns=self._now_ns(), step=progress.step, saving_ns=saving_ns)
+            )
+
+    def used_ns(self) -> Mapping[Use, int]:
+        """The use of the time up to now."""
+        return self._ledger.shown(self._now_ns(), reports=self._reports)
+
+    def _now_ns(self) -> int:
+        return round(self._clock.now() * _NS)
