@@ -371,6 +371,14 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
         cli._events(ask(["events", "older"]), memory, views.TableView())
 
 
+def test_a_job_that_is_unreadable_does_not_hide_the_progress_of_the_others(memory):
+    Job(memory)
+    memory.put(Keys("old").spec, "of another version")
+    memory.put(goodput_prefix("gpt") + "a", '{"ns": {"idle": 1}}')
+    found = {job.job: (job.state, job.time_ns) for job in status.read_each(memory)}
+    assert found == {"gpt": ("LOST", {"idle": 1}), "old": ("UNREADABLE", {})}
+
+
 def test_the_goodput_is_that_of_all_nodes_together(memory):
     job = Job(memory)
     assert "goodput" not in shown(read(job))

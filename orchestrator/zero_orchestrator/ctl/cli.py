@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import events, requests, status
 from zero_orchestrator.ctl import gc as collect
@@ -41,6 +42,8 @@ from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, write_certificate
 from zero_orchestrator.store.kv import KeyValueStore
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
     from zero_orchestrator.store.etcd.client import EtcdStore
 
 DEFAULT_ENDPOINT = "127.0.0.1:2379"
@@ -155,6 +158,14 @@ def make_parser() -> argparse.ArgumentParser:
     story.add_argument(
         "--follow", "-f", action="store_true", help="print new events until the job ends"
     )
+    numbers = command(
+        "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
+    )
+    numbers.add_argument("job", nargs="?", help="name of the job (default: all jobs)")
+    text = "port that serves /metrics until Ctrl-C (default: print the metrics once)"
+    numbers.add_argument("--port", type=_port, metavar="PORT", help=text)
+    text = "address on which --port listens (default: the loopback)"
+    numbers.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
     drain = command(
         "drain", "make a node leave at its next step boundary; the job continues without it"
     )
@@ -201,6 +212,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: write a number of jobs, such as 50")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text}: write a port, 1 to 65535")
     return int(text)
 
 
@@ -306,6 +323,33 @@ def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     return CtlExit.OK
 
 
+def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    from prometheus_client.exposition import start_http_server  # 0.1 s
+
+    from zero_orchestrator.ctl import metrics
+
+    def now() -> Iterator[Metric]:
+        if args.job:
+            return metrics.of_jobs([status.find(store, args.job)])
+        return metrics.of_jobs(status.read_each(store))
+
+    if args.port is None:
+        print(metrics.exposition(now).decode(), end="")
+        return CtlExit.OK
+    registry = metrics.Metrics(now).registry
+    try:
+        server, _ = start_http_server(args.port, addr=args.host, registry=registry)
+    except OSError as error:
+        raise SpecError(
+            f"--port={args.port}: cannot listen on {args.host} ({error.strerror}); choose another "
+            "port, or another --host"
+        ) from error
+    view.report(f"http://{host_port(args.host, args.port)}/metrics is served until Ctrl-C")
+    with contextlib.closing(server.socket):
+        signal.pause()
+    return CtlExit.OK
+
+
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
@@ -390,6 +434,7 @@ def _wait(view: View, wait_s: float, happened: Callable[[], bool], sentence: str
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
     "status": _status,
     "events": _events,
+    "metrics": _metrics,
     "drain": _drain,
     "stop": _stop,
     "exclude": _exclude,

@@ -9,6 +9,7 @@ other keys, may be a few seconds old.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -243,6 +244,19 @@ def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
         if status is not None:
             statuses.append(status)
     return tuple(statuses)
+
+
+def read_each(store: KeyValueStore) -> list[JobStatus]:
+    """All jobs of the store by name, with the progress of their nodes.
+
+    Raises:
+        StoreRefused: This etcd user may not list all jobs.
+    """
+    found = []
+    for job in read_all(store):
+        with contextlib.suppress(NoSuchJob, UnreadableJob):  # its keys have just been deleted
+            found.append(job if job.state == UNREADABLE else read(store, job.job))
+    return found
 
 
 def _latest(*times_s: float | None) -> float | None:

@@ -1,0 +1,228 @@
+"""Metrics for Prometheus: those of a job, from its status, and what its agents share with them.
+
+A metric's name begins with `zero_`, and ends in its unit; a time is in seconds, a size in bytes.
+Every metric has the label `zero_job`: Prometheus itself sets a label `job`.
+
+Must always hold: a metric whose value is not known is left out, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from zero_orchestrator.ctl.goodput import Use, from_record
+from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
+from zero_orchestrator.membership.job_state import State
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+Labels = Mapping[str, str]
+Values = Iterable[tuple[Labels, float | None]]
+"""The labels of each sample, and its value; None: not known."""
+JOB = "zero_job"
+"""The label that every metric has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """One metric."""
+
+    name: str
+    help: str
+    counts: bool = False
+    """Whether it only grows: a counter, whose sample ends in `_total`; otherwise a gauge."""
+    labels: tuple[str, ...] = ()
+    """Names of its labels beside `JOB`."""
+
+
+def family(definition: Definition, values: Values) -> Metric | None:
+    """A metric with its samples; None without one."""
+    kind: type[CounterMetricFamily | GaugeMetricFamily]
+    kind = CounterMetricFamily if definition.counts else GaugeMetricFamily
+    names = (JOB, *definition.labels)
+    made = kind(definition.name, definition.help, labels=names)
+    for labels, value in values:
+        if value is not None:
+            made.add_metric([labels[name] for name in names], value)
+    return made if made.samples else None
+
+
+class Metrics(Collector):
+    """Metrics that are made anew whenever Prometheus asks."""
+
+    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
+        self._make = make
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics now."""
+        yield from self._make()
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """A registry of these metrics alone."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+
+def exposition(make: Callable[[], Iterable[Metric]]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    return generate_latest(Metrics(make).registry)
+
+
+TIME = Definition(
+    name="zero_node_time_seconds",
+    help="Time of nodes by its use; all uses together are the wall time of all nodes.",
+    counts=True,
+    labels=("use",),
+)
+
+
+def time_values(used_ns: Mapping[Use, int]) -> Values:
+    """The samples of `TIME`, one for each use, so that each of them begins at 0."""
+    return [({"use": use}, used_ns.get(use, 0) / 1e9) for use in Use]
+
+
+# ---- the metrics of a job ----
+
+
+def _one(read: Callable[[JobStatus], float | None]) -> Callable[[JobStatus], Values]:
+    return lambda job: [({}, read(job))]
+
+
+def _of_checkpoints(name: str) -> Callable[[JobStatus], Values]:
+    """A number of the newest checkpoint on disk, and of the newest one in memory."""
+
+    def values(job: JobStatus) -> Values:
+        for tier, found in (("disk", job.checkpoint), ("memory", job.in_memory)):
+            yield {"tier": tier}, None if found is None else found.get(name)
+
+    return values
+
+
+_NODE = ("node",)
+_TIER = ("tier",)
+JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
+    (
+        Definition(
+            name="zero_job_state",
+            help="1 for the state of the job, 0 for every other state.",
+            labels=("state",),
+        ),
+        lambda job: [({"state": s}, float(job.state == s)) for s in (*State, LOST, UNREADABLE)],
+    ),
+    (
+        Definition(name="zero_job_rounds", help="Rounds that have begun.", counts=True),
+        _one(lambda job: job.round),
+    ),
+    (
+        Definition(name="zero_job_world_size", help="Workers of the round."),
+        _one(lambda job: job.world_size),
+    ),
+    (
+        Definition(name="zero_job_nodes", help="Nodes of the round."),
+        _one(lambda job: len(job.members)),
+    ),
+    (
+        Definition(name="zero_job_live_nodes", help="Nodes whose agents are alive."),
+        _one(lambda job: len(job.live_nodes)),
+    ),
+    (
+        Definition(name="zero_job_min_nodes", help="The least nodes that a round needs."),
+        _one(lambda job: job.min_nodes),
+    ),
+    (
+        Definition(name="zero_job_excluded_hosts", help="Hosts that are excluded."),
+        _one(lambda job: len(job.exclusions)),
+    ),
+    (
+        Definition(
+            name="zero_job_restarts", help="Failures that have cost a restart.", counts=True
+        ),
+        _one(lambda job: job.restarts),
+    ),
+    (
+        Definition(
+            name="zero_job_restart_budget_spent",
+            help="Restarts that count against the restart budget now.",
+        ),
+        _one(lambda job: job.restarts_spent),
+    ),
+    (
+        Definition(
+            name="zero_job_restart_budget", help="Restarts that the job may spend: --max-restarts."
+        ),
+        _one(lambda job: job.max_restarts),
+    ),
+    (
+        Definition(name="zero_job_step", help="Last step that a node has finished.", labels=_NODE),
+        lambda job: [({"node": row.node}, row.step) for row in job.members],
+    ),
+    (
+        Definition(name="zero_job_loss", help="Mean loss of that step.", labels=_NODE),
+        lambda job: [({"node": row.node}, row.loss) for row in job.members],
+    ),
+    (
+        Definition(
+            name="zero_job_checkpoint_step", help="Step of the newest checkpoint.", labels=_TIER
+        ),
+        _of_checkpoints("step"),
+    ),
+    (
+        Definition(
+            name="zero_job_checkpoint_samples",
+            help="Samples that the newest checkpoint has consumed.",
+            labels=_TIER,
+        ),
+        _of_checkpoints("samples"),
+    ),
+    (
+        Definition(
+            name="zero_job_checkpoint_timestamp_seconds",
+            help="When the newest checkpoint was published, by the clock of its node.",
+            labels=_TIER,
+        ),
+        _of_checkpoints("time"),
+    ),
+    (
+        Definition(
+            name="zero_job_seen_timestamp_seconds",
+            help="When an agent of the job was last known to be alive, by its clock.",
+        ),
+        _one(lambda job: job.seen_time_s),
+    ),
+    (
+        Definition(
+            name="zero_job_goodput_ratio",
+            help="Part of the time of all nodes that useful steps took.",
+        ),
+        _one(lambda job: job.goodput),
+    ),
+    (
+        Definition(
+            name="zero_job_node_time_seconds",
+            help="Time of all nodes by its use; the time of a step in progress counts as if the "
+            "step were about to end.",
+            labels=("use",),
+        ),
+        lambda job: time_values(from_record(job.time_ns)) if job.time_ns else (),
+    ),
+)
+"""Every metric of a job, and its samples."""
+
+
+def of_jobs(jobs: Sequence[JobStatus]) -> Iterator[Metric]:
+    """The metrics of some jobs, each metric with the samples of all of them."""
+    for definition, values in JOB_METRICS:
+        samples = (({JOB: j.job, **labels}, value) for j in jobs for labels, value in values(j))
+        if (made := family(definition, samples)) is not None:
+            yield made

@@ -1,0 +1,84 @@
+"""The goodput ledger of a job with a failure, and the metrics that Prometheus reads of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.support.cluster import COLD, agent, environment
+from tests.support.ports import free_port
+from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+SCRIPT = """
+import os, time
+import zero_agent
+fails = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+for step in range(1, 5 if fails else 7):
+    time.sleep(0.3)
+    zero_agent.heartbeat(step)
+time.sleep(0.3)
+os._exit(3 if fails else 0)
+"""
+
+
+def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    logs, endpoint = tmp_path / "logs", f"--rdzv-endpoint={etcd.endpoint}"
+    name = ("--rdzv-id=goodput", "--node-id=a", f"--log-dir={logs}")
+    began_s = time.monotonic()
+    done = agent(endpoint, *name, "--nnodes=1", "--max-restarts=1", COLD, str(script))
+    wall_s = time.monotonic() - began_s
+    assert done.returncode == 0, done.stderr
+
+    now = status.read(etcd_store, "goodput")
+    used_ns = from_record(now.time_ns)
+    assert {Use.STARTING, Use.USEFUL, Use.REPEATED, Use.REFORMING} <= used_ns.keys()
+    assert Use.UNREPORTED not in used_ns
+    sleeps_s = (5 + 7) * 0.3
+    assert sleeps_s < total_ns(used_ns) / 1e9 < wall_s
+    lines = (logs / "goodput" / "events-a.jsonl").read_text().splitlines()
+    (told,) = [event for event in map(json.loads, lines) if event["event"] == "time"]
+    assert told["ns"].keys() <= now.time_ns.keys()
+    assert told["ns"]["repeated_steps"] == now.time_ns["repeated_steps"]
+    assert told["text"] in done.stderr + done.stdout
+
+    command = [sys.executable, "-m", "zero_orchestrator", "metrics", "goodput"]
+    env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
+    shown = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert f'zero_job_goodput_ratio{{zero_job="goodput"}} {now.goodput}' in shown.stdout
+    assert 'zero_job_restarts_total{zero_job="goodput"} 1.0' in shown.stdout
+
+
+def test_the_metrics_of_all_jobs_are_served_until_ctrl_c(etcd, etcd_store):
+    spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("train.py",))
+    etcd_store.put(Keys("served").spec, spec.to_json())
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/metrics"
+    command = [sys.executable, "-m", "zero_orchestrator", "metrics", f"--port={port}"]
+    env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{url} is served until Ctrl-C\n"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            text = answer.read().decode()
+        assert 'zero_job_restart_budget{zero_job="served"} 7.0' in text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
