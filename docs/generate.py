@@ -285,6 +285,39 @@ def events() -> str:
     return _page(_EVENTS.format(nodes=LARGE_NODES), *table)
 
 
+# ---- reference-metrics ----
+
+_METRICS = """# Metrics
+
+Prometheus reads the metrics of a node at `/metrics` of `zero-agent --health-port`, and those of all
+jobs of an etcd at the port of `zero-ctl metrics --port`. Times are in seconds and sizes in bytes.
+Every metric has the label `{job}`, and every metric of a node the label `{node}`. A metric whose
+value is not known is left out. The name of a counter in a query ends in `_total`.
+"""
+
+
+def metrics() -> str:
+    """Every metric of a job and of a node."""
+    from zero_agent.loop.metrics import NODE, NODE_METRICS, STEPS
+    from zero_orchestrator.ctl.metrics import JOB, JOB_METRICS
+
+    lines = [_METRICS.format(job=JOB, node=NODE).rstrip()]
+    steps = (f"`{STEPS.name}`", "histogram", "`rank`", STEPS.help)
+    for title, listed, more in (("job", JOB_METRICS, ()), ("node", NODE_METRICS, (steps,))):
+        rows = (
+            (
+                f"`{one.name}`",
+                "counter" if one.counts else "gauge",
+                ", ".join(f"`{label}`" for label in one.labels),
+                one.help,
+            )
+            for one, _ in listed
+        )
+        lines += [f"\n## Metrics of a {title}\n"]
+        lines += _table(("metric", "type", "further labels", "meaning"), iter((*rows, *more)))
+    return _page(*lines)
+
+
 # ---- reference-api ----
 
 _API = """# API
@@ -504,6 +537,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference-environment.md": environment,
     "reference-events.md": events,
     "reference-flags.md": flags,
+    "reference-metrics.md": metrics,
     "reduction.md": reduction,
 }
 """Page -> what makes it."""

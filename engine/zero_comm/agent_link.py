@@ -155,10 +155,9 @@ class AgentLink:
         if not self.clients:
             self.close()
 
-    def progress(self, number: int, step: int, samples: int, loss: float) -> None:
+    def progress(self, number: int, mine: contract.Progress) -> None:
         """Report the end of an engine's step to the agent; the most advanced engine is shown."""
-        mine = contract.Progress(step=step, samples=samples, loss=loss)
-        if self._shown is None or self._shown[0] == number or step > self._shown[1].step:
+        if self._shown is None or self._shown[0] == number or mine.step > self._shown[1].step:
             self._shown = number, mine
         self.heartbeat()
 

@@ -141,6 +141,10 @@ class Progress:
     samples: int = 0
     """Samples consumed by committed steps since the run began."""
     loss: float | None = None
+    gradient_norm: float | None = None
+    """Norm of the gradient before clipping."""
+    loss_scale: float | None = None
+    """Loss scale of fp16 training; None in other training."""
     saving_s: float = 0.0
     """Seconds for which saves have blocked training since the last message of this kind."""
 

@@ -21,13 +21,16 @@ from zero_orchestrator.membership.spec import JobSpec
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
 SCRIPT = """
-import os, time
+import os, pathlib, sys, time, urllib.request
 import zero_agent
 fails = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 for step in range(1, 5 if fails else 7):
     time.sleep(0.3)
     zero_agent.heartbeat(step)
 time.sleep(0.3)
+if not fails:
+    with urllib.request.urlopen(sys.argv[1], timeout=60) as answer:
+        pathlib.Path(sys.argv[2]).write_bytes(answer.read())
 os._exit(3 if fails else 0)
 """
 
@@ -38,7 +41,10 @@ def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp
     logs, endpoint = tmp_path / "logs", f"--rdzv-endpoint={etcd.endpoint}"
     name = ("--rdzv-id=goodput", "--node-id=a", f"--log-dir={logs}")
     began_s = time.monotonic()
-    done = agent(endpoint, *name, "--nnodes=1", "--max-restarts=1", COLD, str(script))
+    port, scraped = free_port(), tmp_path / "metrics"
+    flags = ("--nnodes=1", "--max-restarts=1", COLD, f"--health-port={port}")
+    url = f"http://127.0.0.1:{port}/metrics"
+    done = agent(endpoint, *name, *flags, str(script), url, str(scraped))
     wall_s = time.monotonic() - began_s
     assert done.returncode == 0, done.stderr
 
@@ -53,6 +59,12 @@ def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp
     assert told["ns"].keys() <= now.time_ns.keys()
     assert told["ns"]["repeated_steps"] == now.time_ns["repeated_steps"]
     assert told["text"] in done.stderr + done.stdout
+
+    metrics = scraped.read_text()
+    labels = 'node="a",zero_job="goodput"'
+    assert f"zero_agent_ready{{{labels}}} 1.0" in metrics
+    assert f"zero_node_step{{{labels}}} 6.0" in metrics
+    assert 'zero_node_step_duration_seconds_count{node="a",rank="0",' in metrics
 
     command = [sys.executable, "-m", "zero_orchestrator", "metrics", "goodput"]
     env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}

@@ -101,6 +101,20 @@ def test_nothing_can_be_changed_and_nothing_else_is_served(health):
     assert ask(health, "/healthz", "DELETE")[0] == 501
 
 
+def test_metrics_are_those_of_the_agent_as_soon_as_there_is_one(health):
+    assert get(health, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", b"")
+    health.watch(lambda: RUNS, lambda: b"zero_node_step 7\n")
+    assert get(health, "/metrics?x")[2] == b"zero_node_step 7\n"
+
+
+def get(health: Health, path: str) -> tuple[int, str | None, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", health.port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.getheader("Content-Type"), answer.read()
+
+
 def test_a_client_that_says_nothing_holds_nobody_up(health):
     with socket.create_connection(("127.0.0.1", health.port)):
         assert ask(health, "/healthz")[0] == 200

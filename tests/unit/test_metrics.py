@@ -4,6 +4,13 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.manual_clock import ManualClock
+from zero_agent.loop.metrics import NODE_METRICS, Readings, of_node
+from zero_agent.node.health_endpoint import STARTING
+from zero_agent.node.state import Workers
+from zero_agent.workers.step_times import StepTimes
+from zero_contract.worker import Progress
+from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
 from zero_orchestrator.ctl.metrics import JOB_METRICS, exposition, of_jobs
@@ -69,9 +76,52 @@ def test_several_jobs_share_each_metric():
 
 def test_the_names_follow_the_conventions_of_prometheus():
     units = ("_seconds", "_bytes", "_ratio")
-    for definition, _ in JOB_METRICS:
+    for definition, _ in (*JOB_METRICS, *NODE_METRICS):
         assert definition.name.startswith("zero_")
         assert not definition.name.endswith("_total")  # the library adds it to a counter
         assert definition.help.endswith(".")
         named = [unit for unit in units if unit in definition.name]
         assert all(definition.name.endswith(unit) for unit in named)
+
+
+def readings(**facts) -> Readings:
+    status = replace(STARTING, job="gpt", node="a", round=3, workers=Workers.RUNNING)
+    status = replace(status, workers_round=3)
+    unknown = {"used_ns": {}, "progress": None, "step_times": {}, "memory": None}
+    return Readings(**{"status": status, **unknown, **facts})
+
+
+def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
+    steps, clock = StepTimes(), ManualClock()
+    for step, saving_s in [(1, 0.0), (2, 0.0), (2, 4.0), (3, 0.0)]:
+        steps.add(5, clock.now(), Progress(step=step, saving_s=saving_s))
+        clock.advance(3.0)
+    progress = Progress(step=3, samples=24, loss=0.5, gradient_norm=1.5)
+    now = readings(
+        progress=progress,
+        step_times=steps.read(),
+        used_ns={Use.SAVING: 4 * 10**9},
+        memory=MemoryUse(used_bytes=10, budget_bytes=20),
+    )
+    found = read(exposition(lambda: of_node(now)))
+    assert (found["zero_agent_ready gpt a"], found["zero_agent_healthy gpt a"]) == (1, 1)
+    assert found["zero_agent_workers gpt a running"] == 1
+    assert found["zero_node_gradient_norm gpt a"] == 1.5
+    assert "zero_node_loss_scale gpt a" not in found
+    assert found["zero_node_time_seconds_total gpt a save stalls"] == 4
+    assert found["zero_node_peer_memory_used_bytes gpt a"] == 10
+    duration = "zero_node_step_duration_seconds"
+    assert found[f"{duration}_count gpt a 5"] == 2
+    assert found[f"{duration}_sum gpt a 5"] == 3.0 + (6.0 - 4.0)
+    assert found[f"{duration}_bucket gpt 2.5 a 5"] == 1
+    assert found[f"{duration}_bucket gpt 5.0 a 5"] == 2
+
+
+def test_the_first_step_of_a_round_is_in_no_histogram():
+    steps = StepTimes()
+    steps.add(0, 1.0, None)
+    steps.begin()
+    steps.add(0, 500.0, None)
+    assert steps.read() == {}
+    steps.add(0, 501.0, None)
+    assert steps.read()[0].sum_s == 1.0

@@ -256,7 +256,7 @@ def _take_part(
         with contextlib.closing(store.sibling()) as telemetry:
             agent = Agent(config, job, store, SystemClock(), os.environ, telemetry=telemetry)
             if health is not None:
-                health.watch(lambda agent=agent: agent.status)  # type: ignore[misc]
+                health.watch(lambda agent=agent: agent.status, agent.metrics)  # type: ignore[misc]
             with signals.installed(agent.on_signal, numbers):
                 for number in came:
                     agent.on_signal(number)

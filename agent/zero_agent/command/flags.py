@@ -461,7 +461,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="health-port",
             kind=_port,
             default=None,
-            help="port that serves /healthz and /readyz; 0 takes a free one (default: not served)",
+            help="port that serves /healthz, /readyz and /metrics; 0 takes a free one "
+            "(default: not served)",
         ),
         Flag(
             name="health-host",

@@ -173,6 +173,21 @@ class Agent:
             store_silent_s=self._limits.store_silent_s,
         )
 
+    def metrics(self) -> bytes:
+        """The metrics of this node for Prometheus; may be called on any thread."""
+        from zero_agent.loop.metrics import Readings, of_node  # 0.1 s
+        from zero_orchestrator.ctl.metrics import exposition
+
+        steps = self._node_workers.steps
+        readings = Readings(
+            status=self.status,
+            used_ns=self._time.settled_ns(),
+            progress=steps.last,
+            step_times=steps.times.read(),
+            memory=self._ram.use(),
+        )
+        return exposition(lambda: of_node(readings))
+
     # ---- the loop ----
 
     def run(self) -> int:

@@ -94,6 +94,10 @@ class NodeTime:
                 Stepped(at_ns=self._now_ns(), step=progress.step, saving_ns=saving_ns)
             )
 
+    def settled_ns(self) -> Mapping[Use, int]:
+        """The use of the time without a step in progress, so it only grows; for any thread."""
+        return self._ledger.used_ns
+
     def used_ns(self) -> Mapping[Use, int]:
         """The use of the time up to now."""
         return self._ledger.shown(self._now_ns(), reports=self._reports)

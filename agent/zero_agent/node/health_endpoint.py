@@ -2,7 +2,7 @@
 
 `/healthz` answers whether the agent is alive: its loop turns. `/readyz` answers whether this node
 is ready: its workers run in the job's current round. Both answer in JSON, with the state and the
-reason, 200 for yes and 503 for no.
+reason, 200 for yes and 503 for no. `/metrics` has the metrics of this node for Prometheus.
 
 Must always hold: nothing here changes anything or waits for the agent; a slow client costs its
 own connection.
@@ -92,6 +92,10 @@ def ready(now: Status) -> Answer:
 _QUESTIONS: dict[str, Callable[[Status], Answer]] = {"/healthz": healthy, "/readyz": ready}
 
 
+_METRICS = "/metrics"
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
 class Health:
     """The server; `watch` sets the agent whose state it reports."""
 
@@ -102,6 +106,8 @@ class Health:
             SpecError: It cannot listen at that address.
         """
         self._look: Callable[[], Status] = lambda: STARTING
+        self.metrics: Callable[[], bytes] = bytes
+        """Returns the metrics of this node in Prometheus' text format."""
         try:
             self._server = _Server((host, port), self)
         except (OSError, OverflowError) as error:
@@ -116,9 +122,9 @@ class Health:
         where = host_port(host, self.port)
         log.info("health: http://%s/healthz and http://%s/readyz", where, where)
 
-    def watch(self, look: Callable[[], Status]) -> None:
-        """Report what `look` returns; it is called on other threads and must only read."""
-        self._look = look
+    def watch(self, look: Callable[[], Status], metrics: Callable[[], bytes] = bytes) -> None:
+        """Report what these return; they are called on other threads and must only read."""
+        self._look, self.metrics = look, metrics
 
     def waits(self, why: str) -> None:
         """Report that there is no agent yet, because this node is unhealthy and cannot join."""
@@ -129,7 +135,9 @@ class Health:
         """The HTTP status and the JSON object for a request of this path."""
         question = _QUESTIONS.get(path.partition("?")[0])
         if question is None:
-            return HTTPStatus.NOT_FOUND, {"reason": f"ask for {' or '.join(_QUESTIONS)}"}
+            return HTTPStatus.NOT_FOUND, {
+                "reason": f"ask for {', '.join(_QUESTIONS)} or {_METRICS}"
+            }
         now = self._look()
         yes, reason = question(now)
         code = HTTPStatus.OK if yes else HTTPStatus.SERVICE_UNAVAILABLE
@@ -172,10 +180,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _CLIENT_TIMEOUT_S
 
     def do_GET(self) -> None:
-        code, record = self.server.health.answer(self.path)
-        body = json.dumps(record).encode() + b"\n"
+        if self.path.partition("?")[0] == _METRICS:
+            code, kind, body = HTTPStatus.OK, _TEXT, self.server.health.metrics()
+        else:
+            code, record = self.server.health.answer(self.path)
+            kind, body = "application/json", json.dumps(record).encode() + b"\n"
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

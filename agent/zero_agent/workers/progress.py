@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_agent.node.heartbeat import Heartbeats
+from zero_agent.workers.step_times import StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
 from zero_contract.worker import Progress
@@ -95,6 +96,7 @@ class Steps:
         self._promised = False
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
+        self.times = StepTimes()
         self.on_report: Callable[[int, Progress], None] = lambda rank, progress: None
         """Called with the rank of a worker and the step that it reports."""
 
@@ -117,6 +119,7 @@ class Steps:
             heartbeats: The heartbeat file of each worker, by rank.
         """
         self._clocks = {}
+        self.times.begin()
         self._heartbeats = Heartbeats(dict(heartbeats))
 
     def promise(self) -> None:
@@ -128,6 +131,7 @@ class Steps:
         if progress is not None:
             self.last = progress
             self.on_report(rank, progress)
+        self.times.add(rank, self._clock.now(), progress)
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
 
     def too_slow(self) -> tuple[int, str] | None:

@@ -29,6 +29,7 @@ from zero_checkpoint.tags import agree_on_tag
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
 from zero_contract.errors import ZeroError
+from zero_contract.worker import Progress
 from zero_data.global_batch import mix
 from zero_data.own_loader import MicroBatches
 from zero_engine.config import Config
@@ -237,7 +238,14 @@ class Engine(nn.Module):
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
         self._persistence.take_notes(outcome.notes[:, :NOTES].tolist())
-        self._link.progress(self._persistence.number, cursor.step, cursor.samples, self.mean_loss)
+        progress = Progress(
+            step=cursor.step,
+            samples=cursor.samples,
+            loss=self.mean_loss,
+            gradient_norm=outcome.norm,
+            loss_scale=self.loss_scale if self._config.fp16.enabled else None,
+        )
+        self._link.progress(self._persistence.number, progress)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
 
     def _report_skip(self, outcome: StepOutcome) -> None:

@@ -44,11 +44,11 @@ class Definition:
     """Names of its labels beside `JOB`."""
 
 
-def family(definition: Definition, values: Values) -> Metric | None:
-    """A metric with its samples; None without one."""
+def family(definition: Definition, values: Values, *, per: str = "") -> Metric | None:
+    """A metric with its samples; None without one. `per`: one more label, which all have."""
     kind: type[CounterMetricFamily | GaugeMetricFamily]
     kind = CounterMetricFamily if definition.counts else GaugeMetricFamily
-    names = (JOB, *definition.labels)
+    names = [JOB, *filter(None, [per]), *definition.labels]
     made = kind(definition.name, definition.help, labels=names)
     for labels, value in values:
         if value is not None:

@@ -1,0 +1,145 @@
+"""The metrics of one node for Prometheus, at `/metrics` of `--health-port`.
+
+The metrics of a whole job are those of `zero-ctl metrics`. Must always hold: a metric whose value
+is not known is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+from zero_agent.node.health_endpoint import Status, healthy, ready
+from zero_agent.node.state import Workers
+from zero_agent.workers.step_times import BOUNDS_S, Histogram
+from zero_contract.worker import Progress
+from zero_orchestrator.ctl.events import MemoryUse
+from zero_orchestrator.ctl.goodput import Use
+from zero_orchestrator.ctl.metrics import JOB, TIME, Definition, Values, family, time_values
+
+NODE = "node"
+"""The label that every metric of a node has, beside `JOB`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """Everything that the metrics of a node show."""
+
+    status: Status
+    used_ns: Mapping[Use, int]
+    """The goodput ledger of this agent, without the step in progress."""
+    progress: Progress | None
+    step_times: Mapping[int, Histogram]
+    memory: MemoryUse | None
+
+
+def _one(read: Callable[[Readings], float | None]) -> Callable[[Readings], Values]:
+    return lambda now: [({}, read(now))]
+
+
+def _of_step(read: Callable[[Progress], float | None]) -> Callable[[Readings], Values]:
+    return lambda now: [({}, None if now.progress is None else read(now.progress))]
+
+
+def _of_memory(read: Callable[[MemoryUse], float]) -> Callable[[Readings], Values]:
+    return lambda now: [({}, None if now.memory is None else read(now.memory))]
+
+
+NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
+    (
+        Definition(name="zero_agent_healthy", help="1 if the agent's loop turns, else 0."),
+        _one(lambda now: healthy(now.status)[0]),
+    ),
+    (
+        Definition(
+            name="zero_agent_ready",
+            help="1 if the workers of this node run in the round of the job, else 0.",
+        ),
+        _one(lambda now: ready(now.status)[0]),
+    ),
+    (
+        Definition(
+            name="zero_agent_etcd_silence_seconds",
+            help="Time since the last answer of etcd; 0 while etcd answers.",
+        ),
+        _one(lambda now: now.status.store_silent_s or 0.0),
+    ),
+    (
+        Definition(
+            name="zero_agent_workers",
+            help="1 for the state of the workers of this node, 0 for every other state.",
+            labels=("state",),
+        ),
+        lambda now: [({"state": s}, float(now.status.workers is s)) for s in Workers],
+    ),
+    (
+        Definition(name="zero_node_round", help="Round of the job, as this node knows it."),
+        _one(lambda now: now.status.round),
+    ),
+    (
+        Definition(name="zero_node_step", help="Last step that a worker has finished."),
+        _of_step(lambda last: last.step),
+    ),
+    (
+        Definition(name="zero_node_samples", help="Samples that the run has consumed up to it."),
+        _of_step(lambda last: last.samples or None),
+    ),
+    (
+        Definition(name="zero_node_loss", help="Mean loss of that step."),
+        _of_step(lambda last: last.loss),
+    ),
+    (
+        Definition(
+            name="zero_node_gradient_norm",
+            help="Norm of the gradient of that step, before clipping.",
+        ),
+        _of_step(lambda last: last.gradient_norm),
+    ),
+    (
+        Definition(name="zero_node_loss_scale", help="Loss scale of fp16 training."),
+        _of_step(lambda last: last.loss_scale),
+    ),
+    (
+        Definition(
+            name="zero_node_peer_memory_used_bytes",
+            help="Memory that in-memory checkpoints use on this node.",
+        ),
+        _of_memory(lambda use: use.used_bytes),
+    ),
+    (
+        Definition(
+            name="zero_node_peer_memory_budget_bytes",
+            help="Memory that in-memory checkpoints may use on this node.",
+        ),
+        _of_memory(lambda use: use.budget_bytes),
+    ),
+    (TIME, lambda now: time_values(now.used_ns)),
+)
+"""Every metric of a node, and its samples."""
+
+
+STEPS = Definition(
+    name="zero_node_step_duration_seconds",
+    help="Time of a step without saves, by rank; without the first step of a round.",
+    labels=("rank",),
+)
+
+
+def of_node(now: Readings) -> Iterator[Metric]:
+    """The metrics of a node."""
+    common = {JOB: now.status.job, NODE: now.status.node}
+    for definition, values in NODE_METRICS:
+        samples = (({**common, **labels}, value) for labels, value in values(now))
+        if (made := family(definition, samples, per=NODE)) is not None:
+            yield made
+    steps = HistogramMetricFamily(STEPS.name, STEPS.help, labels=[*common, *STEPS.labels])
+    for rank, histogram in sorted(now.step_times.items()):
+        counts = accumulate(histogram.counts)
+        bounds = (*map(str, BOUNDS_S), "+Inf")
+        buckets = list(zip(bounds, counts, strict=True))
+        steps.add_metric([*common.values(), str(rank)], buckets, histogram.sum_s)
+    if steps.samples:
+        yield steps

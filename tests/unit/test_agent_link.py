@@ -1,0 +1,33 @@
+"""What a worker tells its agent about its steps."""
+
+import contextlib
+import socket
+
+from zero_comm.agent_link import AgentLink
+from zero_contract.worker import Hello, Progress, decode
+
+
+def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worker(tmp_path):
+    path = tmp_path / "agent.sock"
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as agent:
+        agent.bind(str(path))
+        agent.listen()
+        link = AgentLink(rank=3, path=str(path))
+        connection, _ = agent.accept()
+        with connection, connection.makefile("rb") as lines:
+            link.saved(0.5)  # before the first step: nothing to send it with
+            link.heartbeat()
+            one = Progress(step=1, gradient_norm=2.0)
+            link.progress(0, one)
+            link.saved(1.0)
+            link.saved(0.25)
+            link.heartbeat()
+            link.heartbeat()
+            link.close()
+            told = [decode(line) for line in lines]
+    assert isinstance(told[0], Hello)
+    assert [(m.step, m.gradient_norm, m.saving_s) for m in told[1:]] == [
+        (1, 2.0, 0.5),
+        (1, 2.0, 1.25),
+        (1, 2.0, 0.0),
+    ]
