@@ -46,7 +46,8 @@ def test_each_engine_is_answered_and_the_agent_hears_of_one_worker(
     ((saved, hellos, tags, steps),) = worlds.run(1, train_and_save, str(tmp_path))
     assert (saved, hellos) == ([True] * 3, 1)
     assert tags == ["global_step2"] * 3
-    assert steps == [1, 1, 1, 2, 2, 2, 3]  # every step is a heartbeat, the furthest engine is shown
+    # Every step and every save is a heartbeat; the furthest engine is shown.
+    assert steps == [1, 1, 1, 2, 2, 2, 2, 2, 2, 3]
     assert [find(tmp_path / name).candidates[0].manifest.step for name in NAMES] == [2, 2, 2]
 
 
