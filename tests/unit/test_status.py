@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_orchestrator.ctl import cli, status, views
+from zero_orchestrator.ctl import cli, events_command, status, views
 from zero_orchestrator.ctl.events import events_prefix, goodput_prefix, progress_prefix, seen_key
 from zero_orchestrator.ctl.requests import (
     TooFewNodes,
@@ -356,7 +356,7 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
         told = {"event": "done", "text": f"{name} is done", "time": time.time() - 300}
         memory.put(f"{events_prefix(name)}a.1.000001", json.dumps(told))
     ask = cli.make_parser().parse_args
-    assert cli._events(ask(["events"]), memory, views.TableView()) == 0
+    assert events_command.run(ask(["events"]), memory, views.TableView()) == 0
     told = capsys.readouterr()
     assert told.out.splitlines()[-1] == "the newest event was 5 minutes ago"
     assert ("new is done" in told.out, told.err) == (True, "zero-ctl: events of job new\n")
@@ -364,11 +364,11 @@ def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_o
     memory.put(f"{progress_prefix('new')}a", "[]")
     assert status.read(memory, "new").members[0].step is None
     memory.delete(Keys("old").spec)
-    assert cli._events(ask(["events", "old"]), memory, views.TableView()) == 0
+    assert events_command.run(ask(["events", "old"]), memory, views.TableView()) == 0
     told = capsys.readouterr().out
     assert ("old is done" in told, "not JSON" in told) == (True, True)
     with pytest.raises(NoSuchJob, match="there is no job older; there are: new"):
-        cli._events(ask(["events", "older"]), memory, views.TableView())
+        events_command.run(ask(["events", "older"]), memory, views.TableView())
 
 
 def test_a_job_that_is_unreadable_does_not_hide_the_progress_of_the_others(memory):

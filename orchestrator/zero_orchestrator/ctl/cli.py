@@ -30,10 +30,10 @@ from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
-from zero_orchestrator.ctl import events, requests, status
+from zero_orchestrator.ctl import events_command, requests, status
 from zero_orchestrator.ctl import gc as collect
 from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
-from zero_orchestrator.ctl.views import JsonView, TableView, View, age
+from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
@@ -151,13 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     look.add_argument("--watch", action="store_true", help="refresh until the job ends")
     look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
-    story = command("events", "show the events of a job, each with its cause")
-    story.add_argument(
-        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
-    )
-    story.add_argument(
-        "--follow", "-f", action="store_true", help="print new events until the job ends"
-    )
+    command("jobs", "list all jobs of this etcd, as `zero-ctl status --all`")
+    events_command.add_flags(command("events", "show the events of a job, each with its cause"))
     numbers = command(
         "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
     )
@@ -285,42 +280,17 @@ def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     return CtlExit.OK
 
 
+def _jobs(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    view.jobs(status.read_all(store))
+    return CtlExit.OK
+
+
 def _looks(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
     """The status of a job every `WATCH_S` seconds, until the job has ended."""
     yield (last := status.find(store, job))
     while not last.ended:
         time.sleep(WATCH_S)
         yield (last := retry.within(OUTAGE_S)(status.read, store, job))
-
-
-def _events(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    job = args.job or status.newest_job(status.read_all(store)).job
-    if args.job is None:
-        print(f"zero-ctl: events of job {job}", file=sys.stderr)
-    if args.follow:
-        for event in events.follow(store, job):
-            if event is not None:
-                view.event(event)
-                continue
-            try:
-                now = status.read(store, job)
-            except StoreUnavailable:
-                continue
-            except NoSuchJob:  # it existed, and its keys have been deleted
-                break
-            if now.ended and not now.live_nodes:  # no agent is left to write an event
-                break
-        return CtlExit.OK
-    kept = events.read(store, job)
-    if not kept:
-        status.find(store, job)  # raises NoSuchJob, which names the jobs there are
-    for one in kept:
-        view.event(one)
-    newest_s = kept[-1].record.get("time") if kept else None
-    view.report(
-        f"the newest event was {age(newest_s)}" if kept else f"no event of job {job} is kept"
-    )
-    return CtlExit.OK
 
 
 def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -433,7 +403,8 @@ def _wait(view: View, wait_s: float, happened: Callable[[], bool], sentence: str
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
     "status": _status,
-    "events": _events,
+    "jobs": _jobs,
+    "events": events_command.run,
     "metrics": _metrics,
     "drain": _drain,
     "stop": _stop,

@@ -61,8 +61,8 @@ class View(Protocol):
     def watch(self, statuses: Iterable[JobStatus]) -> None:
         """Print each new status of one job."""
 
-    def event(self, event: Event) -> None:
-        """Print one event."""
+    def event(self, event: Event, offset_s: float | None = None) -> None:
+        """Print one event; with an offset, the time since the first event of its recovery."""
 
     def report(self, sentence: str) -> None:
         """Print what a command has done."""
@@ -84,9 +84,10 @@ class JsonView:
         for status in _changes(statuses):
             self.status(status)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event, offset_s: float | None = None) -> None:
         """As `View.event`."""
-        print(json.dumps({"revision": event.revision, **event.record}), flush=True)
+        offset = {} if offset_s is None else {"offset_s": round(offset_s, 3)}
+        print(json.dumps({"revision": event.revision, **event.record, **offset}), flush=True)
 
     def report(self, sentence: str) -> None:
         """As `View.report`."""
@@ -119,7 +120,7 @@ class TableView:
             for status in statuses:
                 live.update(_status_page(status), refresh=True)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event, offset_s: float | None = None) -> None:
         """As `View.event`."""
         record = event.record
         at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
@@ -127,6 +128,7 @@ class TableView:
         self._console.print(
             Text.assemble(
                 (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+                ("" if offset_s is None else f"  {offset_s:+9.3f} s", "bold"),
                 f"  round {record.get('round', '-')!s:3}",
                 (f" {record.get('node', '-')!s:12}", "cyan"),
                 (f" {name:10}", _EVENT_STYLES.get(name, "bold")),

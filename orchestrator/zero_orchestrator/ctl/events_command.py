@@ -1,0 +1,104 @@
+"""`zero-ctl events`: the story of a job, all of it, of a time or node, or of one recovery."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.arguments import seconds
+from zero_orchestrator.ctl import events, status
+from zero_orchestrator.ctl.events import Event
+from zero_orchestrator.ctl.status import NoSuchJob
+from zero_orchestrator.ctl.story import recoveries, selected
+from zero_orchestrator.ctl.views import View, age
+from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store.kv import KeyValueStore
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument(
+        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
+    )
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="print new events until the job ends"
+    )
+    text = "only events of the last so many seconds, such as 30, 10m or 2h, by the nodes' clocks"
+    parser.add_argument("--since", type=seconds, metavar="SECONDS", help=text)
+    parser.add_argument("--node", metavar="NODE", help="only events that this node tells")
+    text = (
+        "only the events of one recovery, each with the time since the first: from the first sign "
+        "that a round ends to the start of the next one's workers; without a number the last "
+        "recovery, 2 for the one before"
+    )
+    parser.add_argument("--recovery", type=_place, nargs="?", const=1, metavar="NUMBER", help=text)
+
+
+def _place(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write 1 for the last recovery, 2 for the one before"
+        )
+    return int(text)
+
+
+def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    """Print the events.
+
+    Raises:
+        NoSuchJob: There is no such job.
+        SpecError: Two flags exclude each other.
+    """
+    if args.recovery is not None and (args.follow or args.since is not None or args.node):
+        raise SpecError("--recovery shows all events of one recovery; leave out the other flags")
+    job = args.job or status.newest_job(status.read_all(store)).job
+    if args.job is None:
+        print(f"zero-ctl: events of job {job}", file=sys.stderr)
+    since_s = None if args.since is None else time.time() - args.since
+    if args.follow:
+        _follow(store, job, view, since_s=since_s, node=args.node)
+        return CtlExit.OK
+    kept = events.read(store, job)
+    if not kept:
+        status.find(store, job)  # raises NoSuchJob, which names the jobs there are
+    if args.recovery is not None:
+        return _recovery(kept, job, view, args.recovery)
+    for one in selected(kept, since_s=since_s, node=args.node):
+        view.event(one)
+    newest_s = kept[-1].record.get("time") if kept else None
+    view.report(
+        f"the newest event was {age(newest_s)}" if kept else f"no event of job {job} is kept"
+    )
+    return CtlExit.OK
+
+
+def _follow(
+    store: KeyValueStore, job: str, view: View, *, since_s: float | None, node: str | None
+) -> None:
+    for event in events.follow(store, job):
+        if event is not None:
+            for one in selected([event], since_s=since_s, node=node):
+                view.event(one)
+            continue
+        try:
+            now = status.read(store, job)
+        except StoreUnavailable:
+            continue
+        except NoSuchJob:  # it existed, and its keys have been deleted
+            return
+        if now.ended and not now.live_nodes:  # no agent is left to write an event
+            return
+
+
+def _recovery(kept: Sequence[Event], job: str, view: View, number: int) -> int:
+    found = recoveries(kept)
+    if len(found) < number:
+        view.report(f"recoveries of job {job} among the events that are kept: {len(found)}")
+        return CtlExit.USAGE
+    recovery = found[-number]
+    for event, offset_s in zip(recovery.events, recovery.offsets_s, strict=True):
+        view.event(event, offset_s)
+    return CtlExit.OK

@@ -1,0 +1,70 @@
+"""Parts of a job's story: the events of some time or node, and those of one recovery.
+
+Pure functions of the events in their order. Times are of the wall clocks of nodes, so the length of
+a span between two nodes is as exact as their clocks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zero_orchestrator.ctl.events import Event
+
+CAUSES = frozenset({"exit", "dead", "hang", "unkillable", "drain", "yield", "leave"})
+"""Events with which the end of a round begins."""
+ENDS = frozenset({"interrupt", "form"})
+"""Events that end a round, so that another one forms."""
+BEGINS = frozenset({"activate", "start", "worker"})
+"""Events with which a round begins."""
+
+
+def selected(
+    events: Iterable[Event], *, since_s: float | None = None, node: str | None = None
+) -> Iterator[Event]:
+    """The events of a node, or of all, since a time (seconds since the epoch)."""
+    for event in events:
+        late = since_s is None or _time_s(event) >= since_s
+        if late and node in (None, event.record.get("node")):
+            yield event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """From the first sign that a round ends to the start of the workers of the next one."""
+
+    round: int
+    """The round that ended."""
+    events: tuple[Event, ...]
+
+    @property
+    def offsets_s(self) -> tuple[float, ...]:
+        """The time of each event since the first one."""
+        return tuple(_time_s(event) - _time_s(self.events[0]) for event in self.events)
+
+
+def recoveries(events: Sequence[Event]) -> tuple[Recovery, ...]:
+    """Every recovery among the events, oldest first; the last one may not have ended yet."""
+    ends = [i for i, event in enumerate(events) if event.record.get("event") in ENDS]
+    bounds = [*ends, len(events)]
+    return tuple(
+        _recovery(events, end, bounds[number - 1] if number else 0, bounds[number + 1])
+        for number, end in enumerate(ends)
+    )
+
+
+def _recovery(events: Sequence[Event], end: int, before: int, after: int) -> Recovery:
+    """The recovery with the end of a round at `end`, between the ends of two other rounds."""
+    of_round = events[end].record.get("round", 0)
+
+    def within(places: range, kinds: frozenset[str], number: int) -> list[int]:
+        found = ((i, events[i].record) for i in places)
+        return [i for i, r in found if r.get("round") == number and r.get("event") in kinds]
+
+    first = min(within(range(before, end), CAUSES, of_round), default=end)
+    last = max(within(range(end, after), BEGINS, of_round + 1), default=after - 1)
+    return Recovery(round=of_round, events=tuple(events[first : last + 1]))
+
+
+def _time_s(event: Event) -> float:
+    return float(event.record.get("time", 0.0))
