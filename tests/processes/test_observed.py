@@ -11,9 +11,11 @@ import urllib.request
 
 import pytest
 
-from tests.support.cluster import COLD, agent, environment
+from tests.support.cluster import COLD, TOGETHER, agent, environment
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl.events import goodput_prefix, read_goodput
 from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
@@ -94,3 +96,53 @@ def test_the_metrics_of_all_jobs_are_served_until_ctrl_c(etcd, etcd_store):
     finally:
         process.kill()
         process.communicate()
+
+
+COUNTS = """
+import os, pathlib, time
+import zero_agent
+here = pathlib.Path("{directory}")
+step = 0
+while not (here / "enough").exists():
+    time.sleep(0.2)
+    step += 1
+    zero_agent.heartbeat(step)
+    (here / ("step-" + os.environ["TORCHELASTIC_RESTART_COUNT"])).write_text(str(step))
+"""
+
+
+@pytest.mark.full
+def test_the_time_of_nodes_that_are_killed_spare_or_started_again_adds_up(
+    cluster, etcd_store, tmp_path
+):
+    script = tmp_path / "counts.py"
+    script.write_text(COUNTS.format(directory=tmp_path))
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=3", TOGETHER, COLD), script=[str(script)])
+
+    def run_until(restarts: int, *, above: int) -> None:
+        path = tmp_path / f"step-{restarts}"
+        text = f"step {above} after {restarts} restarts"
+        wait_for(lambda: path.exists() and int(path.read_text() or 0) > above, 60, text)
+
+    began_s = time.monotonic()
+    job.start("a", "b")
+    run_until(0, above=8)
+    job.start("c")
+    wait_for(lambda: status.read(etcd_store, job.job).spares, 60, "the spare")
+    job.agents["b"].kill_node()
+    run_until(1, above=3)  # with c in the place of b
+    job.start("b")
+    wait_for(lambda: status.read(etcd_store, job.job).spares, 60, "the node that is back")
+    (tmp_path / "enough").touch()
+    job.wait_for_end()
+    wall_s = time.monotonic() - began_s
+
+    nodes = {node: read_goodput(etcd_store.get(goodput_prefix(job.job) + node)) for node in "abc"}
+    total_s = {node: total_ns(used_ns) / 1e9 for node, used_ns in nodes.items()}
+    (told,) = [event for event in job.events("time") if event["node"] == "a"]
+    assert total_ns(from_record(told["ns"])) / 1e9 <= total_s["a"] <= wall_s
+    assert {Use.USEFUL, Use.REPEATED, Use.REFORMING} <= nodes["a"].keys()
+    assert Use.IDLE in nodes["b"].keys() & nodes["c"].keys()
+    assert max(total_s.values()) <= wall_s
+    now = status.read(etcd_store, job.job)
+    assert total_ns(from_record(now.time_ns)) == sum(map(total_ns, nodes.values()))
