@@ -1,0 +1,14 @@
+"""The promises of this project for stock PyTorch: FSDP2, DDP, and models in one process.
+
+    run = zero_torch.protect(model, optimizer, loader, microbatches=12)
+    for batch in run.loader:               # a batch is one micro-batch
+        run.backward(model(batch))
+        run.step()                         # acts at the last micro-batch of a step
+
+The weights are the same bits at every world size, and under DDP and FSDP2. A script may call
+`loss.backward()` and `optimizer.step()` itself.
+"""
+
+from zero_torch.run import Run, protect
+
+__all__ = ["Run", "protect"]

@@ -1,0 +1,143 @@
+"""The norm of all gradients, with bits that depend neither on shards nor on the world size.
+
+Must always hold: the norm is that of blocks of NORM_BLOCK elements of each parameter, in the order
+of the parameters. FSDP2 gives a rank rows of a parameter, so a rank first sends the elements that
+lie in blocks of other ranks to those: `crossings` decides which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from zero_comm.collectives import Collectives, wait
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Crossing(NamedTuple):
+    """Elements [start, stop) of a tensor that one rank holds, and another one (or it) norms."""
+
+    tensor: int
+    holder: int
+    target: int
+    start: int
+    stop: int
+
+
+def share_of(length: int, world: int) -> int:
+    """How many elements of a tensor each rank norms: whole blocks."""
+    return -(-length // (NORM_BLOCK * world)) * NORM_BLOCK
+
+
+def row_bounds(shape: Sequence[int], world: int) -> list[int]:
+    """Where the rows of each rank begin in the flattened tensor, and where the last ones end.
+
+    As torch.chunk, and so FSDP2, divides the first dimension.
+    """
+    rows = shape[0]
+    width = torch.Size(shape[1:]).numel()
+    chunk = -(-rows // world)
+    return [min(rank * chunk, rows) * width for rank in range(world + 1)]
+
+
+def crossings(bounds: Sequence[Sequence[int]], world: int) -> list[Crossing]:
+    """Who norms which elements of the shards.
+
+    Args:
+        bounds: For each tensor, where the shard of each rank begins, and where the last one ends.
+        world: Ranks.
+    """
+    found = []
+    for tensor, begins in enumerate(bounds):
+        share = share_of(begins[-1], world)
+        for holder in range(world):
+            at, end = begins[holder], begins[holder + 1]
+            while at < end:
+                target = at // share
+                stop = min(end, (target + 1) * share)
+                found.append(Crossing(tensor, holder, target, at, stop))
+                at = stop
+    return found
+
+
+class ShardNorm:
+    """The norm of tensors of which each rank holds some consecutive elements. Collective."""
+
+    def __init__(
+        self, bounds: Sequence[Sequence[int]], collectives: Collectives, device: torch.device
+    ) -> None:
+        """Describe the tensors.
+
+        Args:
+            bounds: See `crossings`.
+            collectives: The exchanges of the group.
+            device: The device of the gradients.
+        """
+        self._group = collectives
+        self._bounds = bounds
+        rank, world = collectives.rank, collectives.world
+        self._shares = [share_of(each[-1], world) for each in bounds]
+        lengths = [each[-1] for each in bounds]
+        self._norm = BlockNorm(lengths, self._shares, world, device)
+        every = crossings(bounds, world)
+        self._given = [each for each in every if each.holder == rank]
+        self._taken = [each for each in every if each.target == rank]
+
+    def __call__(self, shards: Sequence[Tensor]) -> float:
+        """The norm; the shards are flat.
+
+        Raises:
+            PeerLost: A peer is lost.
+        """
+        rank = self._group.rank
+        rows = [
+            shard.new_zeros(share, dtype=torch.float32)
+            for shard, share in zip(shards, self._shares, strict=True)
+        ]
+        held: dict[int, list[Tensor]] = {}
+        for tensor, _, target, start, stop in self._given:
+            begin = self._bounds[tensor][rank]
+            held.setdefault(target, []).append(shards[tensor][start - begin : stop - begin].float())
+        sizes: dict[int, int] = {}
+        for _, holder, _, start, stop in self._taken:
+            sizes[holder] = sizes.get(holder, 0) + stop - start
+        sent = {target: torch.cat(each) for target, each in held.items()}
+        received = {
+            holder: rows[0].new_empty(size) for holder, size in sizes.items() if holder != rank
+        }
+        wait(self._group.exchange_pieces(sent, received, "gradients for the norm"))
+        if rank in sent:
+            received[rank] = sent[rank]
+        read = dict.fromkeys(received, 0)
+        for tensor, holder, _, start, stop in self._taken:
+            begin, size, at = rank * self._shares[tensor], stop - start, read[holder]
+            rows[tensor][start - begin : stop - begin] = received[holder][at : at + size]
+            read[holder] += size
+        everybodys = self._group.everybodys(self._norm.of_own(rows), "gradient norms")
+        return total_norm(self._norm.in_order(everybodys))
+
+
+def whole_norm(gradients: Sequence[Tensor]) -> float:
+    """The same norm of gradients that this rank has whole."""
+    norms = []
+    for gradient in gradients:
+        flat = gradient.reshape(-1).float()
+        whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+        norms.append(vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1))
+        if rest := flat[whole:].numel():
+            block = torch.nn.functional.pad(flat[whole:], (0, NORM_BLOCK - rest))
+            norms.append(vector_norm(block.view(1, -1), dim=1))
+    return total_norm(torch.cat(norms))
+
+
+def clip(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients of this norm down to `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = max_norm / (norm + _EPSILON)
+    if factor < 1:
+        torch._foreach_mul_(list(gradients), factor)

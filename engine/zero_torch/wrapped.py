@@ -1,0 +1,148 @@
+"""How a model is wrapped, and whether its gradients can be summed in order.
+
+Owns the names of parameters: they are those of the user's module, without what wrappers put before
+them, so that DDP, FSDP2 and one process name them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_contract.errors import ConfigError
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and activation checkpointing put into a name."""
+
+
+class Wrapper(StrEnum):
+    """How a model is wrapped."""
+
+    PLAIN = "plain"
+    """In nothing: the model of one process."""
+    DDP = "ddp"
+    FSDP2 = "fsdp2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapped:
+    """A model, and what wraps it."""
+
+    model: nn.Module
+    """What the script calls, without torch.compile around it."""
+    wrapper: Wrapper
+    module: nn.Module
+    """The user's module: without DDP and torch.compile around it."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by their names in the user's module; a tied one once."""
+        return {own_name(name): each for name, each in self.module.named_parameters()}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained."""
+        return {name: p for name, p in self.parameters().items() if p.requires_grad}
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was applied to, or this one."""
+    return cast(nn.Module, getattr(module, "_orig_mod", module))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The elements of a tensor that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def recognize(model: nn.Module, world: int) -> Wrapped:
+    """Find out how a model is wrapped.
+
+    Raises:
+        ConfigError: It is wrapped in a way that cannot be summed in order, or not at all although
+            there are several ranks.
+    """
+    inner = uncompiled(model)
+    modules = list(model.modules())
+    if any(isinstance(each, FullyShardedDataParallel) for each in modules):
+        raise ConfigError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which has no hook for the "
+            "sum of gradients; use torch.distributed.fsdp.fully_shard"
+        )
+    if isinstance(inner, DistributedDataParallel):
+        return Wrapped(model=inner, wrapper=Wrapper.DDP, module=uncompiled(inner.module))
+    if any(isinstance(each, DistributedDataParallel) for each in modules):
+        raise ConfigError(
+            "a part of the model is wrapped in DistributedDataParallel; wrap the whole model"
+        )
+    if any(isinstance(each, FSDPModule) for each in modules):
+        wrapped = Wrapped(model=inner, wrapper=Wrapper.FSDP2, module=inner)
+        for name, parameter in wrapped.trained().items():
+            if problem := shard_problem(parameter, world):
+                raise ConfigError(f"{name} {problem}")
+        return wrapped
+    if world > 1:
+        raise ConfigError(
+            f"there are {world} ranks and the model is not distributed: its gradients would stay "
+            "on each rank; wrap it in DistributedDataParallel, or call fully_shard(model), before "
+            "zero_torch.protect"
+        )
+    return Wrapped(model=inner, wrapper=Wrapper.PLAIN, module=inner)
+
+
+def shard_problem(parameter: Tensor, world: int) -> str | None:
+    """Why the gradient of a parameter under FSDP2 cannot be summed in order; None: it can."""
+    if not isinstance(parameter, DTensor):
+        return (
+            "is not sharded: its gradient would stay on each rank; call fully_shard on the root "
+            "module, too"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or mesh.size() != world:
+        return (
+            f"lies on a mesh of shape {tuple(mesh.shape)}, and there are {world} ranks: gradients "
+            "are summed in order over one mesh dimension that has all ranks; HSDP and tensor "
+            "parallelism are not supported yet"
+        )
+    if placements != (Shard(0),):
+        return f"is placed as {placements[0]}; only Shard(0) is supported, fully_shard's default"
+    return None
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], wrapper: Wrapper
+) -> None:
+    """Check that an optimizer steps this model, with the same bits in every shard.
+
+    Raises:
+        ConfigError: It has other parameters, or a fused kernel steps shards.
+    """
+    names = {parameter: name for name, parameter in trained.items()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    kind = type(optimizer).__name__
+    if foreign := sum(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            f"{kind} has {foreign} parameters that are not the model's; make the optimizer from "
+            "model.parameters() after fully_shard(model), which replaces them"
+        )
+    if absent := sorted(names[p] for p in names.keys() - set(stepped)):
+        raise ConfigError(
+            f"{absent[0]} is trained and {kind} does not have it; give it to the optimizer, or "
+            "set requires_grad=False"
+        )
+    if wrapper is Wrapper.FSDP2 and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{kind}(fused=True) rounds the end of a tensor differently, and the world size "
+            "decides where shards end; make it with foreach=True"
+        )

@@ -1,0 +1,95 @@
+"""Stock PyTorch under zero_torch: the same bits at every world size, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_torch
+from tests.support.plain import summed
+from tests.support.stock import GPT, LENGTH, VOCABULARY, make
+from tests.support.world import WorldPool
+from zero_checkpoint import weight_hash
+from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
+
+SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
+"""Steps of 10, 10 and 9 samples, in micro-batches of 2, the last one of 1."""
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator))
+
+
+def protected(wrapper: str, **options: Any) -> tuple[Any, Any, zero_torch.Run]:
+    model = make(wrapper, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    loader = DataLoader(dataset(), batch_size=2, shuffle=True)
+    return model, optimizer, zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES)
+
+
+def batches(run: zero_torch.Run, steps: int = STEPS) -> Any:
+    while run.global_step < steps:
+        for (tokens,) in run.loader:
+            yield tokens
+            if run.global_step == steps:
+                return
+
+
+def trained(wrapper: str, max_norm: float | None = None, **options: Any) -> Any:
+    model, _, run = protected(wrapper, **options)
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        run.step(max_norm)
+    return run.weight_hash(), run.grad_norm, run.samples
+
+
+def by_hand() -> str:
+    """The same training by torch alone: sums of the gradients of micro-batches, in their order."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    data, batch = dataset(), BatchShape(microbatches=MICROBATCHES, micro_batch=2)
+    plans = itertools.chain(*(plan_epoch(start, batch, SAMPLES) for start in (0, SAMPLES)))
+    for step, plan in enumerate(itertools.islice(plans, STEPS)):
+        gradients = []
+        for index in range(plan.microbatches):
+            microbatch = plan.microbatch(index, 0, 1)
+            tokens = data[sample_ids(plan, microbatch, SAMPLES, SAMPLES, 42)][0]
+            torch.manual_seed(mix(42, step, index))
+            optimizer.zero_grad()
+            (model(tokens) * (microbatch.size / plan.samples)).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        for parameter, *addends in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = summed(addends, 8)
+        optimizer.step()
+    return weight_hash(model.named_parameters())
+
+
+def test_ddp_and_fsdp2_give_one_hash_at_every_world_size(worlds: WorldPool) -> None:
+    expected = by_hand()
+    runs = [("plain", 1), *itertools.product(("ddp", "fsdp2"), (1, 3, 4))]
+    found = {run: worlds.run(run[1], trained, run[0]) for run in runs}
+    hashes = {run: {rank[0] for rank in ranks} for run, ranks in found.items()}
+    assert hashes == {run: {expected} for run in runs}
+
+
+def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
+    runs = [("plain", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 4)]
+    found = {rank for w, n in runs for rank in worlds.run(n, trained, w, 0.5)}
+    assert len(found) == 1
+
+
+@pytest.mark.full
+def test_mixed_precision_gives_one_hash_at_every_world_size(worlds: WorldPool) -> None:
+    found = {rank[0] for world in (1, 2, 3) for rank in worlds.run(world, trained_in_bf16, "fsdp2")}
+    assert len(found) == 1
+
+
+def trained_in_bf16(wrapper: str) -> Any:
+    return trained(wrapper, param_dtype=torch.bfloat16, reshard_after_forward=False)

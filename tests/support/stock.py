@@ -1,0 +1,62 @@
+"""A small GPT as stock PyTorch trains it: wrapped in DDP, in FSDP2, or in nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 61, 20, 4, 9
+"""Odd ones, so that shards and blocks of the norm begin at different elements."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(b, t, WIDTH)))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Returns the mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
+    """The model under "ddp", "fsdp2" or "plain"; options are those of the wrapper."""
+    torch.manual_seed(seed)
+    model = GPT()
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
+    if wrapper == "fsdp2":
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        if dtype := options.pop("param_dtype", None):
+            options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, **options)
+    return model
