@@ -47,17 +47,20 @@ class OrderedGradients:
 
     Attributes:
         now: The micro-step; None between the end of a step and the next micro-batch.
+        block: Micro-batches that are summed in a tree; it may change between two steps.
         loss_is_weighted: Whether the loss of this backward has the weight of its micro-batch
             already; otherwise the gradients get it here.
+        failure: What a reduction has raised: autograd may pass it on as another error.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, block: int) -> None:
         """Sum over a group, in blocks of `block` micro-batches."""
         self.now: MicroStep | None = None
         self.loss_is_weighted = False
+        self.failure: Exception | None = None
         self._collectives = collectives
         self._pool = BufferPool(device)
-        self._block = block
+        self.block = block
         self._sums: dict[str, OrderedSum] = {}
         self._received: set[str] = set()
 
@@ -101,6 +104,13 @@ class OrderedGradients:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.
             PeerLost: A peer is lost.
         """
+        try:
+            self._reduce(intervals, gradient, out)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _reduce(self, intervals: Sequence[Interval], gradient: Tensor, out: Tensor) -> None:
         now = self._expect(intervals)
         if not self.loss_is_weighted:
             gradient.mul_(now.weight)
@@ -121,7 +131,7 @@ class OrderedGradients:
         first = name not in self._sums
         if first:
             total = torch.empty_like(microbatches[0], dtype=torch.float32)
-            self._sums[name] = OrderedSum(total, self._block)
+            self._sums[name] = OrderedSum(total, self.block)
         ordered = self._sums[name]
         ordered.add(microbatches, self._pool, first=first, last=now.last)
         if not now.last:

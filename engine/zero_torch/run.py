@@ -7,9 +7,11 @@ and do nothing at the others, whoever calls them; a step counts when the optimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from zero_checkpoint.files.place import place
+from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
@@ -25,14 +29,14 @@ from zero_comm.distributed import init_distributed
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix, plan_step
-from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain
+from zero_data.ledger import Ledger
+from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.gradient_norm import ShardNorm, clip, row_bounds, whole_norm
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
+from zero_torch.state import TrainingState
+from zero_torch.training import Loading, Training
 from zero_torch.wrapped import Wrapped, Wrapper, check_optimizer, local, recognize
-
-DEFAULT_SEED = 42
-"""As zero_engine's."""
 
 
 def protect(
@@ -43,8 +47,7 @@ def protect(
     microbatches: int,
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
-    seed: int = DEFAULT_SEED,
-    reduction_block: int = DEFAULT_BLOCK,
+    config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Give a training with stock PyTorch the same bits at every world size. Collective.
 
@@ -56,9 +59,7 @@ def protect(
         microbatches: The micro-batches of a global batch, over all ranks.
         scheduler: `run.step()` steps it, once for each step of the optimizer.
         scaler: `run.backward()` and `run.step()` scale the loss with it.
-        seed: The seed of the order of samples, of augmentation and of dropout.
-        reduction_block: Micro-batches that are summed in a tree, a power of two; the bits of every
-            sum depend on it.
+        config: The sections "elastic" and "checkpoint", see `settings`.
 
     Raises:
         ConfigError: The model, optimizer or loader cannot be protected; says why.
@@ -66,8 +67,7 @@ def protect(
     """
     if microbatches < 1:
         raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
-    if reduction_block < 1 or reduction_block & (reduction_block - 1):
-        raise ConfigError(f"reduction_block={reduction_block} is no power of two; 8 is the default")
+    chosen = settings.read(config or {})
     init_distributed()
     wrapped = recognize(model, dist.get_world_size())
     check_optimizer(optimizer, wrapped.trained(), wrapped.wrapper)
@@ -78,8 +78,7 @@ def protect(
         microbatches=microbatches,
         scheduler=scheduler,
         scaler=scaler,
-        seed=seed,
-        reduction_block=reduction_block,
+        chosen=chosen,
     )
 
 
@@ -89,6 +88,9 @@ class Run:
     Attributes:
         loader: The script's loader, in order: iterate over it for the rest of the epoch.
         grad_norm: The norm of the gradients that were clipped last, before clipping.
+        ledger: The record of consumed samples; None without elastic.sample_ledger.
+        scheduler: As given to `protect`.
+        client_state: The script's own state in the checkpoint that was loaded.
     """
 
     def __init__(
@@ -100,17 +102,20 @@ class Run:
         microbatches: int,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
-        seed: int,
-        reduction_block: int,
+        chosen: settings.Settings,
     ) -> None:
         """Attach to the model; `protect` checks the arguments."""
         rank, world = dist.get_rank(), dist.get_world_size()
         self.grad_norm: float | None = None
+        self.client_state: dict[str, Any] = {}
+        self._checkpoint = chosen.checkpoint
+        self._stepped = False
+        """Whether a step has ended since the last save."""
         self._wrapped = wrapped
         self._optimizer = optimizer
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._scaler = scaler
-        self._seed = seed
+        self._seed = seed = chosen.elastic.seed
         self._rank, self._world = rank, world
         self._cursor = Cursor()
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
@@ -120,10 +125,37 @@ class Run:
         device = next(iter(wrapped.trained().values())).device
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(device)
-        self._gradients = OrderedGradients(self._collectives, device, reduction_block)
+        block = chosen.elastic.reduction_block
+        self._gradients = OrderedGradients(self._collectives, device, block or DEFAULT_BLOCK)
         self._acted = False
         """Whether the optimizer has acted in this micro-step."""
+        self._rates: list[float] = []
+        """The learning rates with which the step has begun."""
+        self._loss = 0.0
+        """Of this rank's micro-batches of the step, weighted."""
+        self._lent: Callable[[], object] | None = None
+        """To be called before the state changes."""
         self._norm = self._norm_of(device)
+        directory = chosen.elastic.sample_ledger
+        self.ledger = (
+            Ledger(directory, round=self._link.round, rank=rank, world=world) if directory else None
+        )
+        self._training = Training(
+            state=TrainingState(wrapped, optimizer, rank, world),
+            cursor=self._cursor,
+            collectives=self._collectives,
+            gradients=self._gradients,
+            batch=self._batch,
+            dataset_size=batches.dataset_size,
+            seed=seed,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            configured_block=block,
+            hash_weights=self.weight_hash,
+            lend_state=self._lend,
+        )
+        self._persistence = Persistence(chosen.checkpoint, self._training, self._link)
         self._attach()
         self._hold()
 
@@ -162,15 +194,26 @@ class Run:
         Raises:
             ZeroError: There is no micro-batch, or this is its second backward.
         """
-        loss = loss.float() * self._now().weight
+        now = self._now()
+        loss = loss.float() * now.weight
+        if now.number * self._world + self._rank < self._plan().microbatches:
+            self._loss += float(loss.detach())
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         self._gradients.loss_is_weighted = True
         try:
             with exit_on_peer_loss(self._link):
-                loss.backward()
+                self._backward(loss)
         finally:
             self._gradients.loss_is_weighted = False
+
+    def _backward(self, loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except RuntimeError:
+            if self._gradients.failure is None:
+                raise
+            raise self._gradients.failure from None
 
     def step(self, max_norm: float | None = None) -> bool:
         """End the micro-batch; at the last one of the step, step optimizer and scheduler.
@@ -191,8 +234,8 @@ class Run:
                     self._scaler.update()
                 else:
                     self._optimizer.step()
-                if self._scheduler is not None:
-                    self._scheduler.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
         self._end_micro_step()
         return last
 
@@ -223,6 +266,97 @@ class Run:
             data = parameter.detach()
             yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
+    # ---- checkpoints ----
+
+    def load(self, directory: str | os.PathLike[str], tag: str | None = None) -> str | None:
+        """Resume from the newest checkpoint that is whole, of any world size and wrapper.
+
+        Args:
+            directory: As given to `save`: a directory that all ranks share, or a URL.
+            tag: Only a checkpoint of this name.
+
+        Returns:
+            The path of the checkpoint; None if there is none yet.
+
+        Raises:
+            DamagedCheckpoint: There are checkpoints, and none is whole.
+            ModelMismatch: The newest one is of another model or optimizer.
+            CheckpointError: A rank could not read, or no checkpoint has this tag.
+        """
+        self._end_micro_step()
+        with exit_on_peer_loss(self._link):
+            path, self.client_state = self._persistence.load(
+                place(directory), tag, Loading(self._training)
+            )
+        return path
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Save after a step; if the agent has asked this worker to leave, exit afterwards.
+
+        Args:
+            directory: A directory that all ranks share, or a URL.
+            tag: A name to load it by; by default global_step<N>.
+            client_state: The script's own state; `load` puts it into `run.client_state`.
+
+        Returns:
+            Whether a checkpoint was saved, or is being saved in the background.
+
+        Raises:
+            CheckpointError: It is the middle of a step, or the save failed on some rank.
+        """
+        self._end_micro_step()
+        with exit_on_peer_loss(self._link):
+            return self._persistence.save(place(directory), tag, client_state or {})
+
+    def save_if_due(
+        self,
+        directory: str | os.PathLike[str],
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        every_steps: int | None = None,
+        every_s: float | Literal["auto"] | None = None,
+    ) -> bool:
+        """Save if a save is due, or if the agent has asked this worker to leave.
+
+        Call it after each batch; between two steps it does nothing. Without an interval here or in
+        the config's "checkpoint", the interval is "auto": the one that loses the least time.
+
+        Returns:
+            Whether a checkpoint was saved.
+        """
+        if self._gradients.now is not None and not self._acted:
+            return False
+        self._end_micro_step()
+        options = self._checkpoint
+        if every_steps is every_s is options.every_steps is options.every_s is None:
+            every_s = "auto"
+        if self._cursor.micro or not self._stepped:
+            return False
+        if not self._persistence.due(every_steps, every_s):
+            return False
+        self._stepped = False
+        return self.save(directory, client_state=client_state)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker has been asked to leave; equal on all ranks after each step."""
+        return self._persistence.leaving
+
+    def close(self) -> None:
+        """Finish a save in the background, and leave the agent; before destroy_process_group."""
+        self._persistence.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        self._link.remove(self._persistence.number)
+
+    def _lend(self, until: Callable[[], object]) -> None:
+        self._lent = until
+
     # ---- micro-steps ----
 
     def _now(self) -> MicroStep:
@@ -241,9 +375,20 @@ class Run:
         plan, cursor = self._plan(), self._cursor
         micro, world = cursor.micro, self._world
         microbatch = plan.microbatch(micro, self._rank, world)
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
         if micro == 0:
             self._optimizer.zero_grad()
+            self._rates = rates
+        elif rates != self._rates:
+            raise ZeroError(
+                "the learning rate has changed in the middle of a step, as a scheduler does that "
+                "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
+                "holds it until the last micro-batch of a step"
+            )
         self._acted = False
+        ticket = self.loader.batches.last
+        if self.ledger is not None and ticket is not None and not microbatch.padding:
+            self.ledger.consume(microbatch.index, ticket.ids)
         self._gradients.begin(
             MicroStep(
                 number=micro,
@@ -270,8 +415,22 @@ class Run:
                 "last micro-batch of a step"
             )
         self._gradients.end()
-        if not now.last:
+        if now.last:
+            self._end_step()
+        else:
             self._cursor.micro += 1
+
+    def _end_step(self) -> None:
+        """Tell the other ranks and the agent; save into memory, and leave, if that is due."""
+        with exit_on_peer_loss(self._link):
+            notes = torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float64)
+            everybodys = self._collectives.everybodys(notes, "notes").tolist()
+            self._persistence.take_notes([row[:-1] for row in everybodys])
+            loss, self._loss = sum(row[-1] for row in everybodys), 0.0
+            cursor, self._stepped = self._cursor, True
+            self._link.progress(self._persistence.number, cursor.step, cursor.samples, loss)
+            self._persistence.keep_in_memory()
+            self._persistence.depart_if_asked()
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
@@ -280,14 +439,16 @@ class Run:
         cursor.samples += plan.samples
         cursor.skipped += skipped
         cursor.micro = 0
+        if self.ledger is not None:
+            self.ledger.end_step(cursor.step)
 
     # ---- calls that are held ----
 
     def _hold(self) -> None:
         """Let calls of the script do nothing until the last micro-batch of a step."""
         _replace(self._optimizer, "step", self._optimizer_step)
-        if self._scheduler is not None:
-            _replace(self._scheduler, "step", self._if_last)
+        if self.scheduler is not None:
+            _derive(self.scheduler, "step", self._if_last)
         if self._scaler is not None:
             _replace(self._scaler, "unscale_", self._if_last)
             _replace(self._scaler, "step", self._scaler_step)
@@ -327,6 +488,9 @@ class Run:
         last = self._now().last
         if last and self._acted:
             raise ZeroError("the optimizer was stepped twice in one step; step it once")
+        if last and self._lent is not None:
+            until, self._lent = self._lent, None
+            until()
         return last
 
 
@@ -334,7 +498,20 @@ def _replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
     """Replace a method of one object; torch's schedulers need it to be a bound method."""
     call = getattr(owner, name)
 
+    @wraps(call)
     def method(_: Any, *args: Any, **kwargs: Any) -> Any:
         return held(call, *args, **kwargs)
 
     setattr(owner, name, MethodType(method, owner))
+
+
+def _derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
+    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
+    base = type(owner)
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(call, *args, **kwargs)
+
+    owner.__class__ = type(base.__name__, (base,), {name: method})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +26,22 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator))
 
 
-def protected(wrapper: str, **options: Any) -> tuple[Any, Any, zero_torch.Run]:
+def protected(
+    wrapper: str, *, config: Any = None, schedule: bool = False, **options: Any
+) -> tuple[Any, Any, zero_torch.Run]:
     model = make(wrapper, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     loader = DataLoader(dataset(), batch_size=2, shuffle=True)
-    return model, optimizer, zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if schedule else None
+    run = zero_torch.protect(
+        model,
+        optimizer,
+        loader,
+        microbatches=MICROBATCHES,
+        scheduler=scheduler,
+        config=config,
+    )
+    return model, optimizer, run
 
 
 def batches(run: zero_torch.Run, steps: int = STEPS) -> Any:
@@ -83,6 +95,52 @@ def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
     runs = [("plain", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 4)]
     found = {rank for w, n in runs for rank in worlds.run(n, trained, w, 0.5)}
     assert len(found) == 1
+
+
+def by_the_scripts_own_calls(wrapper: str) -> str:
+    """A loop that knows nothing of global batches."""
+    model, optimizer, run = protected(wrapper, schedule=True)
+    for tokens in batches(run):
+        optimizer.zero_grad()
+        model(tokens).backward()
+        optimizer.step()
+        run.scheduler.step()
+    return run.weight_hash()
+
+
+def test_a_script_may_call_backward_and_step_itself(worlds: WorldPool) -> None:
+    found = [*worlds.run(1, by_the_scripts_own_calls, "plain")]
+    found += worlds.run(3, by_the_scripts_own_calls, "ddp")
+    found += worlds.run(2, by_the_scripts_own_calls, "fsdp2")
+    assert len(set(found)) == 1
+
+
+def resumed(wrapper: str, directory: str, until: int) -> tuple[str, float, int]:
+    """Train to a step, from the newest checkpoint on, and save there."""
+    model, optimizer, run = protected(wrapper, schedule=True, seed=run_seed(directory))
+    run.load(directory)
+    for tokens in batches(run, until):
+        run.backward(model(tokens))
+        run.step(1.0)
+    run.save(directory)
+    result = run.weight_hash(), optimizer.param_groups[0]["lr"], run.samples
+    run.close()
+    return result
+
+
+def run_seed(directory: str) -> int:
+    """Other weights for each run that resumes: all must come from the checkpoint."""
+    return len(list(Path(directory).glob("step-*"))) if Path(directory).exists() else 0
+
+
+def test_a_checkpoint_resumes_under_another_wrapper_and_world_size(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (expected,) = worlds.run(1, resumed, "plain", str(tmp_path / "whole"), 4)
+    parts = [("ddp", 3, 1), ("fsdp2", 4, 2), ("plain", 1, 3), ("fsdp2", 3, 4)]
+    for wrapper, world, until in parts:
+        found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
+    assert set(found) == {expected}
 
 
 @pytest.mark.full

@@ -1,0 +1,261 @@
+"""The state of a stock PyTorch training as pieces of a universal checkpoint, and back.
+
+Owns the translation between torch's tensors and `zero_checkpoint.format.pieces`. Must always hold:
+the pieces of all ranks cover each tensor exactly once; names and kinds are those that `zero_engine`
+writes, so DDP, FSDP2, one process and the engine load each other's checkpoints at any world size;
+what is loaded is bit-equal to what was saved.
+
+FSDP2 gives a rank some rows of a tensor. Under DDP every rank has all of it: it saves an interval,
+and loads the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_checkpoint import Manifest
+from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.format.table import TensorTable
+from zero_torch.gradient_norm import row_bounds
+from zero_torch.wrapped import Wrapped, local, own_name
+
+_SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Options of an optimizer that choose a kernel: a load leaves them as they are."""
+
+
+class TrainingState:
+    """Weights, buffers and optimizer state of one training."""
+
+    def __init__(
+        self, wrapped: Wrapped, optimizer: torch.optim.Optimizer, rank: int, world: int
+    ) -> None:
+        """Describe the state of `rank` among `world` ranks."""
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._rank = rank
+        self._world = world
+
+    # ---- saving ----
+
+    def tensors(self) -> TensorTable:
+        """All tensors of all ranks."""
+        return TensorTable((each, info_of(tensor)) for each, tensor in self._live())
+
+    def owned(self) -> tuple[Piece, ...]:
+        """This rank's part of each tensor."""
+        pieces = []
+        for each, tensor in self._live():
+            start, data = self._held(each, tensor)
+            if not isinstance(tensor, DTensor):
+                begins = self._begins(each, tensor)
+                start, stop = begins[self._rank], begins[self._rank + 1]
+                data = data[start:stop]
+            if data.numel():
+                pieces.append(Piece(each, start, data))
+        return tuple(pieces)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The record of each param group: its parameters, options and numbers, as JSON."""
+        groups = []
+        for names, group in self._groups():
+            options = {
+                key: plain(value, f"param group option {key}")
+                for key, value in group.items()
+                if key != "params"
+            }
+            groups.append(
+                {"params": names, "hyperparameters": options, "state": self._numbers(names)}
+            )
+        return groups
+
+    def aliases(self) -> dict[str, str]:
+        """Tied parameters: other name -> the name under which the tensor is stored."""
+        names = {parameter: name for name, parameter in self._wrapped.parameters().items()}
+        every = self._wrapped.module.named_parameters(remove_duplicate=False)
+        return {own_name(n): names[p] for n, p in every if own_name(n) != names[p]}
+
+    # ---- loading ----
+
+    def wanted(self, manifest: Manifest) -> State:
+        """What is to be filled from a checkpoint, in fresh optimizer state.
+
+        Raises:
+            ModelMismatch: The checkpoint has its parameters in other param groups.
+        """
+        self._check_groups(manifest)
+        self._make_optimizer_state(manifest)
+        pieces = (Piece(each, *self._held(each, tensor)) for each, tensor in self._live())
+        filled = tuple(piece for piece in pieces if piece.data.numel())
+        return State(self.tensors(), filled, self.aliases())
+
+    def adopt(self, groups: list[Mapping[str, Any]]) -> None:
+        """Take over the saved `groups`, after the tensors have been filled."""
+        by_names = {frozenset(record["params"]): record for record in groups}
+        parameters = self._wrapped.parameters()
+        for names, group in self._groups():
+            record = by_names.get(frozenset(names))
+            if record is None:
+                continue
+            for key, value in record["hyperparameters"].items():
+                if key in _HOW:
+                    continue
+                current = group.get(key)
+                if isinstance(current, Tensor):
+                    current.fill_(value)
+                else:  # JSON has no tuples
+                    group[key] = tuple(value) if isinstance(value, list) else value
+            on_device = group.get("capturable") or group.get("fused")
+            for name in names:
+                state = self._optimizer.state.get(parameters[name])
+                device = parameters[name].device if on_device else torch.device("cpu")
+                for key, value in record["state"].items() if state else ():
+                    cast(dict[str, Any], state)[key] = _number(value, device)
+
+    def _check_groups(self, manifest: Manifest) -> None:
+        saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
+        ours = {frozenset(names) for names, _ in self._groups()}
+        trained = {t.fqn for t in manifest.tensors if t.kind == PARAM}
+        if saved and saved != ours and trained == self._wrapped.parameters().keys():
+            name = min(frozenset[str]().union(*(saved ^ ours)))
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: the parameters are in other param groups, or trained "
+                f"where they are now frozen (for example {name}); give the optimizer the groups "
+                "that it had"
+            )
+
+    def _make_optimizer_state(self, manifest: Manifest) -> None:
+        """Allocate every key that the checkpoint has for a parameter, and drop all others."""
+        self._optimizer.state.clear()
+        parameters = self._wrapped.parameters()
+        for each, info in manifest.tensors.items():
+            parameter = parameters.get(each.fqn)
+            if parameter is not None and each.kind not in (PARAM, BUFFER):
+                made = torch.zeros_like(parameter.detach(), dtype=info.dtype)
+                self._optimizer.state[parameter][each.kind] = made
+
+    # ---- what there is ----
+
+    def _live(self) -> Iterator[tuple[TensorId, Tensor]]:
+        """Every tensor, in the same order on all ranks."""
+        parameters = self._wrapped.parameters()
+        for name, parameter in parameters.items():
+            yield TensorId(PARAM, name), parameter.detach()
+        for name, parameter in parameters.items():
+            state = self._optimizer.state.get(parameter, {})
+            for key in sorted(elementwise(parameter, state)):
+                yield TensorId(key, name), state[key]
+        for name, buffer in buffers(self._wrapped.module):
+            yield TensorId(BUFFER, name), buffer
+
+    def _held(self, each: TensorId, tensor: Tensor) -> tuple[int, Tensor]:
+        """What this rank has of a tensor: where it begins, and its elements."""
+        data = local(tensor)
+        if not data.is_contiguous():
+            raise CheckpointError(
+                f"{each.kind} {each.fqn} is not contiguous in memory, as after "
+                "to(memory_format=torch.channels_last); checkpoints need .contiguous() tensors"
+            )
+        start = self._begins(each, tensor)[self._rank] if isinstance(tensor, DTensor) else 0
+        return start, data.view(-1)
+
+    def _begins(self, each: TensorId, tensor: Tensor) -> list[int]:
+        """Where the part of each rank begins, and where the last one ends."""
+        if isinstance(tensor, DTensor):
+            return row_bounds(tensor.shape, self._world)
+        if each.kind == BUFFER:  # rank 0's
+            return [0, *[tensor.numel()] * self._world]
+        return row_bounds((tensor.numel(),), self._world)
+
+    def _groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """The names of the trained parameters of each group, and the group."""
+        names = {parameter: name for name, parameter in self._wrapped.trained().items()}
+        for group in self._optimizer.param_groups:
+            yield [names[p] for p in group["params"] if p in names], group
+
+    def _numbers(self, names: list[str]) -> dict[str, Any]:
+        """The numbers that an optimizer keeps, such as step counts; equal for a whole group.
+
+        Raises:
+            CheckpointError: They differ, or are no numbers.
+        """
+        parameters = self._wrapped.parameters()
+        found: dict[str, Any] = {}
+        for name in names:
+            parameter = parameters[name]
+            state = self._optimizer.state.get(parameter, {})
+            for key in sorted(state.keys() - elementwise(parameter, state)):
+                value = _as_json(state[key], f"optimizer state {key} of {name}")
+                if found.setdefault(key, value) != value:
+                    raise CheckpointError(
+                        f"optimizer state {key} of {name} is {value}, and {found[key]} for other "
+                        "parameters of its param group; put it into a group of its own"
+                    )
+        return found
+
+
+def info_of(tensor: Tensor) -> TensorInfo:
+    """Shape and dtype of a whole tensor."""
+    return TensorInfo(tuple(tensor.shape), tensor.dtype)
+
+
+def elementwise(parameter: Tensor, state: Mapping[str, Any]) -> set[str]:
+    """The keys of an optimizer's state that have one value for each element of a parameter."""
+    return {
+        key
+        for key, value in state.items()
+        if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+    }
+
+
+def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that belong into a state_dict, with their names; shared ones once."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._buffers.keys() - child._non_persistent_buffers_set
+    }
+    return [(own_name(name), buffer) for name, buffer in module.named_buffers() if name in kept]
+
+
+def plain(value: Any, what: str) -> Any:
+    """A value of an optimizer as JSON.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor() if value.numel() == 1:
+            return value.item()
+        case list() | tuple():
+            return [plain(inner, what) for inner in value]
+        case _:
+            raise CheckpointError(f"{what} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _as_json(value: Any, what: str) -> Any:
+    """A number of an optimizer's state; a tensor with its dtype and shape."""
+    if not isinstance(value, Tensor):
+        return plain(value, what)
+    if value.numel() != 1 or str(value.dtype) not in _SCALAR_DTYPES:
+        raise CheckpointError(
+            f"{what} has shape {tuple(value.shape)} and dtype {value.dtype}: neither one value per "
+            "element nor one number, so it cannot be divided among ranks"
+        )
+    return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
+
+
+def _number(value: Any, device: torch.device) -> Any:
+    """The inverse of `_as_json`."""
+    if not isinstance(value, Mapping):
+        return value
+    number = torch.tensor(value["tensor"], dtype=_SCALAR_DTYPES[value["dtype"]], device=device)
+    return number.view(value["shape"])

@@ -1,0 +1,229 @@
+"""A stock PyTorch training for the checkpoint library: its `Training` and `Loading`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_checkpoint import restore
+from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.files.place import Place
+from zero_checkpoint.format.manifest import Manifest
+from zero_checkpoint.format.pieces import State
+from zero_checkpoint.memory.search import MemorySearch
+from zero_checkpoint.plain import UNKNOWN_RUN
+from zero_checkpoint.restore import Loaded
+from zero_comm.collectives import Collectives
+from zero_contract.errors import ConfigError
+from zero_data.global_batch import BatchShape, Cursor
+from zero_torch.ordered_gradients import OrderedGradients
+from zero_torch.state import TrainingState
+
+_log = logging.getLogger(__name__)
+
+_SAME_RESULT = {
+    "leaves": "the number of micro-batches of a step",
+    "micro_batch": "the samples of a micro-batch",
+    "dataset_size": "the number of samples in the dataset",
+    "seed": "the seed",
+    "optimizer": "the optimizer",
+    "torch": "the version of torch",
+    "threads": "torch's number of threads",
+}
+"""What a result depends on: key of the record of a run -> its name for a user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training: `zero_checkpoint.persistence.Training`, implemented."""
+
+    state: TrainingState
+    cursor: Cursor
+    collectives: Collectives
+    gradients: OrderedGradients
+    batch: BatchShape
+    dataset_size: int
+    seed: int
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    configured_block: int | None
+    """The script's own choice of the reduction block."""
+    hash_weights: Callable[[], str]
+    lend_state: Callable[[Callable[[], object]], None]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker."""
+        return self.collectives.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.collectives.world
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.cursor.step
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed by the steps done."""
+        return self.cursor.samples
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-steps done of the current step."""
+        return self.cursor.micro
+
+    @property
+    def trains(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def in_library_loop(self) -> bool:
+        """False: a plug-in of a library is not this class."""
+        return False
+
+    def capture(
+        self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool
+    ) -> State:
+        """The state to save, as of now."""
+        engine = {
+            **UNKNOWN_RUN,
+            **self.record(),
+            **run,
+            "groups": self.state.groups(),
+            # A copy: a scheduler keeps changing what it returns.
+            "scheduler": copy.deepcopy(self.scheduler.state_dict()) if self.scheduler else None,
+            "loss_scaler": None,
+            "grad_scaler": self.scaler.state_dict() if self.scaler else None,
+            "excludes_frozen": exclude_frozen,
+        }
+        meta = {"engine": engine, "client": dict(client)}
+        state = self.state
+        return State(state.tensors(), state.owned(), state.aliases(), meta)
+
+    def record(self) -> dict[str, Any]:
+        """Counters, batch and environment, under the names of the engine's record."""
+        cursor = self.cursor
+        return {
+            "step": cursor.step,
+            "samples": cursor.samples,
+            "skipped": cursor.skipped,
+            "leaves": self.batch.microbatches,
+            "micro_batch": self.batch.micro_batch,
+            "dataset_size": self.dataset_size,
+            "seed": self.seed,
+            "world": self.world,
+            "optimizer": type(self.optimizer).__name__,
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "reduction": {"order": "tree", "version": 1, "block": self.gradients.block},
+        }
+
+    def weight_hash(self) -> str:
+        """The hash of all weights. Collective."""
+        return self.hash_weights()
+
+    def meet(self, what: str) -> None:
+        """A barrier of all ranks."""
+        self.collectives.barrier(what)
+
+    def lend(self, until: Callable[[], object]) -> None:
+        """Let a thread read the state in place; the next step calls `until` first."""
+        self.lend_state(until)
+
+    def adopt(self, run: Mapping[str, Any]) -> None:
+        """Resume where a checkpoint was made; warn of what changes the result.
+
+        Raises:
+            ConfigError: The script asks for another order of the gradients' sums.
+        """
+        block = block_of(run, self.configured_block)
+        if block is not None:
+            self.gradients.block = block
+        for line in differences(self.record(), run) if self.rank == 0 else ():
+            _log.warning("%s", line)
+        self.state.adopt(run["groups"])
+        if self.scheduler is not None and run.get("scheduler") is not None:
+            self.scheduler.load_state_dict(run["scheduler"])
+        if self.scaler is not None and run.get("grad_scaler"):
+            self.scaler.load_state_dict(run["grad_scaler"])
+        cursor = self.cursor
+        cursor.step, cursor.samples, cursor.skipped = run["step"], run["samples"], run["skipped"]
+        cursor.micro = 0
+
+
+def block_of(saved: Mapping[str, Any], configured: int | None) -> int | None:
+    """The block in which a resumed run sums gradients; None: the checkpoint does not say.
+
+    Raises:
+        ConfigError: The script asks for another one.
+    """
+    reduction = saved.get("reduction")
+    if reduction is None:
+        return None
+    if (reduction.get("order"), reduction.get("version")) != ("tree", 1):
+        raise ConfigError(
+            f"the run of this checkpoint sums gradients in an order that this release does not "
+            f"know: {reduction}; resume it with the release that it was made with"
+        )
+    block: int = reduction["block"]
+    if configured not in (None, block):
+        raise ConfigError(
+            f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
+            f"gradients in blocks of {block}: another order gives other bits; remove the key or "
+            f"set it to {block}"
+        )
+    return block
+
+
+def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What makes a resumed run another one: a sentence each. A saved None is unknown."""
+    return [
+        f"{what} is {ours[key]} and was {saved[key]} when the checkpoint was made: from here on "
+        "the results are not those of the uninterrupted run"
+        for key, what in _SAME_RESULT.items()
+        if saved.get(key) not in (None, ours[key])
+    ]
+
+
+class Loading:
+    """One load: `zero_checkpoint.persistence.Loading`, implemented."""
+
+    def __init__(self, training: Training) -> None:
+        """Prepare a load of everything."""
+        self.resumes = True
+        self.takes_position = True
+        self.filled = State({}, ())
+        self._training = training
+
+    def read(
+        self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
+    ) -> Loaded | None:
+        """Fill this rank's share of the state. Collective; see `restore.load`."""
+        meet = self._training.meet
+        return restore.load(root, consensus, self._wanted, meet=meet, tag=tag, ram=ram)
+
+    def _wanted(self, manifest: Manifest) -> State:
+        self.filled = self._training.state.wanted(manifest)
+        return self.filled
+
+    def adopt(self, run: Mapping[str, Any]) -> None:
+        """Take over everything that is not a tensor."""
+        self._training.adopt(run)
+
+    def end(self) -> None:
+        """Do nothing: the state has no parts that are derived from it."""
+
+    def report(self, loaded: Loaded) -> None:
+        """Log what was loaded."""
+        _log.info("loaded %s, step %d", loaded.path, loaded.manifest.step)
