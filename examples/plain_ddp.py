@@ -1,57 +1,47 @@
-"""Stock DDP under zero-agent: the script saves and leaves before the world size changes.
+"""Stock DDP with zero_torch. It can be killed at any step and resume at any world size.
 
 zero-agent --nnodes=1:4 --max-restarts=3 examples/plain_ddp.py
+
+The final weights are the same in every case, and those of fsdp2.py.
 """
 
-import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-import zero_agent
+import zero_torch
 
-STEPS, SAVE_EVERY = 200, 50
-
-
-def agreed(flag: bool) -> bool:
-    """Whether the flag is set on any rank, because all ranks must save after the same step."""
-    dist.all_reduce(value := torch.tensor(float(flag)), op=dist.ReduceOp.MAX)
-    return bool(value)
+EPOCHS, SAVE_EVERY = 20, 25
 
 
 def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "plain_ddp.pt")
-    dist.init_process_group("gloo")  # "nccl" on GPUs
+    directory = sys.argv[1] if len(sys.argv) > 1 else "plain_ddp"
+    dist.init_process_group("gloo")  # "cpu:gloo,cuda:nccl" on GPUs
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(8, 1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first = 0
-    if path.exists():
-        state = torch.load(path)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-    for step in range(first + 1, STEPS + 1):
-        inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-        loss = F.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        zero_agent.heartbeat(step)  # a script that hangs is found by it
-        leaving = agreed(zero_agent.should_leave())
-        if dist.get_rank() == 0 and (leaving or step % SAVE_EVERY == 0 or step == STEPS):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, f"{path}.new")
-            os.replace(f"{path}.new", path)  # a killed save leaves the old file
-        if leaving:
-            dist.barrier()  # no rank leaves while another one needs it
-            zero_agent.leave()
-    print(f"step {STEPS} of {STEPS}, begun after step {first}", flush=True)
+    inputs = torch.randn(160, 8)
+    loader = DataLoader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True
+    )
+
+    run = zero_torch.protect(model, optimizer, loader, microbatches=8)
+    run.load(directory)  # the newest checkpoint that is whole, or none
+    first = run.global_step
+    for _ in range(run.loader.epoch, EPOCHS):
+        for batch, targets in run.loader:  # one micro-batch
+            run.backward(F.mse_loss(model(batch), targets))
+            run.step(max_norm=1.0)  # acts at the last micro-batch of a step
+            run.save_if_due(directory, every_steps=SAVE_EVERY)
+    weights = run.weight_hash()  # all ranks compute it together
+    if dist.get_rank() == 0:
+        print(f"step {run.global_step}, begun after step {first}, weights {weights}", flush=True)
+    run.close()
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import zero_engine
 import zero_torch
 from tests.support.plain import summed
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make
@@ -141,6 +142,56 @@ def test_a_checkpoint_resumes_under_another_wrapper_and_world_size(
     for wrapper, world, until in parts:
         found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
     assert set(found) == {expected}
+
+
+def by_the_engine(directory: str, until: int) -> str:
+    """The same training by zero_engine, from the newest checkpoint on."""
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2 * MICROBATCHES,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+    }
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    engine = zero_engine.initialize(
+        model, training_data=dataset(), optimizer=optimizer, config=config
+    )
+    engine.load_checkpoint(directory)
+    loader: Any = engine.training_dataloader
+    while engine.global_steps < until:
+        for (tokens,) in loader:
+            engine.backward(engine(tokens))
+            engine.step()
+            if engine.global_steps == until:
+                break
+    engine.save_checkpoint(directory)
+    weights = engine.weight_hash()
+    engine.destroy()
+    return weights
+
+
+def unclipped(wrapper: str, directory: str, until: int) -> str:
+    model, _, run = protected(wrapper)
+    run.load(directory)
+    for tokens in batches(run, until):
+        run.backward(model(tokens))
+        run.step()
+    run.save(directory)
+    weights = run.weight_hash()
+    run.close()
+    return weights
+
+
+@pytest.mark.full
+def test_the_engine_resumes_a_run_of_fsdp2_and_back_with_the_same_bits(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (expected, *_) = worlds.run(3, trained, "ddp")
+    parts = str(tmp_path)
+    worlds.run(2, unclipped, "fsdp2", parts, 1)
+    worlds.run(3, by_the_engine, parts, 3)
+    assert set(worlds.run(1, unclipped, "plain", parts, STEPS)) == {expected[0]}
 
 
 @pytest.mark.full
