@@ -1,0 +1,111 @@
+"""What zero_torch cannot keep its promises for is refused, with the reason and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from zero_contract.errors import ConfigError
+from zero_torch import settings
+from zero_torch.loader import shuffles
+from zero_torch.training import block_of
+from zero_torch.wrapped import Wrapper, check_optimizer, own_name, recognize, shard_problem
+
+DATA = TensorDataset(torch.zeros(8, 1))
+
+
+class Stream(IterableDataset[int]):
+    """Samples without numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+def test_a_model_that_is_not_distributed_is_refused_with_several_ranks() -> None:
+    assert recognize(nn.Linear(2, 2), 1).wrapper is Wrapper.PLAIN
+    with pytest.raises(ConfigError, match=r"there are 2 ranks and the model is not distributed"):
+        recognize(nn.Linear(2, 2), 2)
+
+
+def test_a_parameter_that_fully_shard_has_left_out_is_refused() -> None:
+    assert "call fully_shard on the root module" in str(shard_problem(torch.zeros(2), 2))
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    trained = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match=r"SGD has 2 parameters that are not the model's"):
+        check_optimizer(torch.optim.SGD(other.parameters()), trained, Wrapper.FSDP2)
+    with pytest.raises(ConfigError, match=r"bias is trained and SGD does not have it"):
+        check_optimizer(torch.optim.SGD([model.weight]), trained, Wrapper.DDP)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(ConfigError, match=r"make it with foreach=True"):
+        check_optimizer(fused, trained, Wrapper.FSDP2)
+    check_optimizer(fused, trained, Wrapper.DDP)
+
+
+def test_the_loader_says_whether_samples_are_shuffled() -> None:
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=True)
+    loaders = [
+        DataLoader(DATA, batch_size=2),
+        DataLoader(DATA, batch_size=2, shuffle=True),
+        DataLoader(DATA, batch_size=2, sampler=sampler),
+    ]
+    assert [shuffles(loader) for loader in loaders] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("loader", "problem"),
+    [
+        (DataLoader(Stream()), "Stream is an IterableDataset"),
+        (DataLoader(DATA, batch_sampler=[[0]]), "the DataLoader has no batch_size"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0], 1)), "a WeightedRandomSampler"),
+    ],
+)
+def test_a_loader_that_cannot_be_ordered_is_refused(loader: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        shuffles(loader)
+
+
+def test_the_config_has_the_sections_of_the_engine() -> None:
+    read = settings.read({"checkpoint": {"async": True, "ram": {}}, "elastic": {"seed": 3}})
+    assert read.checkpoint.asynchronous
+    assert read.checkpoint.ram is not None
+    assert (read.elastic.seed, read.elastic.reduction_block) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"checkpoints": {}}, r"checkpoints; did you mean checkpoint\?"),
+        ({"checkpoint": {"keep_lst": 2}}, r"did you mean checkpoint\.keep_last\?"),
+        ({"elastic": {"reduction_block": 6}}, "no power of two"),
+        ({"elastic": 3}, "elastic is a int"),
+    ],
+)
+def test_a_wrong_config_is_refused(config: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings.read(config)
+
+
+def test_a_run_resumes_with_the_block_of_its_checkpoint() -> None:
+    saved = {"reduction": {"order": "tree", "version": 1, "block": 4}}
+    assert (block_of(saved, None), block_of(saved, 4), block_of({}, 8)) == (4, 4, None)
+    with pytest.raises(ConfigError, match="blocks of 4"):
+        block_of(saved, 8)
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    name = "_orig_mod.blocks.0._checkpoint_wrapped_module.up.weight"
+    assert own_name(name) == "blocks.0.up.weight"
