@@ -282,8 +282,9 @@ class Run:
             DamagedCheckpoint: There are checkpoints, and none is whole.
             ModelMismatch: The newest one is of another model or optimizer.
             CheckpointError: A rank could not read, or no checkpoint has this tag.
+            ZeroError: It is the middle of a step.
         """
-        self._end_micro_step()
+        self._leave_step("load()")
         with exit_on_peer_loss(self._link):
             path, self.client_state = self._persistence.load(
                 place(directory), tag, Loading(self._training)
@@ -307,9 +308,10 @@ class Run:
             Whether a checkpoint was saved, or is being saved in the background.
 
         Raises:
-            CheckpointError: It is the middle of a step, or the save failed on some rank.
+            CheckpointError: The save failed on some rank.
+            ZeroError: It is the middle of a step.
         """
-        self._end_micro_step()
+        self._leave_step("save()")
         with exit_on_peer_loss(self._link):
             return self._persistence.save(place(directory), tag, client_state or {})
 
@@ -353,6 +355,16 @@ class Run:
         if self.ledger is not None:
             self.ledger.close()
         self._link.remove(self._persistence.number)
+
+    def _leave_step(self, what: str) -> None:
+        """End a step whose optimizer has acted; refuse to do `what` in the middle of one."""
+        if self._acted:
+            self._end_micro_step()
+        if self._gradients.now is not None or self._cursor.micro:
+            raise ZeroError(
+                f"{what} in the middle of a step: its gradients cannot be saved; call it after "
+                "the step() of the last micro-batch, which returns True"
+            )
 
     def _lend(self, until: Callable[[], object]) -> None:
         self._lent = until

@@ -16,6 +16,7 @@ from tests.support.plain import summed
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make
 from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
+from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 
 SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
@@ -114,6 +115,49 @@ def test_a_script_may_call_backward_and_step_itself(worlds: WorldPool) -> None:
     found += worlds.run(3, by_the_scripts_own_calls, "ddp")
     found += worlds.run(2, by_the_scripts_own_calls, "fsdp2")
     assert len(set(found)) == 1
+
+
+def misused(wrapper: str) -> list[str]:
+    """The messages of a loop that goes wrong in every way, after one step that goes well."""
+    model, optimizer, run = protected(wrapper)
+    told = []
+
+    def refused(call: Any) -> None:
+        with pytest.raises(ZeroError) as raised:
+            call()
+        told.append(str(raised.value).partition(":")[0])
+
+    refused(lambda: run.backward(torch.zeros(())))
+    rest = batches(run, 2)
+    for tokens in rest:
+        run.backward(model(tokens))
+        if run.step():
+            break
+    tokens = next(rest)
+    run.backward(model(tokens))
+    refused(lambda: run.backward(model(tokens)))
+    refused(lambda: optimizer.step(lambda: 0.0))
+    refused(lambda: run.save("nowhere"))
+    optimizer.param_groups[0]["lr"] = 1.0
+    refused(lambda: next(rest))
+    return told
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_a_loop_that_cannot_be_held_is_an_error_that_says_why(
+    worlds: WorldPool, wrapper: str
+) -> None:
+    (told,) = worlds.run(1, misused, wrapper)
+    assert told == [
+        "there is no micro-batch",
+        told[1],
+        "optimizer.step(closure) computes the loss again, which cannot be held until the last "
+        "micro-batch of a step; call backward() first, and optimizer.step() without a closure",
+        "save() in the middle of a step",
+        "the learning rate has changed in the middle of a step, as a scheduler does that is "
+        "stepped for every batch",
+    ]
+    assert "got a second gradient in micro-step 0" in told[1]
 
 
 def resumed(wrapper: str, directory: str, until: int) -> tuple[str, float, int]:

@@ -1,0 +1,51 @@
+"""Stock PyTorch under zero-agent: nodes are killed and join, the weights do not show it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import ROOT, TOGETHER, agent, environment, final_hash
+from tests.support.stock_job import EPOCHS, SAMPLES
+from zero_data.ledger import read_ledger, verify
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+PATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""The job imports what the tests share."""
+JOB = ROOT / "tests" / "support" / "stock_job.py"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_killed_node_and_a_late_one_change_neither_weights_nor_samples(
+    cluster, tmp_path: Path, wrapper: str
+) -> None:
+    job = cluster(
+        flags=("--nnodes=1:2", "--max-restarts=2", TOGETHER),
+        script=(str(JOB), wrapper, str(tmp_path)),
+        pause_s=0.3,
+    )
+    job.start("a", "b", PYTHONPATH=PATH)
+    job.wait_for_step(7, world=2)
+    job.agents["b"].kill_node()
+    job.wait_for_step(8, world=1)
+    job.start("c", PYTHONPATH=PATH)
+    job.wait_for_step(12, world=2)
+    job.wait_for_end()
+    report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
+    assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
+    assert final_hash(job.output) == undisturbed(tmp_path / "alone")
+
+
+def undisturbed(directory: Path) -> str:
+    """One process, and nothing happens to it."""
+    directory.mkdir()
+    (directory / "pause").write_text("0")
+    done = agent(
+        "--standalone", str(JOB), "plain", str(directory), env={**environment(), "PYTHONPATH": PATH}
+    )
+    assert done.returncode == 0, done.stderr
+    return final_hash(done.stdout)

@@ -1,0 +1,52 @@
+"""A job of stock PyTorch under zero-agent: python stock_job.py WRAPPER DIRECTORY.
+
+It saves every 5 steps. `DIRECTORY/pause` has the seconds that each step takes more.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_torch
+from tests.support.stock import LENGTH, VOCABULARY, make
+
+SAMPLES, EPOCHS = 205, 2
+"""41 steps of 10 samples in 5 micro-batches, the last of each epoch shorter."""
+
+
+def main() -> None:
+    wrapper, directory = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = make(wrapper)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    loader = DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
+    run = zero_torch.protect(
+        model,
+        optimizer,
+        loader,
+        microbatches=5,
+        config={"elastic": {"sample_ledger": str(directory / "ledger")}},
+    )
+    run.load(directory / "checkpoints")
+    for _ in range(run.loader.epoch, EPOCHS):
+        for (batch,) in run.loader:
+            run.backward(model(batch))
+            if run.step(max_norm=1.0):
+                time.sleep(float((directory / "pause").read_text()))
+            run.save_if_due(directory / "checkpoints", every_steps=5)
+    weights = run.weight_hash()
+    if dist.get_rank() == 0:
+        print(f"done: step {run.global_step}, weight hash {weights}", flush=True)
+    run.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
