@@ -69,6 +69,12 @@ def protect(
         raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
     chosen = settings.read(config or {})
     init_distributed()
+    backends = dist.get_backend_config()
+    if not backends.startswith("cpu:"):
+        raise ConfigError(
+            f"the process group reaches no CPUs ({backends}), which the ranks vote through; begin "
+            'it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+        )
     wrapped = recognize(model, dist.get_world_size())
     check_optimizer(optimizer, wrapped.trained(), wrapped.wrapper)
     return Run(
@@ -89,7 +95,7 @@ class Run:
         loader: The script's loader, in order: iterate over it for the rest of the epoch.
         grad_norm: The norm of the gradients that were clipped last, before clipping.
         ledger: The record of consumed samples; None without elastic.sample_ledger.
-        scheduler: As given to `protect`.
+        scheduler: As given to `protect`; so is `scaler`.
         client_state: The script's own state in the checkpoint that was loaded.
     """
 
@@ -114,7 +120,7 @@ class Run:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self.scheduler = scheduler
-        self._scaler = scaler
+        self.scaler = scaler
         self._seed = seed = chosen.elastic.seed
         self._rank, self._world = rank, world
         self._cursor = Cursor()
@@ -129,6 +135,8 @@ class Run:
         self._gradients = OrderedGradients(self._collectives, device, block or DEFAULT_BLOCK)
         self._acted = False
         """Whether the optimizer has acted in this micro-step."""
+        self._skipped = False
+        """Whether it left the weights as they were, because the gradients were not finite."""
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
         self._loss = 0.0
@@ -198,8 +206,8 @@ class Run:
         loss = loss.float() * now.weight
         if now.number * self._world + self._rank < self._plan().microbatches:
             self._loss += float(loss.detach())
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
         self._gradients.loss_is_weighted = True
         try:
             with exit_on_peer_loss(self._link):
@@ -229,12 +237,12 @@ class Run:
             with exit_on_peer_loss(self._link):
                 if max_norm is not None:
                     self.clip_grad_norm_(max_norm)
-                if self._scaler is not None:
-                    self._scaler.step(self._optimizer)
-                    self._scaler.update()
+                if self.scaler is not None:
+                    self.scaler.step(self._optimizer)
+                    self.scaler.update()
                 else:
                     self._optimizer.step()
-                if self.scheduler is not None:
+                if self.scheduler is not None and not self._skipped:
                     self.scheduler.step()
         self._end_micro_step()
         return last
@@ -247,8 +255,8 @@ class Run:
         """
         if not self._now().last:
             return None
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)
         gradients = [p.grad for p in self._wrapped.trained().values()]
         flat = [local(g).reshape(-1) for g in gradients if g is not None]
         if len(flat) < len(gradients):
@@ -446,7 +454,7 @@ class Run:
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
-        self._acted = True
+        self._acted, self._skipped = True, skipped
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.skipped += skipped
@@ -461,10 +469,10 @@ class Run:
         _replace(self._optimizer, "step", self._optimizer_step)
         if self.scheduler is not None:
             _derive(self.scheduler, "step", self._if_last)
-        if self._scaler is not None:
-            _replace(self._scaler, "unscale_", self._if_last)
-            _replace(self._scaler, "step", self._scaler_step)
-            _replace(self._scaler, "update", self._if_last)
+        if self.scaler is not None:
+            _replace(self.scaler, "unscale_", self._if_last)
+            _replace(self.scaler, "step", self._scaler_step)
+            _replace(self.scaler, "update", self._if_last)
 
     def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._gradients.now

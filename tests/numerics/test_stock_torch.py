@@ -18,6 +18,7 @@ from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_torch.wrapped import local
 
 SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
 """Steps of 10, 10 and 9 samples, in micro-batches of 2, the last one of 1."""
@@ -246,3 +247,33 @@ def test_mixed_precision_gives_one_hash_at_every_world_size(worlds: WorldPool) -
 
 def trained_in_bf16(wrapper: str) -> Any:
     return trained(wrapper, param_dtype=torch.bfloat16, reshard_after_forward=False)
+
+
+def overflowing(wrapper: str) -> Any:
+    """The second step overflows, in one element, which one rank has."""
+    model = make(wrapper)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = zero_torch.protect(
+        model,
+        optimizer,
+        DataLoader(dataset(), batch_size=2),
+        microbatches=MICROBATCHES,
+        scheduler=scheduler,
+        scaler=torch.amp.GradScaler("cpu", init_scale=256.0),
+    )
+    first = next(iter(model.parameters()))
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        assert first.grad is not None
+        if run.global_step == 1:
+            local(first.grad)[:1, :1] = torch.inf if torch.distributed.get_rank() == 0 else 0
+        run.step()
+    return run.weight_hash(), optimizer.param_groups[0]["lr"], run.scaler.get_scale()
+
+
+@pytest.mark.full
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, overflowing, "plain")
+    assert alone[1:] == (1e-2 * 0.5**3, 128.0)
+    assert set(worlds.run(2, overflowing, "fsdp2")) == {alone}
