@@ -82,6 +82,9 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ENGINE: {
             "ZERO_NEIGHBOURS": "0 makes ranks on one host exchange through sockets, not by "
             "reading each other's memory.",
+            "ZERO_NODE_RANKS": "Ranks of each node, in the order of ranks, such as 4,4,2; one "
+            "number is that of every node (default: what the launcher says). Gradients are added "
+            "inside a node before they travel to other nodes; the result is the same.",
             "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
         },
         COMMANDS: {

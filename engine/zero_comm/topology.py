@@ -1,0 +1,121 @@
+"""Which ranks share a node.
+
+Owns what a rank knows of it, and what all ranks conclude from that. Must always hold: every rank
+concludes the same, and the conclusion changes no bit of a sum, only where sums are formed. Where
+the ranks do not know, or those of a node are not consecutive, each counts as a node by itself.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from zero_contract.errors import ConfigError
+
+ENV_NODE_RANKS = "ZERO_NODE_RANKS"
+"""The environment variable that says it in the place of the launcher's."""
+
+UNKNOWN = -1
+"""The node of a rank that nobody has told."""
+
+Place = tuple[int, int]
+"""The number of a rank's node, or UNKNOWN, and the rank's number there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The division of the ranks into nodes."""
+
+    nodes: tuple[int, ...]
+    """Ranks of each node; the ranks of a node are consecutive."""
+    reason: str = ""
+    """Why each rank counts as a node by itself, if that is a guess."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return sum(self.nodes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether there are several nodes, and one of several ranks: sums begin inside of nodes."""
+        return len(self.nodes) > 1 and max(self.nodes) > 1
+
+    def place(self, rank: int) -> Place:
+        """The node of a rank, and the rank's number there."""
+        for node, stop in enumerate(accumulate(self.nodes)):
+            if rank < stop:
+                return node, rank - (stop - self.nodes[node])
+        raise ValueError(f"rank {rank} of {self.world}")
+
+    def ranks(self, node: int) -> range:
+        """The ranks of a node."""
+        first = sum(self.nodes[:node])
+        return range(first, first + self.nodes[node])
+
+
+def alone(world: int, reason: str = "") -> Topology:
+    """Each rank on a node by itself."""
+    return Topology(nodes=(1,) * world, reason=reason)
+
+
+def place_of(environ: Mapping[str, str], rank: int, world: int) -> Place:
+    """What the environment of a rank says of its place.
+
+    Raises:
+        ConfigError: ZERO_NODE_RANKS does not describe this world.
+    """
+    if given := environ.get(ENV_NODE_RANKS):
+        return described(given, world).place(rank)
+    local = environ.get("LOCAL_RANK", "")
+    if not local.isdecimal():
+        return UNKNOWN, 0
+    group = environ.get("GROUP_RANK", "")
+    if group.isdecimal():
+        return int(group), int(local)
+    return rank - int(local), int(local)  # its first rank: as good a name as any
+
+
+def described(text: str, world: int) -> Topology:
+    """The topology that ZERO_NODE_RANKS describes.
+
+    Args:
+        text: The ranks of each node, such as "4,4,2"; one number is that of every node, of which
+            the last may have fewer.
+        world: Ranks.
+
+    Raises:
+        ConfigError: It describes no world, or another one.
+    """
+    try:
+        nodes = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        nodes = ()
+    if not nodes or min(nodes) < 1:
+        raise ConfigError(f"{ENV_NODE_RANKS}={text}: give the ranks of each node, such as 4,4")
+    if len(nodes) == 1:
+        full, rest = divmod(world, nodes[0])
+        nodes = nodes * full + (rest,) * bool(rest)
+    if sum(nodes) != world:
+        raise ConfigError(
+            f"{ENV_NODE_RANKS}={text}: these are {sum(nodes)} ranks, and there are {world}; give "
+            "the ranks of each node, or one number if every node has as many"
+        )
+    return Topology(nodes=nodes)
+
+
+def concluded(places: Sequence[Place]) -> Topology:
+    """The topology, from the places of all ranks, by rank."""
+    world = len(places)
+    unknown = [rank for rank, (node, _) in enumerate(places) if node == UNKNOWN]
+    if unknown:
+        return alone(world, f"the node of rank {unknown[0]} is unknown: LOCAL_RANK is not set")
+    runs = [(node, len(list(run))) for node, run in groupby(places, key=lambda place: place[0])]
+    numbers = [node for node, _ in runs]
+    for node in numbers:
+        if numbers.count(node) > 1:
+            return alone(world, f"the ranks of node {node} are not consecutive")
+    return Topology(nodes=tuple(count for _, count in runs))
