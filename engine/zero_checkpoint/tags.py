@@ -15,7 +15,7 @@ import torch
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.options import FAIL, IGNORE
-from zero_comm.collectives import Collectives, wait
+from zero_comm.collectives import Collectives
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +28,8 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     """
     if tag is None or mode == IGNORE or collectives.world == 1:
         return
-    digests = torch.zeros(collectives.world, dtype=torch.int64)
-    digest = hashlib.sha256(tag.encode()).digest()
-    collectives.own(digests).fill_(int.from_bytes(digest[:8], "big", signed=True))
-    wait(collectives.all_gather(digests, "the name of a checkpoint"))
+    own = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
+    digests = collectives.everybodys(torch.tensor([own]), "the name of a checkpoint").flatten()
     others = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]
     if not others:
         return

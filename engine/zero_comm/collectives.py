@@ -8,6 +8,8 @@ hold:
 - All ranks issue the same exchanges in the same order. If they do not, nothing is mixed up: shards
   are sent under the name of what they belong to, and a deadlock raises `Diverged`, which names the
   exchanges.
+- What is divided among the ranks is divided into *shards* of equal length. Which rank has which is
+  `owners`: where sums begin inside of nodes, the slice that a rank adds up is whole shards.
 - Every wait goes through `wait`, which ends at once when this rank is asked to leave, ends with the
   group's timeout at the latest, and turns a broken connection into `PeerLost`.
 
@@ -18,7 +20,7 @@ for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +31,8 @@ from zero_comm.comms_log import LOG
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
+from zero_comm.reduction_plan import rail_order
+from zero_comm.topology import Topology, alone, concluded, place_of
 from zero_comm.transport import Transport
 from zero_comm.transports import Transports
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
@@ -89,11 +93,30 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
+        self.lay_out(alone(self.world))
         self.transports = Transports(group, self.rank, self.world)
         group = group or dist.group.WORLD
         timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
         self._waiter = Waiter(group, interrupt, timeout.total_seconds())
         self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
+
+    def lay_out(self, topology: Topology) -> None:
+        """Divide what is divided from now on by nodes; every rank with the same topology."""
+        self.topology = topology
+        self.owners = rail_order(topology.nodes)
+        """By shard, the rank that has it."""
+        self.shards = tuple(self.owners.index(rank) for rank in range(self.world))
+        """By rank, its shard."""
+
+    def find_nodes(self, environ: Mapping[str, str]) -> Topology:
+        """Which ranks share a node, from the environments of all. Collective.
+
+        Raises:
+            ConfigError: This rank's ZERO_NODE_RANKS does not describe this world.
+        """
+        own = torch.tensor(place_of(environ, self.rank, self.world))
+        places = self.everybodys(own, "which ranks share a node").tolist()
+        return concluded([(node, local) for node, local in places])
 
     def meet(self, device: torch.device) -> None:
         """Find the fastest transport between ranks that compute on `device`. Collective.
@@ -110,9 +133,10 @@ class Collectives:
     def everybodys(self, own: Tensor, what: str) -> Tensor:
         """The rows [n] of all ranks: [world, n]. Collective."""
         rows = own.new_empty(self.world * own.numel())
-        self.own(rows).copy_(own)
-        wait(self.all_gather(rows, what))
-        return rows.view(self.world, -1)
+        by_rank = rows.view(self.world, -1)
+        by_rank[self.rank].copy_(own.flatten())
+        wait(self._gather(rows, list(by_rank), what))
+        return by_rank
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
@@ -159,15 +183,26 @@ class Collectives:
         return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
 
     def own(self, full: Tensor) -> Tensor:
-        """This rank's interval of `full` [world * n]: a view [n]."""
-        size = full.numel() // self.world
-        return full[self.rank * size : (self.rank + 1) * size]
+        """This rank's shard of `full` [world * n]: a view [n]."""
+        start, stop = self.interval(full.numel(), self.rank)
+        return full[start:stop]
+
+    def interval(self, numel: int, rank: int) -> tuple[int, int]:
+        """Where a rank's shard lies in [world * n] elements: [start, stop)."""
+        size = numel // self.world
+        start = self.shards[rank] * size
+        return start, start + size
+
+    def _by_rank(self, full: Tensor) -> list[Tensor]:
+        """The shards of all ranks."""
+        rows = full.view(self.world, -1)
+        return [rows[shard] for shard in self.shards]
 
     def exchange_gradients(self, microbatches: Tensor, received: Tensor, what: str) -> Pending:
-        """Send interval j of `microbatches` [world * n] to every other rank j.
+        """Send every other rank its shard of `microbatches` [world * n].
 
-        `received` [(world - 1) * n] gets this rank's interval of the micro-batches of the other
-        ranks; `in_microbatch_order` sorts these and its own.
+        `received` [(world - 1) * n] gets this rank's shard of the micro-batches of the other
+        ranks; `in_microbatch_order` sorts these and its own. Only for shards in the order of ranks.
         """
         sent_bytes = self._count("leaves", microbatches)
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
@@ -178,16 +213,20 @@ class Collectives:
         return self._begin("leaves", what, (microbatches, received), sent_bytes, start)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
-        """This rank's interval of the gradients of rank 0, rank 1, ...: views [n]."""
+        """This rank's shard of the gradients of rank 0, rank 1, ...: views [n]."""
         others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
         others.insert(self.rank, self.own(microbatches))
         return others
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
-        """Fill `full` [world * n] in place; `own(full)` holds this rank's interval already."""
+        """Fill `full` [world * n] in place; `own(full)` holds this rank's shard already."""
+        return self._gather(full, self._by_rank(full), what)
+
+    def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
+        """Fill `rows`, by rank, the views that `full` is divided into."""
 
         def start(transport: Transport, turn: int) -> list[Work]:
-            return transport.gather(full.view(self.world, -1), what, turn)
+            return transport.gather(full, rows, what, turn)
 
         if self.world == 1:
             return self._begin("", what, (), 0, start)

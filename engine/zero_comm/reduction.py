@@ -122,14 +122,18 @@ class BlockNorm:
     """
 
     def __init__(
-        self, lengths: Sequence[int], shares: Sequence[int], world: int, device: torch.device
+        self,
+        lengths: Sequence[int],
+        shares: Sequence[int],
+        owners: Sequence[int],
+        device: torch.device,
     ) -> None:
         """Describe the tensors.
 
         Args:
             lengths: Of each tensor, without the padding at its end.
             shares: Elements of it that each rank holds; a multiple of NORM_BLOCK.
-            world: Ranks.
+            owners: By shard, the rank that holds it.
             device: Of the table.
         """
         self._blocks = [-(-length // NORM_BLOCK) for length in lengths]
@@ -140,7 +144,7 @@ class BlockNorm:
         order, column = [], 0
         for count, share in zip(self._blocks, shares, strict=True):
             columns = torch.arange(column, column + share // NORM_BLOCK)
-            places = torch.arange(world)[:, None] * per_rank + columns
+            places = torch.tensor(owners)[:, None] * per_rank + columns
             order.append(places.flatten()[:count])
             column += share // NORM_BLOCK
         self._order = torch.cat(order).to(device)

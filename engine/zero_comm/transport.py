@@ -99,11 +99,22 @@ class Transport:
             async_op=True,
         )
 
-    def gather(self, rows: Tensor, what: str, turn: int) -> list[Work]:
-        """Fill `rows` [world, n], which has this rank's own row already."""
+    def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
+        """Fill the rows of all ranks, of which this rank's own is there already.
+
+        Args:
+            full: [world * n], contiguous.
+            rows: By rank, views [n] that divide `full`.
+            what: The exchange's name.
+            turn: Earlier ones of that name.
+        """
         del what, turn
-        full = rows.flatten()
-        return [_gather_into(full, rows[self._rank], group=self._group, async_op=True)]
+        own = rows[self._rank]
+        if all(row.data_ptr() == full[i * own.numel() :].data_ptr() for i, row in enumerate(rows)):
+            return [_gather_into(full, own, group=self._group, async_op=True)]
+        work = dist.all_gather(list(rows), own, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
+        return [work]
 
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int

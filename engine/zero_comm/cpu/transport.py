@@ -51,12 +51,13 @@ class CpuTransport(Transport):
             works += super().scatter(out, into, what, turn)
         return works
 
-    def gather(self, rows: Tensor, what: str, turn: int) -> list[Work]:
+    def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
         """As `Transport.gather`, in pairs.
 
         Each exchange has its tag: if ranks wrongly gather different units at the same time, their
         shards do not match.
         """
+        del full
         wanted = {rank: rows[rank] for rank in self._others_near}
         works = self._read(dict.fromkeys(wanted, rows[self._rank]), wanted, what, turn)
         tag = tag_of(what)

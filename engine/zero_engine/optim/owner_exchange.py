@@ -33,9 +33,8 @@ class Shared:
 
     def piece(self, rank: int) -> slice:
         """What a rank holds of it, possibly nothing, as elements of the parameter."""
-        size = self.unit.master.numel()
-        low = rank * size if self.divided else 0
-        start, stop = overlap(self.slot.start, self.slot.stop, low, low + size)
+        held = self.unit.interval_of(rank) if self.divided else (0, self.unit.padded)
+        start, stop = overlap(self.slot.start, self.slot.stop, *held)
         return slice(start - self.slot.start, stop - self.slot.start)
 
 

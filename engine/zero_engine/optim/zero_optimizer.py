@@ -108,7 +108,7 @@ class ZeroOptimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         self.sums = tuple(OrderedSum(total, block) for total in self.totals)
         lengths = [unit.layout.numel for unit in units]
-        self._norm = BlockNorm(lengths, sizes, collectives.world, device)
+        self._norm = BlockNorm(lengths, sizes, collectives.owners, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
         self.steps: Steps | StepByOwners
         if whole:
@@ -281,7 +281,8 @@ class ZeroOptimizer:
         """
         number, start = self._norm.first_not_finite(norms)
         total = self.totals[number]
-        owner, local = divmod(start, total.numel())
+        shard, local = divmod(start, total.numel())
+        owner = self._collectives.owners[shard]
         mine = owner == self._collectives.rank
         own = total[local : local + NORM_BLOCK] if mine else total.new_zeros(NORM_BLOCK)
         values = self._exchange(own)[owner]

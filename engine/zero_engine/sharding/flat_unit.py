@@ -145,10 +145,7 @@ class FlatUnit:
         self.params = tuple(member.param for member in spec.members)
         self.layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
         self.padded = self.layout.padded(collectives.world)
-        self.interval = (
-            collectives.rank * self.padded // collectives.world,
-            (collectives.rank + 1) * self.padded // collectives.world,
-        )
+        self.interval = collectives.interval(self.padded, collectives.rank)
         self._stage = stage
         self._collectives = collectives
         near = Memory(device, used_on=device)
@@ -193,6 +190,10 @@ class FlatUnit:
                 self.local, self.rests = weights.hold(own.to(self.full.dtype)), weights
             else:
                 self.local = self._collectives.own(self.full)
+
+    def interval_of(self, rank: int) -> tuple[int, int]:
+        """Where a rank's shard lies: [start, stop)."""
+        return self._collectives.interval(self.padded, rank)
 
     def begin_gather(self) -> None:
         """Begin the all-gather of the full parameters (stage 3); `gather` waits for it."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zero_comm.collectives import Collectives, wait
+from zero_comm.collectives import Collectives
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.gather_order import Pass, ahead, complete
 from zero_engine.sharding.module_hooks import Hook, after_gradients
@@ -131,10 +131,9 @@ class ParamCoordinator:
             return
         # After the first step: the order in which the modules ran, if it was the same on all ranks.
         (forward, backward), self._traces = self._traces, None
-        seen = torch.zeros(self._collectives.world, dtype=torch.int64)
-        self._collectives.own(seen).fill_(zlib.crc32(repr((forward, backward)).encode()))
+        own = torch.tensor([zlib.crc32(repr((forward, backward)).encode())])
         with self._guard():
-            wait(self._collectives.all_gather(seen, "the order of the modules"))
+            seen = self._collectives.everybodys(own, "the order of the modules")
         if bool((seen == seen[0]).all()):
             self._forward = complete(forward, self._forward)
             self._backward = complete(backward, self._backward)
