@@ -71,9 +71,9 @@ class _Stack:
     chain: Memory | None
     additions: list[Addition] = field(default_factory=list)
 
-    def push(self, number: int, memory: Memory) -> None:
-        """Give the gradient of one micro-batch; add siblings, and end the block if it is whole."""
-        self.pending.append((Piece(number, 0), memory))
+    def push(self, piece: Piece, memory: Memory) -> None:
+        """Give the next piece; add siblings."""
+        self.pending.append((piece, memory))
         while len(self.pending) > 1:
             (left, _), (right, _) = self.pending[-2:]
             size = 1 << left.level
@@ -81,8 +81,6 @@ class _Stack:
             if not are_siblings or size >= self.block:
                 break
             self._unite()
-        if (number + 1) % self.block == 0:
-            self.end_block()
 
     def _unite(self) -> None:
         (left, at), (_, other) = self.pending[-2:]
@@ -103,19 +101,23 @@ class _Stack:
 
 @lru_cache(maxsize=1024)
 def next_sums(
-    progress: Progress, given: int, block: int, *, last: bool
+    progress: Progress, levels: tuple[int, ...], block: int, *, last: bool
 ) -> tuple[tuple[Addition, ...], Progress]:
-    """What is to be done with the next micro-batches, and what the sum has come to then.
+    """What is to be done with the next pieces, and what the sum has come to then.
 
     Args:
         progress: What it has come to before.
-        given: How many there are.
+        levels: Of the pieces, which follow each other; 0: the gradient of one micro-batch.
         block: B, a power of two.
         last: There are no more in this step.
     """
     stack = _Stack(block, list(progress.pending), progress.chain)
-    for index in range(given):
-        stack.push(progress.count + index, Memory("given", index))
+    given, stop = len(levels), progress.count
+    for index, level in enumerate(levels):
+        stack.push(Piece(stop, level), Memory("given", index))
+        stop += 1 << level
+        if stop % block == 0:
+            stack.end_block()
     if last:
         stack.end_block()
     used = {memory.number for _, memory in stack.pending if memory.kind == "kept"}
@@ -134,7 +136,7 @@ def next_sums(
     if not progress.count:
         # The total may be the memory of one of them: all of it is read before that is written.
         stack.additions.sort(key=lambda addition: addition.target == TOTAL)
-    done = Progress(progress.count + given, tuple(pending), chain)
+    done = Progress(stop, tuple(pending), chain)
     return tuple(stack.additions), done
 
 
@@ -147,7 +149,75 @@ def _move(additions: list[Addition], source: Memory, home: Memory) -> None:
     additions.append(Addition(home, source, None))
 
 
+@lru_cache(maxsize=1024)
+def next_pieces(
+    start: int, count: int, block: int, *, in_place: bool
+) -> tuple[tuple[Addition, ...], tuple[tuple[Piece, Memory], ...]]:
+    """How the gradients of consecutive micro-batches become as few pieces as possible.
+
+    Args:
+        start: The first micro-batch.
+        count: How many there are.
+        block: B, a power of two.
+        in_place: A sum may lie where a gradient was.
+
+    Returns:
+        What is to be done, and where each piece lies then.
+    """
+    stack = _Stack(block, [], None)
+    for index in range(count):
+        stack.push(Piece(start + index, 0), Memory("given", index))
+    pieces = []
+    for number, (piece, memory) in enumerate(stack.pending):
+        home = memory if in_place or piece.level == 0 else Memory("kept", number)
+        if home != memory:
+            _move(stack.additions, memory, home)
+        pieces.append((piece, home))
+    return tuple(stack.additions), tuple(pieces)
+
+
 # ---- doing it ----
+
+
+def form_pieces(
+    gradients: Sequence[Tensor], start: int, block: int, pool: BufferPool
+) -> list[tuple[Piece, Tensor]]:
+    """Add the gradients of consecutive micro-batches as far as a sender may.
+
+    Args:
+        gradients: Of [n], at least one; used up.
+        start: The first micro-batch.
+        block: B, a power of two.
+        pool: Of memory for pieces that are wider than gradients.
+
+    Returns:
+        Sums in fp32, and single gradients as they are; each in memory of the pool or of a gradient.
+    """
+    narrow = gradients[0].dtype != torch.float32
+    additions, pieces = next_pieces(start, len(gradients), block, in_place=not narrow)
+    memory = {Memory("given", number): each for number, each in enumerate(gradients)}
+    for _, home in pieces:
+        if home not in memory:
+            memory[home] = pool.take(gradients[0].numel(), torch.float32)
+    _run(additions, memory, torch.float32, pool)
+    return [(piece, memory[home]) for piece, home in pieces]
+
+
+def _run(
+    additions: Sequence[Addition],
+    memory: Mapping[Memory, Tensor],
+    dtype: torch.dtype,
+    pool: BufferPool,
+    *,
+    packed: bool = False,
+) -> None:
+    """Do some additions; on a CPU piece of memory after piece of memory."""
+    pieces: Iterable[Mapping[Memory, Tensor]] = (memory,)
+    if not packed and not next(iter(memory.values())).is_cuda:  # packed ones only as a whole
+        columns = [tensor.split(_PIECE) for tensor in memory.values()]
+        pieces = (dict(zip(memory, row, strict=True)) for row in zip(*columns, strict=True))
+    for piece in pieces:
+        _Worker(piece, dtype, pool, packed=packed).run(additions)
 
 
 class OrderedSum:
@@ -166,40 +236,44 @@ class OrderedSum:
 
     def add(
         self,
-        microbatches: Sequence[Tensor],
+        given: Sequence[Tensor],
         pool: BufferPool,
         *,
         first: bool,
         last: bool = False,
         packed: bool = False,
+        levels: Sequence[int] | None = None,
     ) -> None:
-        """Add the gradients of the next micro-batches.
+        """Add the gradients of the next micro-batches, or pieces of them.
 
         Args:
-            microbatches: At least one of [n], or of the bytes that `pack` makes of it; used up.
+            given: At least one of [n], or of the bytes that `pack` makes of it; used up.
             pool: Of memory for their copies in fp32.
             first: They are the first of their step; the total may be the memory of one of them.
             last: They are the last of their step, as far as is known; so nothing is kept pending.
             packed: They are the bytes that `pack` makes.
+            levels: Of each, as a `Piece`; None: the gradient of one micro-batch each.
         """
         before = Progress() if first else self._progress
         if first:
             self._kept.clear()
-        additions, self._progress = next_sums(before, len(microbatches), self.block, last=last)
+        additions, self._progress = next_sums(
+            before, tuple(levels or [0] * len(given)), self.block, last=last
+        )
         memory = {TOTAL: self.total, **self._kept}
         for _, home in self._progress.pending:
             if home not in memory:
                 memory[home] = torch.empty_like(self.total)
         pending = {home for _, home in self._progress.pending} - {TOTAL}
         self._kept = {home: memory[home] for home in pending}
-        for index, gradient in enumerate(microbatches):
-            memory[Memory("given", index)] = gradient
-        pieces: Iterable[dict[Memory, Tensor]] = (memory,)
-        if not packed and not self.total.is_cuda:  # packed ones can only be unpacked as a whole
-            columns = [tensor.split(_PIECE) for tensor in memory.values()]
-            pieces = (dict(zip(memory, row, strict=True)) for row in zip(*columns, strict=True))
-        for piece in pieces:
-            _Worker(piece, self.total.dtype, pool, packed=packed).run(additions)
+        for index, each in enumerate(given):
+            memory[Memory("given", index)] = each
+        _run(additions, memory, self.total.dtype, pool, packed=packed)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of this step so far, or of the last one before the first of a step."""
+        return self._progress.count
 
     def settle(self) -> None:
         """Put the sum of all that has been given into `total`; what comes later is added to it."""
@@ -254,7 +328,7 @@ class _Worker:
         if memory.kind != "given" or (tensor.dtype == self._dtype and not self._packed):
             return tensor
         if memory not in self._wide:
-            numel = self._memory[TOTAL].numel()
+            numel = self._memory[TOTAL].numel() if self._packed else tensor.numel()
             self._wide[memory] = self._widen(tensor, self._pool.take(numel, self._dtype))
         return self._wide[memory]
 

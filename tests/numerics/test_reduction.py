@@ -13,9 +13,10 @@ from tests.support.plain import summed
 from tests.support.world import WorldPool
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
-from zero_comm.ordered_sum import OrderedSum
+from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, total_norm
+from zero_comm.reduction_plan import Expression
 
 CPU = torch.device("cpu")
 MICROBATCHES = 13
@@ -81,6 +82,30 @@ def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> No
             sums.settle()
             assert not list(sums.kept())
             assert torch.equal(sums.total, summed(gradients, block))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_has_the_same_bits_where_senders_have_added_what_they_may(dtype: torch.dtype) -> None:
+    """Senders of any consecutive micro-batches; single gradients keep their dtype."""
+    draw, pool = random.Random(1), BufferPool(CPU)
+    for _ in range(60):
+        count, block = draw.randint(1, 40), draw.choice([1, 2, 4, 8, 16])
+        gradients = [gradient(i, dtype)[:256] for i in range(count)]
+        sums, at = OrderedSum(torch.full((256,), torch.nan), block), 0
+        while at < count:
+            some = [each.clone() for each in gradients[at : at + draw.randint(1, 9)]]
+            formed = form_pieces(some, at, block, pool)
+            assert tuple(piece for piece, _ in formed) == Expression(
+                micro_batches=1 << 30, block=block
+            ).pieces(range(at, at + len(some)))
+            assert {each.dtype for piece, each in formed if piece.level} <= {torch.float32}
+            assert {each.dtype for piece, each in formed if not piece.level} <= {dtype}
+            levels = [piece.level for piece, _ in formed]
+            sums.add([each for _, each in formed], pool, first=at == 0, levels=levels)
+            at += len(some)
+            assert sums.count == at
+        sums.settle()
+        assert torch.equal(sums.total, summed(gradients, block))
 
 
 def packed(values: Tensor) -> Tensor:
