@@ -31,8 +31,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
-from zero_comm.reduction_plan import rail_order
-from zero_comm.topology import Topology, alone, concluded, place_of
+from zero_comm.topology import Topology, alone, concluded, place_of, rail_order
 from zero_comm.transport import Transport
 from zero_comm.transports import Transports
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures

@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from functools import cached_property
 from math import lcm
+
+from zero_comm.topology import Slices, Topology, rail_order
 
 SUM_BYTES = 4
 """Of an element of a sum: fp32."""
@@ -204,30 +206,25 @@ class Plan:
         """Every slice and every shard is so many parts of this number."""
         return lcm(self.world, *self.nodes)
 
+    @cached_property
+    def _slices(self) -> Slices:
+        return Slices(topology=Topology(nodes=self.nodes), owners=self.owners, elements=self.parts)
+
     def place(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its number there."""
-        for node, stop in enumerate(accumulate(self.nodes)):
-            if rank < stop:
-                return node, rank - (stop - self.nodes[node])
-        raise ValueError(f"rank {rank} of {self.world}")
+        return self._slices.topology.place(rank)
 
     def slice_of(self, rank: int) -> range:
         """The parts of the gradient that a rank forms the pieces of its node for."""
-        node, local = self.place(rank)
-        size = self.parts // self.nodes[node]
-        return range(local * size, (local + 1) * size)
+        return self._slices.slice_of(rank)
 
     def shard_of(self, rank: int) -> range:
         """The parts that a rank owns."""
-        size, shard = self.parts // self.world, self.owners.index(rank)
-        return range(shard * size, (shard + 1) * size)
+        return self._slices.shard_of(rank)
 
     def routes(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """To whom a rank's slice goes: (owner, start, stop), in parts; itself included."""
-        own, size = self.slice_of(rank), self.parts // self.world
-        for shard in range(own.start // size, -(-own.stop // size)):
-            start, stop = max(own.start, shard * size), min(own.stop, (shard + 1) * size)
-            yield self.owners[shard], start, stop
+        return self._slices.routes(rank)
 
     def messages_inside(self, micro_step: int, rank: int) -> Iterator[Message]:
         """What a rank sends to the others of its node: to each its slice of what the rank has."""
@@ -306,17 +303,6 @@ class Plan:
         """Of one element of each piece."""
         single = self.expression.is_single
         return sum(gradient_bytes if single(piece) else SUM_BYTES for piece in pieces)
-
-
-def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Owners by shard, such that a rank's slice goes to the ranks of the same number elsewhere.
-
-    Where all nodes are equal it is local rank * nodes + node: a slice is whole shards.
-    """
-    places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
-    turn = lcm(*nodes)
-    middles = [((2 * local + 1) * (turn // nodes[node]), node) for node, local in places]
-    return tuple(sorted(range(len(places)), key=lambda rank: middles[rank]))
 
 
 def most_pending(block: int, world: int, micro_batches: int | None = None) -> int:

@@ -1,17 +1,19 @@
-"""Which ranks share a node.
+"""Which ranks share a node, and what each adds up for its node.
 
-Owns what a rank knows of it, and what all ranks conclude from that. Must always hold: every rank
-concludes the same, and the conclusion changes no bit of a sum, only where sums are formed. Where
-the ranks do not know, or those of a node are not consecutive, each counts as a node by itself.
+Owns what a rank knows of its node, and what all ranks conclude from that. Must always hold: every
+rank concludes the same, and the conclusion changes no bit of a sum, only where sums are formed.
+Where the ranks do not know, or those of a node are not consecutive, each counts as a node by
+itself.
 
 Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from math import lcm
 
 from zero_contract.errors import ConfigError
 
@@ -119,3 +121,62 @@ def concluded(places: Sequence[Place]) -> Topology:
         if numbers.count(node) > 1:
             return alone(world, f"the ranks of node {node} are not consecutive")
     return Topology(nodes=tuple(count for _, count in runs))
+
+
+# ---- slices and shards ----
+
+
+def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Owners by shard, such that a rank's slice goes to the ranks of the same number elsewhere.
+
+    Where all nodes are equal it is local rank * nodes + node: a slice is whole shards.
+    """
+    places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
+    turn = lcm(*nodes)
+    middles = [((2 * local + 1) * (turn // nodes[node]), node) for node, local in places]
+    return tuple(sorted(range(len(places)), key=lambda rank: middles[rank]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slices:
+    """Which elements of a gradient each rank adds up for its node, and which it owns.
+
+    The slices of a node's ranks are nearly equal; shards, one for each rank, are equal.
+    """
+
+    topology: Topology
+    owners: tuple[int, ...]
+    """By shard, the rank that owns it."""
+    elements: int
+    """Of the gradient; a multiple of the ranks."""
+
+    def slice_of(self, rank: int) -> range:
+        """The elements that a rank adds up for its node."""
+        node, local = self.topology.place(rank)
+        size = self.topology.nodes[node]
+        return range(local * self.elements // size, (local + 1) * self.elements // size)
+
+    def shard_of(self, rank: int) -> range:
+        """The elements that a rank owns."""
+        size, shard = self.elements // len(self.owners), self.owners.index(rank)
+        return range(shard * size, (shard + 1) * size)
+
+    def routes(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """To whom a rank's slice goes: (owner, start, stop), itself included."""
+        own, size = self.slice_of(rank), self.elements // len(self.owners)
+        for shard in range(own.start // size, -(-own.stop // size)):
+            start, stop = max(own.start, shard * size), min(own.stop, (shard + 1) * size)
+            yield self.owners[shard], start, stop
+
+    def sources(self, rank: int) -> list[list[tuple[int, int, int]]]:
+        """By node, who sends a rank its shard: (source, start, stop), itself included."""
+        shard = self.shard_of(rank)
+        found: list[list[tuple[int, int, int]]] = []
+        for node in range(len(self.topology.nodes)):
+            slices = ((source, self.slice_of(source)) for source in self.topology.ranks(node))
+            parts = (
+                (source, max(own.start, shard.start), min(own.stop, shard.stop))
+                for source, own in slices
+            )
+            found.append([part for part in parts if part[1] < part[2]])
+        return found

@@ -19,8 +19,8 @@ from zero_comm.reduction_plan import (
     Where,
     most_pending,
     plan_reduction,
-    rail_order,
 )
+from zero_comm.topology import rail_order
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
 
 Tree = Any

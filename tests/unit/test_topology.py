@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_comm.topology import Topology, concluded, described, place_of
+from zero_comm.topology import Slices, Topology, concluded, described, place_of, rail_order
 from zero_contract.errors import ConfigError
 
 AGENT = [
@@ -70,3 +70,20 @@ def test_sums_begin_inside_of_nodes_only_where_there_are_several_and_one_has_sev
 ):
     divides = {nodes: Topology(nodes=nodes).divides for nodes in ((4,), (1, 1), (2, 2), (1, 3))}
     assert divides == {(4,): False, (1, 1): False, (2, 2): True, (1, 3): True}
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 1), (1, 2, 3), (4,), (1, 1)])
+def test_what_is_sent_to_an_owner_is_what_it_expects_and_together_its_shard(
+    nodes: tuple[int, ...],
+) -> None:
+    topology, world = Topology(nodes=nodes), sum(nodes)
+    slices = Slices(topology=topology, owners=rail_order(nodes), elements=1024 * world)
+    sent = {(rank, *route) for rank in range(world) for route in slices.routes(rank)}
+    expected = set()
+    for rank in range(world):
+        for node, sources in enumerate(slices.sources(rank)):
+            assert {source for source, _, _ in sources} <= set(topology.ranks(node))
+            pieces = [range(start, stop) for _, start, stop in sources]
+            assert [n for piece in pieces for n in piece] == list(slices.shard_of(rank))
+            expected |= {(source, rank, start, stop) for source, start, stop in sources}
+    assert sent == expected
