@@ -69,7 +69,10 @@ def wait(pending: Pending) -> None:
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether a `wait` would return at once; False for any gather over sockets."""
+    """Whether a `wait` would return at once.
+
+    False for what goes over sockets from rank to rank, unless the group is `watched`.
+    """
     return all(work.is_completed() for work in pending.works)
 
 
@@ -81,6 +84,8 @@ class Collectives:
         group: dist.ProcessGroup | None = None,
         interrupt: Interrupt | None = None,
         name: str = "deadlock",
+        *,
+        watched: bool = False,
     ) -> None:
         """Use a process group.
 
@@ -88,6 +93,8 @@ class Collectives:
             group: The process group; None: the default group.
             interrupt: Ends every wait.
             name: The name of the group among those of one run.
+            watched: Whether `has_ended` tells the end of every exchange, also over sockets; they
+                then end in the order in which they have begun.
         """
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
@@ -96,7 +103,9 @@ class Collectives:
         self.transports = Transports(group, self.rank, self.world)
         group = group or dist.group.WORLD
         timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-        self._waiter = Waiter(group, interrupt, timeout.total_seconds())
+        self.timeout_s = timeout.total_seconds()
+        self._watched = watched
+        self._waiter = Waiter(group, interrupt, self.timeout_s)
         self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
 
     def lay_out(self, topology: Topology) -> None:
@@ -178,6 +187,8 @@ class Collectives:
         if transport is not None:
             with transport_failures(what):
                 works = start(transport, self._deadlock.begun[what])
+            if self._watched:
+                works = transport.watch(works, self._waiter)
         turn = self._deadlock.begin(what)
         return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
 

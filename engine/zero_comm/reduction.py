@@ -9,12 +9,13 @@ Owns the order of every addition that crosses ranks or micro-steps. Must always 
   tensors, in fp64, so it does not depend on the world size either.
 
 It knows flat tensors and ranks alone. `grad_reducer` reduces units with it, `zero_optimizer` takes
-the norm of what they come to.
+the norm of what they come to. `node_reduction` does the same sums inside of nodes first.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.quantization import pack, packed_size
 
@@ -34,21 +35,56 @@ NORM_BLOCK = 1024
 # ---- sums ----
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a micro-step is to the sum of its step."""
+
+    live: int
+    """Ranks [0, live) have run micro-batches, the others padding ones."""
+    first: bool
+    """It is the first one of a step."""
+    last: bool = False
+    """It is the last one, as far as anybody knows."""
+
+
+class Reducing(ABC):
     """The gradients of one micro-step, on their way to the owners of their sums."""
 
-    pending: Pending
-    sent: Tensor
-    received: Tensor
+    pending: tuple[Pending, ...]
+    """The exchanges under way."""
+
+    def has_arrived(self) -> bool:
+        """Whether `advance` would not wait."""
+        return all(map(has_ended, self.pending))
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Wait for the exchanges under way, then begin the next ones, or add what has come.
+
+        Returns:
+            False if it has been added: this was the last step.
+
+        Raises:
+            PeerLost: A peer is gone, or has not answered within the group's timeout.
+            LeavingNow: This rank was asked to leave.
+            Diverged: The ranks wait for each other.
+        """
+
+    def finish(self) -> None:
+        """All steps that are left; raises what `advance` raises."""
+        while self.advance():
+            pass
 
 
 class OrderedReduction:
     """A reduce-scatter whose sums do not depend on the world size.
 
-    At micro-step s, rank r of W runs micro-batch s * W + r. `start` sends the intervals of its
-    gradient to their owners; `finish` adds what has come to the sum of this rank's own interval.
+    At micro-step s, rank r of W runs micro-batch s * W + r. Its intervals are sent to their owners,
+    who add what has come.
     """
+
+    steps = 1
+    """Calls of `advance` until a sum is made."""
 
     def __init__(
         self, collectives: Collectives, pool: BufferPool, *, quantized: bool = False
@@ -56,59 +92,71 @@ class OrderedReduction:
         """Reduce over a group.
 
         Args:
-            collectives: The group.
+            collectives: The group; its shards are in the order of ranks.
             pool: Of what is received.
             quantized: Gradients travel as int8.
         """
-        self._collectives = collectives
-        self._pool = pool
-        self._quantized = quantized
+        self.collectives = collectives
+        self.pool = pool
+        self.quantized = quantized
 
-    def start(self, gradient: Tensor, what: str) -> Reduction:
-        """Send the gradient of one micro-batch, [world * n]; all ranks in the same order.
-
-        It must stay as it is until `finish`, which uses it up. Raises PeerLost.
-        """
-        world = self._collectives.world
-        if self._quantized:  # at world 1 as well: one result
-            rows = gradient.view(world, -1)
-            gradient = self._pool.take(world * packed_size(rows.shape[1]), torch.uint8)
-            pack(rows, gradient.view(world, -1))
-        received = self._pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
-        if world == 1:
-            return Reduction(Pending(what), gradient, received)
-        pending = self._collectives.exchange_gradients(gradient, received, what)
-        return Reduction(pending, gradient, received)
-
-    def finish(
-        self,
-        reduction: Reduction,
-        into: OrderedSum,
-        *,
-        live: int,
-        first: bool,
-        last: bool = False,
-    ) -> None:
-        """Wait for everybody's gradients of this rank's interval and add them up.
+    def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
+        """Send the gradient of one micro-batch; all ranks in the same order.
 
         Args:
-            reduction: What `start` has begun.
+            gradient: [world * n]; to be left alone until the sum is made, which uses it up.
+            what: Names the exchanges in messages.
             into: The sum of the step, of n elements.
-            live: Ranks [0, live) have run micro-batches, the others padding ones.
-            first: It is the first micro-step of a step.
-            last: It is the last one, as far as anybody knows.
+            turn: Which micro-step it is.
 
         Raises:
-            PeerLost: A peer is gone, or has not answered within the group's timeout.
-            LeavingNow: This rank was asked to leave.
-            Diverged: The ranks wait for each other.
+            PeerLost: A peer is gone.
         """
-        wait(reduction.pending)
-        gradients = self._collectives.in_microbatch_order(reduction.sent, reduction.received)
-        into.add(gradients[:live], self._pool, first=first, last=last, packed=self._quantized)
-        self._pool.give(reduction.received)
-        if self._quantized:
-            self._pool.give(reduction.sent)
+        world = self.collectives.world
+        if self.quantized:  # at world 1 as well: one result
+            rows = gradient.view(world, -1)
+            gradient = self.pool.take(world * packed_size(rows.shape[1]), torch.uint8)
+            pack(rows, gradient.view(world, -1))
+        received = self.pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
+        pending = Pending(what)
+        if world > 1:
+            pending = self.collectives.exchange_gradients(gradient, received, what)
+        return _Flat(self, gradient, received, into, turn, pending)
+
+
+class _Flat(Reducing):
+    def __init__(
+        self,
+        via: OrderedReduction,
+        sent: Tensor,
+        received: Tensor,
+        into: OrderedSum,
+        turn: Turn,
+        pending: Pending,
+    ) -> None:
+        self._via = via
+        self._sent = sent
+        self._received = received
+        self._into = into
+        self._turn = turn
+        self.pending = (pending,)
+
+    def advance(self) -> bool:
+        """As in `Reducing`."""
+        via, turn = self._via, self._turn
+        wait(self.pending[0])
+        gradients = via.collectives.in_microbatch_order(self._sent, self._received)
+        self._into.add(
+            gradients[: turn.live],
+            via.pool,
+            first=turn.first,
+            last=turn.last,
+            packed=via.quantized,
+        )
+        via.pool.give(self._received)
+        if via.quantized:
+            via.pool.give(self._sent)
+        return False
 
 
 # ---- norms ----

@@ -151,6 +151,26 @@ class Waiter:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def watch(self, works: Sequence[Work]) -> list[Work]:
+        """Exchanges whose end is known without a wait: the thread waits for them, in this order.
+
+        gloo does not say of a send or a receive whether it has ended until somebody waits for it.
+        """
+        watched: list[Work] = [work for work in works if isinstance(work, Watched)]
+        if len(watched) < len(works):
+            watched.append(self._give([work for work in works if not isinstance(work, Watched)]))
+        return watched
+
+    def _give(self, works: Sequence[Work]) -> Watched:
+        """Let the thread wait for these."""
+        job = _Job(works, self.interrupt.changed)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(job)
+        return job
+
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
         """Block until all have ended, or until there is an interrupt.
 
@@ -168,13 +188,7 @@ class Waiter:
                 work.wait()
             return not self.interrupt.reason
         if others:  # the thread waits for these
-            job = _Job(others, self.interrupt.changed)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-                self._thread.start()
-                weakref.finalize(self, self._jobs.put, None)
-            self._jobs.put(job)
-            watched.append(job)
+            watched.append(self._give(others))
         try:
             self._wait_until_settled(watched, look)
         finally:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
 from tests.support.world import WorldPool
 from zero_comm.collectives import Collectives, wait
-from zero_comm.topology import Topology
+from zero_comm.node_reduction import NodeReduction
+from zero_comm.reduction_plan import plan_reduction
+from zero_comm.topology import ENV_NODE_RANKS, Topology
+from zero_data.global_batch import strided
 
 
 def gathered(nodes: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -29,3 +37,63 @@ def test_shards_lie_in_the_order_of_owners_and_rows_in_that_of_ranks(
     worlds: WorldPool, nodes: tuple[int, ...], owners: list[int]
 ) -> None:
     assert worlds.run(4, gathered, nodes) == [(owners, [0, 10, 20, 30])] * 4
+
+
+def hashes(nodes: str, cases: Sequence[tuple[int, str, int]]) -> list[str]:
+    """The weights of each case, on these nodes."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    try:
+        engines = [make(*case) for case in cases]
+        for engine in engines:
+            collectives = engine._core.collectives
+            assert collectives.topology.nodes == tuple(map(int, nodes.split(",")))
+        return [digest(train(engine)) for engine in engines]
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+
+
+def test_the_weights_are_the_same_bits_in_every_grouping_of_the_ranks_into_nodes(
+    worlds: WorldPool,
+) -> None:
+    """Four ranks, all stages, with padding micro-batches, beside nodes of one rank or one node."""
+    cases = [(0, "fp32", 8), (1, "bf16", 8), (2, "fp32", 4), (3, "bf16", 8)]
+    wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
+    for nodes in ("2,2", "3,1"):
+        assert worlds.run(4, hashes, nodes, cases) == [wanted] * 4
+
+
+def sent(nodes: str) -> tuple[int, int]:
+    """The bytes that a rank sends for the sums of one step in bf16, and the elements."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    try:
+        engine = make(2, "bf16")
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+    train(engine, 1)
+    assert engine._core.reducer is not None
+    reduction = engine._core.reducer._reduction
+    assert isinstance(reduction, NodeReduction)
+    return reduction.collectives.bytes_sent["pieces"], sum(u.padded for u in engine._core.units)
+
+
+def test_what_travels_is_what_the_plan_says_to_the_byte(worlds: WorldPool) -> None:
+    """Equal nodes, whose slices need no rounding."""
+    found = worlds.run(4, sent, "2,2")
+    plan = plan_reduction(strided(4).rows(COUNT), block=8, nodes=(2, 2))
+    traffic = plan.traffic(found[0][1], gradient_bytes=2)
+    by_node = [sum(bytes_ for bytes_, _ in found[first : first + 2]) for first in (0, 2)]
+    planned = zip(traffic.inside_bytes, traffic.between_bytes, strict=True)
+    assert by_node == [inside + between for inside, between in planned]
+
+
+GROUPINGS = ["4", "1,1,1,1", "2,2", "1,3", "3,1", "1,2,1", "2,1,1", "1,1,2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", GROUPINGS)
+def test_the_weights_are_the_same_bits_in_every_case_of_every_grouping(
+    worlds: WorldPool, nodes: str
+) -> None:
+    cases = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 4, 8)))
+    wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
+    assert worlds.run(4, hashes, nodes, cases, deadline_s=300) == [wanted] * 4

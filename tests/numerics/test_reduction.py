@@ -15,7 +15,7 @@ from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
 from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.quantization import pack, packed_size, unpack
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, total_norm
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, total_norm
 from zero_comm.reduction_plan import Expression
 
 CPU = torch.device("cpu")
@@ -39,9 +39,8 @@ def reduced(dtype: torch.dtype, block: int) -> Tensor:
     for begin in range(0, MICROBATCHES, world):
         number = begin + collectives.rank
         own = gradient(number, dtype) if number < MICROBATCHES else torch.full((N,), torch.nan)
-        under_way = reduction.start(own.to(dtype), f"gradients of micro-step {begin}")
-        live = min(world, MICROBATCHES - begin)
-        reduction.finish(under_way, sums, live=live, first=begin == 0)
+        turn = Turn(live=min(world, MICROBATCHES - begin), first=begin == 0)
+        reduction.start(own.to(dtype), f"micro-step {begin}", sums, turn).finish()
     sums.settle()
     return collectives.everybodys(sums.total, "sums").flatten()
 

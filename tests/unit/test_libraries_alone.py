@@ -15,7 +15,7 @@ from zero_comm.collectives import Collectives, wait
 from zero_comm.errors import LeavingNow
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction
+from zero_comm.reduction import OrderedReduction, Turn
 from zero_comm.waiting import Interrupt
 
 ready, done = os.pipe(), os.pipe()
@@ -34,8 +34,8 @@ gradients = [torch.full((8,), value) for value in (1e8, 1.0, -1e8, float("nan"))
 reduction = OrderedReduction(group, BufferPool(torch.device("cpu")))
 sums = OrderedSum(torch.empty(4), block=1)
 for begin, live in ((0, 2), (2, 1)):
-    under_way = reduction.start(gradients[begin + rank].clone(), f"micro-step {begin}")
-    reduction.finish(under_way, sums, live=live, first=begin == 0)
+    turn = Turn(live=live, first=begin == 0)
+    reduction.start(gradients[begin + rank].clone(), f"micro-step {begin}", sums, turn).finish()
 sums.settle()
 whole = group.everybodys(sums.total, "sums").flatten()
 assert torch.equal(whole, (gradients[0] + gradients[1]) + gradients[2]), whole

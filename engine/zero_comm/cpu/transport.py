@@ -51,6 +51,10 @@ class CpuTransport(Transport):
             works += super().scatter(out, into, what, turn)
         return works
 
+    def watch(self, works: list[Work], waiter: Waiter) -> list[Work]:
+        """As in `Transport`; a thread waits for those over sockets."""
+        return waiter.watch(works)
+
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
         """As `Transport.gather`, in pairs.
 

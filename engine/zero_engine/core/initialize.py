@@ -8,6 +8,7 @@ training. Everything afterwards belongs to `engine`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
+from zero_comm.node_reduction import apart
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
@@ -185,6 +187,15 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
         interrupt=link.interrupt,
     )
     shared.collectives.meet(shared.device)
+    if not config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
+        topology = shared.collectives.find_nodes(os.environ)
+        shared.collectives.lay_out(topology)
+        if topology.divides and dist.get_rank() == 0:
+            _log.info(
+                "gradients are added inside each node before they travel to others; ranks of the "
+                "nodes: %s",
+                ", ".join(map(str, topology.nodes)),
+            )
     return shared
 
 
@@ -239,6 +250,7 @@ def _make_stepper(
         whole=whole,
         block=config.elastic.reduction_block or DEFAULT_BLOCK,
     )
+    divides = shared.collectives.topology.divides
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -246,6 +258,7 @@ def _make_stepper(
         stage,
         zero.wholes,
         coordinator.release_trained if stage.shards_parameters else None,
+        apart(shared.collectives, shared.device, shared.interrupt) if divides else None,
         shared.guard,
         quantized=config.zero_optimization.zero_quantized_gradients,
     )

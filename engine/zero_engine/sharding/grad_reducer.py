@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, has_ended
+from zero_comm.collectives import Collectives
+from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Reduction
+from zero_comm.reduction import OrderedReduction, Reducing, Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.stages import Stage
-
-_MAX_IN_FLIGHT = 1
-"""More would take memory and save no time: the network is busy while one unit is under way."""
 
 
 class UnitGradient:
@@ -112,6 +110,7 @@ class GradReducer:
         stage: Stage,
         wholes: Sequence[Tensor] = (),
         on_ready: Callable[[FlatUnit], None] | None = None,
+        apart: Collectives | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         quantized: bool = False,
@@ -126,6 +125,7 @@ class GradReducer:
             wholes: For each unit the tensor [padded] that the total of its sum is an interval of,
                 if every rank has it.
             on_ready: Called when this backward pass does not need a unit's weights any more.
+            apart: The group in which sums begin inside of nodes; None: owners add everything.
             guard: A context around exchanges, which may find that a peer is lost.
             quantized: Send the gradients of micro-batches as int8.
         """
@@ -142,9 +142,7 @@ class GradReducer:
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
         self._next = 0
-        self._live = 0
-        self._first = True
-        self._last = False
+        self._turn = Turn(live=0, first=True)
         self._weight = 1.0
         self.running = False
         """Whether a backward pass has begun and has not ended."""
@@ -154,9 +152,13 @@ class GradReducer:
         """Autograd's number, unique in the process, of the backward pass of the newest loss."""
         self.on_plain_backward: Callable[[], None] = _refuse
         """Called at a gradient of an unannounced backward pass; it must call `begin`."""
-        self._in_flight: deque[tuple[UnitGradient, Reduction]] = deque()
+        self._in_flight: deque[tuple[UnitGradient, Reducing]] = deque()
         self._pool = BufferPool(sums[0].total.device)
-        self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
+        self._reduction: OrderedReduction | NodeReduction
+        if apart is None:
+            self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
+        else:
+            self._reduction = NodeReduction(apart, self._pool)
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
@@ -192,17 +194,14 @@ class GradReducer:
                 "checkpoint: engine.load_checkpoint()"
             )
         self._inconsistent = False
-        self._live = live
-        self._first = first
-        self._last = last
+        self._turn = Turn(live=live, first=first, last=last)
         self._weight = weight
         self._next = 0
         self.running = True
 
     def abandon(self) -> None:
         """Discard a backward pass that has failed half way."""
-        while self._in_flight:
-            self._complete(*self._in_flight.popleft())
+        self._complete()
         for gradient in self._order:
             gradient.buffer = None
             gradient.reset()
@@ -220,8 +219,7 @@ class GradReducer:
                 gradient.fill_missing()
                 self._on_ready(gradient.unit)
         self._issue_ready()
-        while self._in_flight:
-            self._complete(*self._in_flight.popleft())
+        self._complete()
         self._pool.free()  # the next forward needs the memory
         self.running = False
 
@@ -256,37 +254,50 @@ class GradReducer:
             return
         dtype, whole = gradient.unit.full.dtype, gradient.whole
         # A gradient can be where its sum is going to be: nothing has been summed there yet.
-        fits = self._first and not self._quantized and whole is not None and whole.dtype == dtype
-        gradient.start(
-            whole if whole is not None and fits else self._pool.take(gradient.unit.padded, dtype)
-        )
+        if self._turn.first and not self._quantized and whole is not None and whole.dtype == dtype:
+            gradient.start(whole)
+        else:
+            gradient.start(self._pool.take(gradient.unit.padded, dtype))
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
             gradient = self._order[self._next]
-            # Wait for the oldest exchange, but where parameters are gathered in backward only once
-            # it has ended: a rank that waits here for another could keep it waiting there (a
-            # deadlock), since one whose branch left this unit out sends its zeros at the end.
-            while len(self._in_flight) >= _MAX_IN_FLIGHT and (
-                not self._stage.shards_parameters or has_ended(self._in_flight[0][1].pending)
-            ):
-                self._complete(*self._in_flight.popleft())
+            # More under way would take memory and save no time: the network is busy with these. But
+            # where parameters are gathered in backward nothing is waited for: a rank that waits
+            # here for another could keep it waiting there (a deadlock), since one whose branch left
+            # this unit out sends its zeros at the end.
+            self._advance(waits=not self._stage.shards_parameters)
             microbatches = gradient.buffer
             assert microbatches is not None
             if self._weight != 1:
                 microbatches.mul_(self._weight)
-            reduction = self._reduction.start(microbatches, f"gradients of {gradient.unit.label}")
+            what = f"gradients of {gradient.unit.label}"
+            reducing = self._reduction.start(microbatches, what, gradient.sum, self._turn)
+            self._in_flight.append((gradient, reducing))
             if self._collectives.world == 1:
-                self._complete(gradient, reduction)
-            else:
-                self._in_flight.append((gradient, reduction))
+                self._advance(waits=True)
             self._next += 1
 
-    def _complete(self, gradient: UnitGradient, reduction: Reduction) -> None:
-        """Wait for the gradients of all ranks for a unit, and add them to its sum."""
-        self._reduction.finish(
-            reduction, gradient.sum, live=self._live, first=self._first, last=self._last
-        )
+    def _complete(self) -> None:
+        """Wait for everything that is under way."""
+        while self._in_flight:
+            self._advance(waits=True)
+
+    def _advance(self, *, waits: bool) -> None:
+        """Advance each reduction under way by one step, in their order.
+
+        Args:
+            waits: For exchanges; otherwise end at the first reduction whose have not ended.
+        """
+        for gradient, reducing in tuple(self._in_flight):
+            if not waits and not reducing.has_arrived():
+                return
+            if not reducing.advance():
+                self._in_flight.popleft()
+                self._release(gradient)
+
+    def _release(self, gradient: UnitGradient) -> None:
+        """Expect the gradient of the next micro-step."""
         assert gradient.buffer is not None
         if gradient.buffer is not gradient.whole:
             self._pool.give(gradient.buffer)
