@@ -95,13 +95,8 @@ class _Divided(Reducing):
         if self._arrived is None:
             self._exchange_between()
             return True
-        pieces = sorted(self._arrived, key=lambda each: each[0])
-        self._into.add(
-            [each for _, each in pieces],
-            self._via.pool,
-            first=self._turn.first,
-            last=self._turn.last,
-            levels=[piece.level for piece, _ in pieces],
+        self._into.add_pieces(
+            self._arrived, self._via.pool, first=self._turn.first, last=self._turn.last
         )
         while self._taken:
             self._via.pool.give(self._taken.pop())

@@ -233,6 +233,50 @@ class OrderedSum:
         self.block = block
         self._progress = Progress()
         self._kept: dict[Memory, Tensor] = {}
+        self._early: dict[int, tuple[Piece, Tensor]] = {}
+
+    def add_pieces(
+        self,
+        given: Iterable[tuple[Piece, Tensor]],
+        pool: BufferPool,
+        *,
+        first: bool,
+        last: bool = False,
+    ) -> None:
+        """Add pieces in any order; those whose predecessors have not come yet are kept until then.
+
+        Args:
+            given: Pieces of [n], without a gap in all that a step is given; used up.
+            pool: As for `add`.
+            first: They are the first of their step.
+            last: They are the last of their step; so nothing is kept.
+        """
+        if first:
+            self._early.clear()
+        come = {piece.start: (piece, each) for piece, each in given}
+        at, ready = 0 if first else self._progress.count, list[tuple[Piece, Tensor]]()
+        while (found := come.pop(at, None) or self._early.pop(at, None)) is not None:
+            ready.append(found)
+            at += 1 << found[0].level
+        for piece, each in come.values():  # early ones; their memory is somebody else's
+            self._keep_early(piece, each.to(self.total.dtype, copy=True))
+        if ready:
+            levels = [piece.level for piece, _ in ready]
+            self.add([each for _, each in ready], pool, first=first, last=last, levels=levels)
+        elif first:
+            self._progress = Progress()
+            self._kept.clear()
+
+    def _keep_early(self, piece: Piece, number: Tensor) -> None:
+        """Keep a piece, added to its siblings as far as they are there."""
+        while 1 << piece.level < self.block:
+            sibling = self._early.get(piece.start ^ 1 << piece.level)
+            if sibling is None or sibling[0].level != piece.level:
+                break
+            del self._early[sibling[0].start]
+            (left, one), (_, other) = sorted([(piece, number), sibling], key=lambda each: each[0])
+            piece, number = Piece(left.start, left.level + 1), one.add_(other)
+        self._early[piece.start] = piece, number
 
     def add(
         self,
@@ -276,7 +320,11 @@ class OrderedSum:
         return self._progress.count
 
     def settle(self) -> None:
-        """Put the sum of all that has been given into `total`; what comes later is added to it."""
+        """Put the sum of all that has been given into `total`; what comes later is added to it.
+
+        Not while a piece waits for its predecessors.
+        """
+        assert not self._early
         value = self.value()
         if value is not self.total:
             self.total.copy_(value)
@@ -284,7 +332,10 @@ class OrderedSum:
         self._progress = Progress(self._progress.count, chain=TOTAL)
 
     def value(self) -> Tensor:
-        """The sum of all that has been given so far; not to be written to."""
+        """The sum of all that has been given so far; not to be written to.
+
+        Without pieces that wait for their predecessors.
+        """
         value: Tensor | None = None
         for _, memory in reversed(self._progress.pending):
             piece = self.total if memory == TOTAL else self._kept[memory]
@@ -294,8 +345,9 @@ class OrderedSum:
         return value if self._progress.chain is None else self.total + value
 
     def kept(self) -> Iterator[Tensor]:
-        """The pieces that are pending, beside the total."""
+        """The pieces that are pending or early, beside the total."""
         yield from self._kept.values()
+        yield from (number for _, number in self._early.values())
 
 
 class _Worker:

@@ -12,6 +12,7 @@ import torch
 from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
 from tests.support.world import WorldPool
 from zero_comm.collectives import Collectives, wait
+from zero_comm.cpu.same_host import SWITCH
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.reduction_plan import plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
@@ -39,9 +40,9 @@ def test_shards_lie_in_the_order_of_owners_and_rows_in_that_of_ranks(
     assert worlds.run(4, gathered, nodes) == [(owners, [0, 10, 20, 30])] * 4
 
 
-def hashes(nodes: str, cases: Sequence[tuple[int, str, int]]) -> list[str]:
-    """The weights of each case, on these nodes."""
-    os.environ[ENV_NODE_RANKS] = nodes
+def hashes(nodes: str, reads: str, cases: Sequence[tuple[int, str, int]]) -> list[str]:
+    """The weights of each case, on these nodes; whether ranks read each other's memory."""
+    os.environ.update({ENV_NODE_RANKS: nodes, SWITCH: reads})
     try:
         engines = [make(*case) for case in cases]
         for engine in engines:
@@ -49,17 +50,17 @@ def hashes(nodes: str, cases: Sequence[tuple[int, str, int]]) -> list[str]:
             assert collectives.topology.nodes == tuple(map(int, nodes.split(",")))
         return [digest(train(engine)) for engine in engines]
     finally:
-        del os.environ[ENV_NODE_RANKS]
+        del os.environ[ENV_NODE_RANKS], os.environ[SWITCH]
 
 
 def test_the_weights_are_the_same_bits_in_every_grouping_of_the_ranks_into_nodes(
     worlds: WorldPool,
 ) -> None:
-    """Four ranks, all stages, with padding micro-batches, beside nodes of one rank or one node."""
+    """Four ranks, all stages, with padding micro-batches; over sockets, and by memory."""
     cases = [(0, "fp32", 8), (1, "bf16", 8), (2, "fp32", 4), (3, "bf16", 8)]
     wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
-    for nodes in ("2,2", "3,1"):
-        assert worlds.run(4, hashes, nodes, cases) == [wanted] * 4
+    for nodes, reads in (("2,2", "0"), ("3,1", "1")):
+        assert worlds.run(4, hashes, nodes, reads, cases) == [wanted] * 4
 
 
 def sent(nodes: str) -> tuple[int, int]:
@@ -96,4 +97,4 @@ def test_the_weights_are_the_same_bits_in_every_case_of_every_grouping(
 ) -> None:
     cases = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 4, 8)))
     wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
-    assert worlds.run(4, hashes, nodes, cases, deadline_s=300) == [wanted] * 4
+    assert worlds.run(4, hashes, nodes, "1", cases, deadline_s=300) == [wanted] * 4

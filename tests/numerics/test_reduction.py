@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -16,7 +17,8 @@ from zero_comm.collectives import Collectives
 from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, total_norm
-from zero_comm.reduction_plan import Expression
+from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
+from zero_data.global_batch import node_turns
 
 CPU = torch.device("cpu")
 MICROBATCHES = 13
@@ -105,6 +107,35 @@ def test_a_sum_has_the_same_bits_where_senders_have_added_what_they_may(dtype: t
             assert sums.count == at
         sums.settle()
         assert torch.equal(sums.total, summed(gradients, block))
+
+
+def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() -> None:
+    """Nodes that take blocks in turn, and aligned parts of blocks where ranks divide none."""
+    draw, pool = random.Random(2), BufferPool(CPU)
+    for nodes, block in itertools.product(((2, 2), (1, 1, 1), (4, 2), (3, 1), (1, 2, 5)), (4, 8)):
+        for count in draw.sample(range(1, 64), 8):
+            rows = node_turns(nodes, block).rows(count)
+            plan = plan_reduction(rows, block=block, nodes=nodes, where=Where.NODE)
+            gradients = [gradient(i)[:256] for i in range(count)]
+            sums = OrderedSum(torch.full((256,), torch.nan), block)
+            for number, step in enumerate(plan.micro_steps):
+                given = [
+                    (piece, form(gradients, piece, block, pool))
+                    for node in step.nodes
+                    for piece in node.gives
+                ]
+                last = number + 1 == len(plan.micro_steps)
+                sums.add_pieces(given, pool, first=number == 0, last=last)
+                beside = sum(piece.start > 0 for piece in step.owner.keeps)
+                assert len(list(sums.kept())) <= beside
+            sums.settle()
+            assert torch.equal(sums.total, summed(gradients, block))
+
+
+def form(gradients: list[Tensor], piece: Piece, block: int, pool: BufferPool) -> Tensor:
+    """What a node sends of a piece."""
+    part = gradients[piece.start : piece.start + 2**piece.level]
+    return summed(part, block).clone() if len(part) > 1 else part[0].clone()
 
 
 def packed(values: Tensor) -> Tensor:
