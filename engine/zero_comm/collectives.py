@@ -85,6 +85,7 @@ class Collectives:
         interrupt: Interrupt | None = None,
         name: str = "deadlock",
         *,
+        detector: DeadlockDetector | None = None,
         watched: bool = False,
     ) -> None:
         """Use a process group.
@@ -93,6 +94,8 @@ class Collectives:
             group: The process group; None: the default group.
             interrupt: Ends every wait.
             name: The name of the group among those of one run.
+            detector: That of another group of the same ranks; ranks that wait for each other in
+                two groups are then found, too.
             watched: Whether `has_ended` tells the end of every exchange, also over sockets; they
                 then end in the order in which they have begun.
         """
@@ -106,7 +109,7 @@ class Collectives:
         self.timeout_s = timeout.total_seconds()
         self._watched = watched
         self._waiter = Waiter(group, interrupt, self.timeout_s)
-        self._deadlock = DeadlockDetector(group_store(name), self.rank, self.world)
+        self.detector = detector or DeadlockDetector(group_store(name), self.rank, self.world)
 
     def lay_out(self, topology: Topology) -> None:
         """Divide what is divided from now on by nodes; every rank with the same topology."""
@@ -150,7 +153,7 @@ class Collectives:
         """See `wait`."""
 
         def look() -> None:
-            if circle := self._deadlock.look(pending.what, pending.turn):
+            if circle := self.detector.look(pending.what, pending.turn):
                 raise Diverged(circle)
 
         if self._waiter.interrupt.reason:
@@ -160,7 +163,7 @@ class Collectives:
                 ended = pending.transport.finish(pending.works, self._waiter, look)
             if not ended:
                 self._leave(pending)
-        self._deadlock.end_wait()  # a wait that was given up stays posted: the rank never begins it
+        self.detector.end_wait()  # a wait that was given up stays posted: the rank never begins it
 
     def _leave(self, pending: Pending) -> None:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
@@ -186,10 +189,10 @@ class Collectives:
         works: list[Work] = []
         if transport is not None:
             with transport_failures(what):
-                works = start(transport, self._deadlock.begun[what])
+                works = start(transport, self.detector.begun[what])
             if self._watched:
                 works = transport.watch(works, self._waiter)
-        turn = self._deadlock.begin(what)
+        turn = self.detector.begin(what)
         return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
 
     def own(self, full: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
         PeerLost: A peer is lost.
     """
     group = dist.new_group(timeout=timedelta(seconds=collectives.timeout_s))
-    sums = Collectives(group, interrupt, name="deadlock/sums", watched=True)
+    sums = Collectives(group, interrupt, detector=collectives.detector, watched=True)
     sums.lay_out(collectives.topology)
     sums.meet(device)
     return sums

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
-from tests.support.world import WorldPool
+from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.collectives import Collectives, wait
 from zero_comm.cpu.same_host import SWITCH
+from zero_comm.errors import Diverged
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.reduction_plan import plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
+from zero_contract.errors import PeerLost
 from zero_data.global_batch import strided
 
 
@@ -85,6 +88,36 @@ def test_what_travels_is_what_the_plan_says_to_the_byte(worlds: WorldPool) -> No
     by_node = [sum(bytes_ for bytes_, _ in found[first : first + 2]) for first in (0, 2)]
     planned = zip(traffic.inside_bytes, traffic.between_bytes, strict=True)
     assert by_node == [inside + between for inside, between in planned]
+
+
+def diverge(nodes: str) -> str:
+    """What a rank is told when rank 0 waits for all at a barrier, and the others for a sum."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    try:
+        engine = make(2, "fp32")
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+    began = time.monotonic()
+    try:
+        if engine.global_rank == 0:
+            engine._core.collectives.barrier("a barrier")
+        train(engine)
+    except Diverged as error:
+        assert time.monotonic() - began < GROUP_TIMEOUT_S
+        return str(error)
+    except PeerLost as error:  # another rank has said it, and ended
+        return f"PeerLost: {error}"
+    return "trained"
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told_who_waits_for_what(
+    worlds: WorldPool,
+) -> None:
+    """Sums have a group of their own."""
+    told = " ".join(worlds.run(3, diverge, "2,1"))
+    assert "rank 0 waits for a barrier, which rank 1 has not begun" in told
+    assert "rank 1 waits for gradients of" in told
+    assert "trained" not in told
 
 
 GROUPINGS = ["4", "1,1,1,1", "2,2", "1,3", "3,1", "1,2,1", "2,1,1", "1,1,2"]
