@@ -29,6 +29,9 @@ class Transport:
     Each exchange has a name, and `turn`, the number of earlier ones of that name on this rank.
     """
 
+    any_order = False
+    """Whether the ranks of a group may begin its exchanges in different orders."""
+
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         """Exchange within a process group; None: the default group."""
         self._group = group

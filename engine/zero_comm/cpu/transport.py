@@ -20,6 +20,8 @@ from zero_comm.waiting import Waiter, Work
 class CpuTransport(Transport):
     """A transport that reaches the ranks `near` by memory and the others over sockets."""
 
+    any_order = True
+
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         super().__init__(group, rank, world)
         self._same_host: SameHostPeers | None = None

@@ -187,16 +187,27 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
         interrupt=link.interrupt,
     )
     shared.collectives.meet(shared.device)
-    if not config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
-        topology = shared.collectives.find_nodes(os.environ)
-        shared.collectives.lay_out(topology)
-        if topology.divides and dist.get_rank() == 0:
-            _log.info(
-                "gradients are added inside each node before they travel to others; ranks of the "
-                "nodes: %s",
-                ", ".join(map(str, topology.nodes)),
-            )
+    _find_nodes(shared)
     return shared
+
+
+def _find_nodes(shared: _Shared) -> None:
+    """Let sums begin inside of nodes, where they can."""
+    config, collectives = shared.config.zero_optimization, shared.collectives
+    if config.zero_quantized_gradients:  # they travel to their owners as int8
+        return
+    any_order = collectives.transports.of(shared.device).any_order
+    if shared.stage.shards_parameters and not any_order:
+        # Nothing is waited for while weights are gathered in backward, so a sum begins to travel
+        # when its parts have come: not in the same order on all ranks.
+        return
+    collectives.lay_out(collectives.find_nodes(os.environ))
+    if collectives.topology.divides and dist.get_rank() == 0:
+        _log.info(
+            "gradients are added inside each node before they travel to others; ranks of the "
+            "nodes: %s",
+            ", ".join(map(str, collectives.topology.nodes)),
+        )
 
 
 def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, ...]:
