@@ -84,7 +84,7 @@ class ShardNorm:
         rank, world = collectives.rank, collectives.world
         self._shares = [share_of(each[-1], world) for each in bounds]
         lengths = [each[-1] for each in bounds]
-        self._norm = BlockNorm(lengths, self._shares, world, device)
+        self._norm = BlockNorm(lengths, self._shares, range(world), device)
         every = crossings(bounds, world)
         self._given = [each for each in every if each.holder == rank]
         self._taken = [each for each in every if each.target == rank]

@@ -28,6 +28,7 @@ from zero_comm.collectives import Collectives
 from zero_comm.distributed import init_distributed
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_contract.errors import ConfigError, ZeroError
+from zero_contract.worker import Progress
 from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
@@ -448,7 +449,14 @@ class Run:
             self._persistence.take_notes([row[:-1] for row in everybodys])
             loss, self._loss = sum(row[-1] for row in everybodys), 0.0
             cursor, self._stepped = self._cursor, True
-            self._link.progress(self._persistence.number, cursor.step, cursor.samples, loss)
+            progress = Progress(
+                step=cursor.step,
+                samples=cursor.samples,
+                loss=loss,
+                gradient_norm=self.grad_norm,
+                loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
+            )
+            self._link.progress(self._persistence.number, progress)
             self._persistence.keep_in_memory()
             self._persistence.depart_if_asked()
 
