@@ -14,8 +14,9 @@ import os
 import sys
 
 from zero_contract.errors import ConfigError
+from zero_contract.sections import AUTO
 from zero_engine.config import reading
-from zero_engine.config.parse import AUTO, load_config
+from zero_engine.config.parse import load_config
 from zero_engine.observe.explain import check_batch, explain
 from zero_engine.optim.sections import check_sections
 

@@ -15,17 +15,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
+from zero_checkpoint.torch_state import (
+    device_of_number,
+    number_as_json,
+    number_from_json,
+    persistent_buffers,
+    plain,
+    set_option,
+)
 from zero_torch.gradient_norm import row_bounds
 from zero_torch.wrapped import Wrapped, local, own_name
 
-_SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer that choose a kernel: a load leaves them as they are."""
 
@@ -106,17 +113,12 @@ class TrainingState:
             for key, value in record["hyperparameters"].items():
                 if key in _HOW:
                     continue
-                current = group.get(key)
-                if isinstance(current, Tensor):
-                    current.fill_(value)
-                else:  # JSON has no tuples
-                    group[key] = tuple(value) if isinstance(value, list) else value
-            on_device = group.get("capturable") or group.get("fused")
+                set_option(group, key, value)
             for name in names:
                 state = self._optimizer.state.get(parameters[name])
-                device = parameters[name].device if on_device else torch.device("cpu")
+                device = device_of_number(group, parameters[name].device)
                 for key, value in record["state"].items() if state else ():
-                    cast(dict[str, Any], state)[key] = _number(value, device)
+                    cast(dict[str, Any], state)[key] = number_from_json(value, device)
 
     def _check_groups(self, manifest: Manifest) -> None:
         saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
@@ -151,8 +153,8 @@ class TrainingState:
             state = self._optimizer.state.get(parameter, {})
             for key in sorted(elementwise(parameter, state)):
                 yield TensorId(key, name), state[key]
-        for name, buffer in buffers(self._wrapped.module):
-            yield TensorId(BUFFER, name), buffer
+        for name, buffer in persistent_buffers(self._wrapped.module):
+            yield TensorId(BUFFER, own_name(name)), buffer
 
     def _held(self, each: TensorId, tensor: Tensor) -> tuple[int, Tensor]:
         """What this rank has of a tensor: where it begins, and its elements."""
@@ -191,7 +193,7 @@ class TrainingState:
             parameter = parameters[name]
             state = self._optimizer.state.get(parameter, {})
             for key in sorted(state.keys() - elementwise(parameter, state)):
-                value = _as_json(state[key], f"optimizer state {key} of {name}")
+                value = number_as_json(state[key], f"optimizer state {key} of {name}")
                 if found.setdefault(key, value) != value:
                     raise CheckpointError(
                         f"optimizer state {key} of {name} is {value}, and {found[key]} for other "
@@ -212,50 +214,3 @@ def elementwise(parameter: Tensor, state: Mapping[str, Any]) -> set[str]:
         for key, value in state.items()
         if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
     }
-
-
-def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that belong into a state_dict, with their names; shared ones once."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules()
-        for name in child._buffers.keys() - child._non_persistent_buffers_set
-    }
-    return [(own_name(name), buffer) for name, buffer in module.named_buffers() if name in kept]
-
-
-def plain(value: Any, what: str) -> Any:
-    """A value of an optimizer as JSON.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
-    """
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor() if value.numel() == 1:
-            return value.item()
-        case list() | tuple():
-            return [plain(inner, what) for inner in value]
-        case _:
-            raise CheckpointError(f"{what} is a {type(value).__name__}, which JSON cannot hold")
-
-
-def _as_json(value: Any, what: str) -> Any:
-    """A number of an optimizer's state; a tensor with its dtype and shape."""
-    if not isinstance(value, Tensor):
-        return plain(value, what)
-    if value.numel() != 1 or str(value.dtype) not in _SCALAR_DTYPES:
-        raise CheckpointError(
-            f"{what} has shape {tuple(value.shape)} and dtype {value.dtype}: neither one value per "
-            "element nor one number, so it cannot be divided among ranks"
-        )
-    return {"tensor": value.item(), "dtype": str(value.dtype), "shape": list(value.shape)}
-
-
-def _number(value: Any, device: torch.device) -> Any:
-    """The inverse of `_as_json`."""
-    if not isinstance(value, Mapping):
-        return value
-    number = torch.tensor(value["tensor"], dtype=_SCALAR_DTYPES[value["dtype"]], device=device)
-    return number.view(value["shape"])

@@ -19,13 +19,14 @@ from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
 from zero_comm.collectives import Collectives
-from zero_contract.errors import ConfigError
+from zero_comm.reduction_order import block_of, record_of
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.state import TrainingState
 
 _log = logging.getLogger(__name__)
 
+_ANEW = "begin a new run in another directory"
 _SAME_RESULT = {
     "leaves": "the number of micro-batches of a step",
     "micro_batch": "the samples of a micro-batch",
@@ -126,7 +127,7 @@ class Training:
             "optimizer": type(self.optimizer).__name__,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
-            "reduction": {"order": "tree", "version": 1, "block": self.gradients.block},
+            "reduction": record_of(self.gradients.block),
         }
 
     def weight_hash(self) -> str:
@@ -147,9 +148,7 @@ class Training:
         Raises:
             ConfigError: The script asks for another order of the gradients' sums.
         """
-        block = block_of(run, self.configured_block)
-        if block is not None:
-            self.gradients.block = block
+        self.gradients.block = block_of(run, self.configured_block, anew=_ANEW)
         for line in differences(self.record(), run) if self.rank == 0 else ():
             _log.warning("%s", line)
         self.state.adopt(run["groups"])
@@ -160,30 +159,6 @@ class Training:
         cursor = self.cursor
         cursor.step, cursor.samples, cursor.skipped = run["step"], run["samples"], run["skipped"]
         cursor.micro = 0
-
-
-def block_of(saved: Mapping[str, Any], configured: int | None) -> int | None:
-    """The block in which a resumed run sums gradients; None: the checkpoint does not say.
-
-    Raises:
-        ConfigError: The script asks for another one.
-    """
-    reduction = saved.get("reduction")
-    if reduction is None:
-        return None
-    if (reduction.get("order"), reduction.get("version")) != ("tree", 1):
-        raise ConfigError(
-            f"the run of this checkpoint sums gradients in an order that this release does not "
-            f"know: {reduction}; resume it with the release that it was made with"
-        )
-    block: int = reduction["block"]
-    if configured not in (None, block):
-        raise ConfigError(
-            f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
-            f"gradients in blocks of {block}: another order gives other bits; remove the key or "
-            f"set it to {block}"
-        )
-    return block
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

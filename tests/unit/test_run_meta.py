@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from zero_comm.reduction_order import block_of
 from zero_contract.errors import ConfigError
-from zero_engine.state.run_meta import block_of, differences
+from zero_engine.state.run_meta import differences
 
 RUN: dict[str, Any] = {
     "leaves": 2,
@@ -97,7 +98,7 @@ TREE = {"order": "tree", "version": 1}
 def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
     saved: dict[str, Any], configured: int | None, block: int
 ) -> None:
-    assert block_of(saved, configured) == block
+    assert block_of(saved, configured, anew="begin anew") == block
 
 
 @pytest.mark.parametrize(
@@ -113,4 +114,4 @@ def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
 )
 def test_an_order_that_would_change_is_refused(saved: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        block_of(saved, 8)
+        block_of(saved, 8, anew="begin anew")

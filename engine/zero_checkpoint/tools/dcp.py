@@ -27,8 +27,9 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import NAMES
 from zero_checkpoint.tools.dcp_layout import GROUPS, STATE, Layout, find_layout
 from zero_checkpoint.tools.foreign import Foreign, is_buffer
-from zero_checkpoint.tools.hyper import group_record, plain
+from zero_checkpoint.tools.hyper import group_record
 from zero_checkpoint.tools.pickles import load_listed, load_torch
+from zero_checkpoint.torch_state import plain
 
 _RECORDS = (
     "Metadata",
@@ -85,7 +86,7 @@ def read_dcp(
             "the model; name the keys of both with --model-key and --optimizer-key"
         )
     # The step, if all keys that count steps agree.
-    counts = {plain(store.value(key)) for key in layout.steps}
+    counts = {plain(store.value(key), None) for key in layout.steps}
     count = counts.pop() if len(counts) == 1 else None
     step = count if isinstance(count, int) else None
     return Foreign(
@@ -223,7 +224,9 @@ class _Optimizer:
             if "params" in options:
                 groups.append((list(options["params"]), options))
             elif key in params:  # flattened: parameters with the same options were one group
-                by_options[repr(sorted((k, plain(v)) for k, v in options.items()))].append(key)
+                by_options[repr(sorted((k, plain(v, None)) for k, v in options.items()))].append(
+                    key
+                )
         groups += [(names, self.options[names[0]]) for names in by_options.values()]
         return [
             group_record(

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_checkpoint.torch_state import plain
+
 _OTHER = frozenset({"params", "step", "foreach", "fused", "capturable", "differentiable"})
 """Keys that are no hyperparameters: contents, a counter, and the choice of kernels."""
 
@@ -27,26 +29,13 @@ def group_record(
         counters.setdefault("step", options["step"])
     record: dict[str, Any] = {
         "params": list(names),
-        "hyperparameters": {k: plain(v) for k, v in options.items() if k not in _OTHER},
+        "hyperparameters": {k: plain(v, None) for k, v in options.items() if k not in _OTHER},
         "state": {},
     }
     for key, value in counters.items():
-        number = plain(value)
+        number = plain(value, None)
         if isinstance(number, int | float) and not isinstance(number, bool):
             # torch's optimizers keep a counter as a 0-d fp32 tensor.
             number = {"tensor": float(number), "dtype": "torch.float32", "shape": []}
         record["state"][key] = number
     return record
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON, as far as JSON can hold it."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor() if value.numel() == 1:
-            return value.item()
-        case list() | tuple():
-            return [plain(inner) for inner in value]
-        case _:
-            return str(value)

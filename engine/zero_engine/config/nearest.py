@@ -1,4 +1,4 @@
-"""Errors for unknown config keys, with the nearest known key, and checks of free params."""
+"""Checks of free params, such as those of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,25 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from zero_contract.errors import ConfigError
-from zero_contract.values import nearest
+from zero_contract.sections import unknown_key
 
 _TYPES = re.compile(r"\b(int|float|bool|str|None|Optional|[tT]uple|Sequence)\b")
-
-
-def unknown_key(
-    where: str, known: Collection[str], *, listed: Collection[str] | None = None
-) -> ConfigError:
-    """The error for an unknown key.
-
-    Args:
-        where: The whole path of the key.
-        known: The keys that are possible in its place.
-        listed: The keys to list if none is near; by default all.
-    """
-    near = nearest(where.rpartition(".")[2], known)
-    names = ", ".join(sorted(known if listed is None else listed))
-    hint = f"; did you mean {near!r}?" if near else f"; known: {names}"
-    return ConfigError(f"{where}: unknown config key{hint}")
 
 
 def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
+from zero_comm.reduction_order import check_block
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.elasticity import Elasticity
@@ -223,14 +224,8 @@ class Elastic:
     null: 8 in a new run, and what it was in one that is resumed."""
 
     def __post_init__(self) -> None:
-        check_least("elastic", self, {"max_skipped_steps": 1, "reduction_block": 1})
-        block = self.reduction_block
-        if block is not None and block & (block - 1):
-            below = 1 << block.bit_length() - 1
-            raise ConfigError(
-                f"elastic.reduction_block is {block}, which is no power of two; "
-                f"set it to {below} or {2 * below}"
-            )
+        check_least("elastic", self, {"max_skipped_steps": 1})
+        check_block(self.reduction_block)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_contract.errors import ConfigError
+from zero_contract.sections import AUTO
 from zero_data.global_batch import BatchShape, resolve_batch
 from zero_engine.config.elasticity import choose_batch
-from zero_engine.config.parse import AUTO, without_effect
+from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
 from zero_engine.observe.memory import estimate_for, is_stepped_whole, optimizer_states
 

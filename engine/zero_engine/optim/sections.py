@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from zero_contract.sections import AUTO
 from zero_engine.config import Config, OptimizerConfig, SchedulerConfig
-from zero_engine.config.parse import AUTO
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import check_whole, make_optimizer, needs_whole
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from zero_checkpoint.torch_state import persistent_buffers
 from zero_engine.sharding.flat_unit import FlatUnit
 
 
@@ -43,13 +44,3 @@ def module_state_dict(
     if highest:
         whole = {n: v.float() if v.is_floating_point() else v for n, v in whole.items()}
     return whole | {other: whole[name] for other, name in aliases.items()}
-
-
-def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that belong into a state_dict, with their names; shared ones once."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules()
-        for name in child._buffers.keys() - child._non_persistent_buffers_set
-    }
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
+from zero_checkpoint.torch_state import persistent_buffers, plain, set_option
 from zero_comm.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_engine.sharding.weights import persistent_buffers
-from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut, plain
+from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut
 from zero_engine.state.owner_state import WHOLE, StateOfOwners
 from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
 
@@ -131,11 +131,7 @@ class EngineState:
             self._optimizer.finish(records)
             for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
                 for key, value in record["hyperparameters"].items() if record is not None else ():
-                    current = group.get(key)
-                    if isinstance(current, Tensor):
-                        group[key] = current.fill_(value)
-                    else:  # JSON has no tuples
-                        group[key] = tuple(value) if isinstance(value, list) else value
+                    set_option(group, key, value)
             if engine.get("loss_scaler"):
                 self.zero.restore_scale(engine["loss_scaler"])
         saved_scheduler = engine["scheduler"] if options.wants_scheduler else None

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint import Manifest
-from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
 from zero_checkpoint.format.table import table_of
+from zero_checkpoint.torch_state import device_of_number, number_as_json, number_from_json
 from zero_comm.collectives import Collectives, wait
 from zero_engine.optim.steps import Steps
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.segments import Segment, elementwise_keys
-
-_SCALAR_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 
 
 class OptimizerState(Protocol):
@@ -161,14 +159,8 @@ class StateOfSegments:
             saved = record["state"] if record is not None else {}
             for segment in segments if saved else ():
                 state = self._zero.optimizer.state[segment.param]
-                for key, value in saved.items():
-                    if isinstance(value, Mapping):  # a tensor, as `_scalars` has written it
-                        device = device_of_number(group, segment.param.device)
-                        dtype = _SCALAR_DTYPES[value["dtype"]]
-                        number = torch.tensor(value["tensor"], dtype=dtype, device=device)
-                        state[key] = number.reshape(value["shape"])
-                    else:
-                        state[key] = value
+                device = device_of_number(group, segment.param.device)
+                state |= {key: number_from_json(value, device) for key, value in saved.items()}
 
     def _of(self, segment: Segment) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(segment.param, {})
@@ -194,45 +186,9 @@ def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None)
         yield Piece(TensorId(kind, slot.fqn), start - slot.start, part)
 
 
-# ---- numbers in JSON ----
-
-
 def _scalars(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a segment's state as JSON, tensors with their dtype and shape."""
-    scalars: dict[str, Any] = {}
-    for key in sorted(state.keys() - set(elementwise_keys(segment, state))):
-        value, what = state[key], f"optimizer state {key}"
-        if not isinstance(value, Tensor):
-            scalars[key] = plain(value, what)
-            continue
-        shape, dtype = list(value.shape), str(value.dtype)
-        if value.numel() != 1 or dtype not in _SCALAR_DTYPES:
-            raise CheckpointError(
-                f"{what} has shape {tuple(shape)} and dtype {dtype}: neither one value per element "
-                "nor one number, so it cannot be divided among ranks"
-            )
-        scalars[key] = {"tensor": value.item(), "dtype": dtype, "shape": shape}
-    return scalars
-
-
-def device_of_number(group: Mapping[str, Any], weights: torch.device) -> torch.device:
-    """Where torch keeps step counts: beside the weights for kernels that read them there."""
-    beside = group.get("fused") or group.get("capturable")
-    return weights if beside else torch.device("cpu")
-
-
-def plain(value: Any, what: str) -> Any:
-    """A value of an optimizer as JSON.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
-    """
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Tensor() if value.numel() == 1:
-            return value.item()
-        case list() | tuple():
-            return [plain(inner, what) for inner in value]
-        case _:
-            raise CheckpointError(f"{what} is a {type(value).__name__}, which JSON cannot hold")
+    """The numbers of a segment's state as JSON."""
+    return {
+        key: number_as_json(state[key], f"optimizer state {key}")
+        for key in sorted(state.keys() - set(elementwise_keys(segment, state)))
+    }

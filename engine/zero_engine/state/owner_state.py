@@ -18,12 +18,12 @@ from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
+from zero_checkpoint.torch_state import device_of_number
 from zero_comm.collectives import Collectives
 from zero_comm.objects import gather_objects
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
 from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, stored, tree_spec
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
-from zero_engine.state.optimizer_state import device_of_number
 
 WHOLE = "whole"
 """The key of a param group in the manifest: name of a parameter -> its tree spec."""

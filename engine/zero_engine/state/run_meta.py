@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from zero_comm.reduction_plan import DEFAULT_BLOCK
-from zero_contract.errors import ConfigError
+from zero_comm.reduction_order import block_of, record_of
 from zero_data.global_batch import BatchShape
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
 
 _log = logging.getLogger(__name__)
 
+_ANEW = "begin a new run with load_checkpoint(load_module_only=True)"
 _BY_ROUNDING = "from here on the results differ from those of the uninterrupted run by rounding"
 _CHANGES = "from here on the results are not those of the uninterrupted run"
 _SAME_RESULT = {
     "dataset_size": (
         "the number of samples in training_data",
         "they are drawn in another order, so some are repeated or left out in this epoch; give the "
-        "same dataset, or begin a new run with load_checkpoint(load_module_only=True)",
+        f"same dataset, or {_ANEW}",
     ),
     "seed": ("seed", f"order of the samples and dropout change, {_CHANGES}; set seed as it was"),
     "dtype": (
@@ -57,11 +57,6 @@ _SAME_RESULT = {
 its name for a user; what a change means for the run, and what to set."""
 
 
-_TREE = {"order": "tree", "version": 1}
-_BEFORE_BLOCKS = {**_TREE, "block": 1}
-"""The order of older checkpoints, which have no such key."""
-
-
 def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
     """Counters, batch and environment, as JSON."""
     cursor = run.cursor
@@ -72,7 +67,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "leaves": run.batch.microbatches,
         "micro_batch": run.batch.micro_batch,
         "summed_over": run.summed_over,
-        "reduction": {**_TREE, "block": core.zero.reduction_block} if core.zero else None,
+        "reduction": record_of(core.zero.reduction_block) if core.zero else None,
         "dataset_size": run.loader.dataset_size if run.loader is not None else None,
         "seed": config.seed,
         "world": run.world,
@@ -93,7 +88,7 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
         ConfigError: The config asks for another order of the gradients' sums.
     """
     if core.zero is not None:
-        core.zero.reduction_block = block_of(saved, config.elastic.reduction_block)
+        core.zero.reduction_block = block_of(saved, config.elastic.reduction_block, anew=_ANEW)
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(microbatches=saved["leaves"], micro_batch=saved["micro_batch"]))
@@ -107,36 +102,6 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
             _log.warning("%s", line)
     cursor = run.cursor
     cursor.step, cursor.samples, cursor.skipped = saved["step"], saved["samples"], saved["skipped"]
-
-
-def block_of(saved: Mapping[str, Any], configured: int | None) -> int:
-    """The block in which a resumed run sums gradients: that of its checkpoint.
-
-    Args:
-        saved: `describe` of the checkpoint.
-        configured: `elastic.reduction_block`.
-
-    Raises:
-        ConfigError: The config asks for another block, or the order is not known.
-    """
-    reduction = saved.get("reduction", _BEFORE_BLOCKS)
-    if reduction is None:  # unknown, as after an import
-        return configured or DEFAULT_BLOCK
-    order = {key: reduction.get(key) for key in _TREE}
-    if order != _TREE:
-        raise ConfigError(
-            f"the run of this checkpoint sums gradients in an order that this release does not "
-            f"know: {order}; resume it with the release that it was made with, or take only its "
-            "weights, with load_checkpoint(load_module_only=True)"
-        )
-    block: int = reduction["block"]
-    if configured not in (None, block):
-        raise ConfigError(
-            f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
-            f"gradients in blocks of {block}: another order gives other bits; remove the key or "
-            f"set it to {block}, or begin a new run with load_checkpoint(load_module_only=True)"
-        )
-    return block
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,90 @@
+"""What torch's modules and optimizers keep, in the words of a checkpoint: names, numbers, options.
+
+Must always hold: a number is restored with its dtype and shape; what JSON cannot hold is refused by
+name, unless the caller asks for its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_checkpoint.errors import CheckpointError
+
+_NUMBER_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that belong into a state_dict, with their names; shared ones once."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._buffers.keys() - child._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
+
+
+def plain(value: Any, what: str | None) -> Any:
+    """A value of an optimizer as JSON.
+
+    Args:
+        value: The value.
+        what: Its name, for the error; None: what JSON cannot hold becomes its text.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor() if value.numel() == 1:
+            return value.item()
+        case list() | tuple():
+            return [plain(inner, what) for inner in value]
+        case _ if what is None:
+            return str(value)
+        case _:
+            raise CheckpointError(f"{what} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def number_as_json(value: Any, what: str) -> Any:
+    """A number of an optimizer's state as JSON; a tensor with its dtype and shape.
+
+    Raises:
+        CheckpointError: It is no number.
+    """
+    if not isinstance(value, Tensor):
+        return plain(value, what)
+    shape, dtype = list(value.shape), str(value.dtype)
+    if value.numel() != 1 or dtype not in _NUMBER_DTYPES:
+        raise CheckpointError(
+            f"{what} has shape {tuple(shape)} and dtype {dtype}: neither one value per element nor "
+            "one number, so it cannot be divided among ranks"
+        )
+    return {"tensor": value.item(), "dtype": dtype, "shape": shape}
+
+
+def number_from_json(value: Any, device: torch.device) -> Any:
+    """The inverse of `number_as_json`."""
+    if not isinstance(value, Mapping):
+        return value
+    dtype = _NUMBER_DTYPES[value["dtype"]]
+    return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(value["shape"])
+
+
+def device_of_number(group: Mapping[str, Any], weights: torch.device) -> torch.device:
+    """Where torch keeps step counts: beside the weights for kernels that read them there."""
+    beside = group.get("fused") or group.get("capturable")
+    return weights if beside else torch.device("cpu")
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a param group to a value from JSON; one in a tensor is set in place."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:  # JSON has no tuples
+        group[key] = tuple(value) if isinstance(value, list) else value
