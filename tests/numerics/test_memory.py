@@ -125,7 +125,7 @@ def buffers_of_one_step(stage: int) -> list[int]:
     engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     assert engine._core.reducer is not None
     reducer = engine._core.reducer
-    reducer._pool = reducer._reduction._pool = Asked(torch.device("cpu"))
+    reducer._pool = reducer._reduction.pool = Asked(torch.device("cpu"))
     engine.backward(engine(torch.ones(1, WIDTH)))
     engine.step()
     return asked

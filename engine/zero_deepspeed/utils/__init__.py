@@ -77,7 +77,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's share of the weights."""
+    """This rank's share of the weights.
+
+    On several nodes of several ranks, shares are not in the order of ranks (see docs/reduction.md):
+    `safe_get_full_fp32_param` returns the whole parameter, in place of shares joined by a script.
+    """
     return owned(param).weights_share()
 
 
@@ -87,7 +91,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's share of the gradient; None after a step."""
+    """This rank's share of the gradient; None after a step.
+
+    Shares are in the order of `safe_get_local_fp32_param`; `safe_get_full_grad` returns the whole.
+    """
     return owned(param).gradient_share()
 
 
@@ -97,7 +104,11 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """This rank's share of a state; None before the first step."""
+    """This rank's share of a state; None before the first step.
+
+    Shares are in the order of `safe_get_local_fp32_param`; `safe_get_full_optimizer_state` returns
+    the whole state.
+    """
     return owned(param).state_share(optim_state_key)
 
 
