@@ -4,7 +4,8 @@ Owns the names, the counts and the waits of everything that ranks send to each o
 hold:
 
 - The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
-  them as `ordered_sum` does. A sum depends on the micro-batches, never on who computed them.
+  them as `ordered_sum` does. A sum depends on the micro-batches, never on who computed them. Only
+  `reduce_scatter` and `all_reduce` leave the order to the backend.
 - All ranks issue the same exchanges in the same order. If they do not, nothing is mixed up: shards
   are sent under the name of what they belong to, and a deadlock raises `Diverged`, which names the
   exchanges.
@@ -265,6 +266,28 @@ class Collectives:
             return transport.exchange(held, wanted, what, turn)
 
         return self._begin("pieces", what, (*wanted.values(), *held.values()), sent_bytes, start)
+
+    def reduce_scatter(self, full: Tensor, own: Tensor, what: str) -> Pending:
+        """Sum `full` [world * n] over all ranks in the backend's order; `own` [n] gets the shard.
+
+        Only for shards in the order of ranks, and in a group in which nothing else is exchanged:
+        a backend matches these by the order in which they begin.
+        """
+        sent_bytes = self._count("reduce", full)  # what a ring would send; nobody else knows
+
+        def start(transport: Transport, _turn: int) -> list[Work]:
+            return transport.reduce_scatter(full, own)
+
+        return self._begin("reduce", what, (full, own), sent_bytes, start)
+
+    def all_reduce(self, full: Tensor, what: str) -> Pending:
+        """Sum `full` over all ranks in place; like `reduce_scatter`, but every rank gets it all."""
+        sent_bytes = self._count("reduce", full) + self._count("reduce", full)
+
+        def start(transport: Transport, _turn: int) -> list[Work]:
+            return transport.all_reduce(full)
+
+        return self._begin("reduce", what, (full,), sent_bytes, start)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Copy `tensor` from rank `source` to all ranks, and wait for it."""

@@ -1,6 +1,7 @@
 """The order in which a run sums its gradients, as its checkpoints record it.
 
-Must always hold: a run that resumes sums in the order of its checkpoint, or does not resume.
+Must always hold: a run that resumes sums in the order of its checkpoint, unless its config names
+another mode; else it does not resume.
 """
 
 from __future__ import annotations
@@ -11,9 +12,38 @@ from typing import Any
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_contract.errors import ConfigError
 
+ORDERED, NATIVE = "ordered", "native"
+"""The values of elastic.reduction."""
+CHAIN = 1
+"""The block of a sum whose addends are added one after the other."""
 _TREE = {"order": "tree", "version": 1}
-_BEFORE_BLOCKS = {**_TREE, "block": 1}
+_BEFORE_BLOCKS = {**_TREE, "block": CHAIN}
 """The order of older checkpoints, which have no such record."""
+_NATIVE = {"order": NATIVE, "version": 1}
+_FROM_ORDERED = (
+    'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
+    "the result depends on the number of ranks; remove the key if bits count"
+)
+_FROM_NATIVE = (
+    'elastic.reduction is "ordered", and was "native" when the checkpoint was made: from here on '
+    "the number of ranks changes no bit, but what the steps before have come to depends on it"
+)
+
+
+def check_mode(mode: str | None, block: int | None) -> None:
+    """Check elastic.reduction and elastic.reduction_block of a config.
+
+    Raises:
+        ConfigError: One is no such value, or one excludes the other.
+    """
+    if mode not in (None, ORDERED, NATIVE):
+        raise ConfigError(f'elastic.reduction: {mode!r} is neither "{ORDERED}" nor "{NATIVE}"')
+    if mode == NATIVE and block is not None:
+        raise ConfigError(
+            'elastic.reduction_block: with elastic.reduction "native" the backend chooses the '
+            "order; remove one of the two"
+        )
+    check_block(block)
 
 
 def check_block(block: int | None) -> None:
@@ -39,27 +69,52 @@ def record_of(block: int) -> dict[str, Any]:
     return {**_TREE, "block": block}
 
 
-def block_of(saved: Mapping[str, Any], configured: int | None, *, anew: str) -> int:
-    """The block in which a resumed run sums gradients: that of its checkpoint.
+def record_of_native(backend: str, dtype: str) -> dict[str, Any]:
+    """The record of a run whose sums are made by a backend, in a dtype."""
+    return {**_NATIVE, "backend": backend, "dtype": dtype}
+
+
+def order_of(
+    saved: Mapping[str, Any], mode: str | None, configured: int | None, *, anew: str
+) -> tuple[int, str]:
+    """How a resumed run sums gradients: as its checkpoint says, unless the config names a mode.
 
     Args:
         saved: The checkpoint's record of its run, with this record under "reduction".
+        mode: elastic.reduction.
         configured: elastic.reduction_block.
         anew: How the user begins a new run with the weights of the checkpoint, for the error.
 
+    Returns:
+        The block, and a sentence about what changes; empty if nothing does.
+
     Raises:
-        ConfigError: The config asks for another block, or the order is not known.
+        ConfigError: The order would change though the config does not name the mode, or it asks for
+            another block, or the order is not known.
     """
     reduction = saved.get("reduction", _BEFORE_BLOCKS)
     if reduction is None:  # unknown, as after an import
-        return configured or DEFAULT_BLOCK
+        return CHAIN if mode == NATIVE else configured or DEFAULT_BLOCK, ""
     order = {key: reduction.get(key) for key in _TREE}
-    if order != _TREE:
+    if order not in (_TREE, _NATIVE):
         raise ConfigError(
             f"the run of this checkpoint sums gradients in an order that this release does not "
             f"know: {order}; resume it with the release that it was made with, or {anew}"
         )
-    block: int = reduction["block"]
+    if mode == NATIVE:
+        return CHAIN, "" if order == _NATIVE else _FROM_ORDERED
+    if order == _TREE:
+        return _block_of(reduction["block"], configured, anew), ""
+    if mode is None:
+        raise ConfigError(
+            "the run of this checkpoint leaves the sums of gradients to the backend; set "
+            'elastic.reduction to "native" to continue like that, or to "ordered" to sum them in a '
+            "fixed order from here on"
+        )
+    return configured or DEFAULT_BLOCK, _FROM_NATIVE
+
+
+def _block_of(block: int, configured: int | None, anew: str) -> int:
     if configured not in (None, block):
         raise ConfigError(
             f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "

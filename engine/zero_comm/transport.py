@@ -19,8 +19,9 @@ from torch import Tensor
 
 from zero_comm.waiting import Waiter, Work
 
-# torch 2.13 renamed this call; the old name warns there, the new one is missing before.
+# torch 2.13 renamed these calls; the old names warn there, the new ones are missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Transport:
@@ -137,6 +138,22 @@ class Transport:
             if rank not in self.near
         ]
         return list(dist.batch_isend_irecv(calls)) if calls else []
+
+    def reduce_scatter(self, full: Tensor, own: Tensor) -> list[Work]:
+        """Sum `full` [world * n] over all ranks, in the backend's order; `own` [n] is the result.
+
+        Rank r gets the r-th part. All ranks begin these in the same order.
+        """
+        return [_reduce_scatter(own, full, group=self._group, async_op=True)]
+
+    def all_reduce(self, full: Tensor) -> list[Work]:
+        """Sum `full` over all ranks in place, in the backend's order, with the same bits on all.
+
+        All ranks begin these in the same order.
+        """
+        work = dist.all_reduce(full, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
+        return [work]
 
     def broadcast(self, tensor: Tensor, source: int) -> list[Work]:
         """Make `tensor` what it is on rank `source`."""

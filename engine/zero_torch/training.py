@@ -19,7 +19,7 @@ from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
 from zero_comm.collectives import Collectives
-from zero_comm.reduction_order import block_of, record_of
+from zero_comm.reduction_order import ORDERED, order_of, record_of
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.state import TrainingState
@@ -148,9 +148,11 @@ class Training:
         Raises:
             ConfigError: The script asks for another order of the gradients' sums.
         """
-        self.gradients.block = block_of(run, self.configured_block, anew=_ANEW)
-        for line in differences(self.record(), run) if self.rank == 0 else ():
-            _log.warning("%s", line)
+        block = self.configured_block
+        self.gradients.block, change = order_of(run, ORDERED, block, anew=_ANEW)
+        for line in (change, *differences(self.record(), run)) if self.rank == 0 else ():
+            if line:
+                _log.warning("%s", line)
         self.state.adopt(run["groups"])
         if self.scheduler is not None and run.get("scheduler") is not None:
             self.scheduler.load_state_dict(run["scheduler"])

@@ -145,6 +145,8 @@ class Progress:
     """Norm of the gradient before clipping."""
     loss_scale: float | None = None
     """Loss scale of fp16 training; None in other training."""
+    reduction: str = ""
+    """How gradients are summed, if not in the fixed order: "native", by the backend."""
     saving_s: float = 0.0
     """Seconds for which saves have blocked training since the last message of this kind."""
 

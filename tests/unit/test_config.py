@@ -228,7 +228,19 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"elasticity": {"enabled": True}}, "elasticity.micro_batch_sizes: give numbers of"),
         ({"bfloat16": {}, "bf16": {}}, "bf16: bf16 is given twice; keep one"),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing"),
-        ({"reduction": "native"}, "reduction: 'native' is not supported yet"),
+        ({"reduction": "ordered"}, "reduction: this key is elastic.reduction now; write it there"),
+        ({"elastic": {"reduction": "any"}}, '\'any\' is neither "ordered" nor "native"'),
+        (
+            {"elastic": {"reduction": "native", "reduction_block": 4}},
+            'elastic.reduction_block: with elastic.reduction "native" the backend chooses',
+        ),
+        (
+            {
+                "elastic": {"reduction": "native"},
+                "zero_optimization": {"zero_quantized_gradients": True},
+            },
+            'zero_quantized_gradients: not with elastic.reduction "native"',
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
             'zero_optimization.offload_optimizer.device: \'gpu\' is not "none", "cpu" or "nvme"',

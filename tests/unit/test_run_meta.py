@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_comm.reduction_order import block_of
+from zero_comm.reduction_order import order_of, record_of_native
 from zero_contract.errors import ConfigError
 from zero_engine.state.run_meta import differences
 
@@ -98,7 +98,8 @@ TREE = {"order": "tree", "version": 1}
 def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
     saved: dict[str, Any], configured: int | None, block: int
 ) -> None:
-    assert block_of(saved, configured, anew="begin anew") == block
+    found = order_of(saved, None, configured, anew="begin anew")
+    assert found == (block, "")
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,29 @@ def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
 )
 def test_an_order_that_would_change_is_refused(saved: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        block_of(saved, 8, anew="begin anew")
+        order_of(saved, None, 8, anew="begin anew")
+
+
+NATIVE = record_of_native("nccl", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("saved", "mode", "block", "said"),
+    [
+        (NATIVE, "native", 1, ""),
+        (NATIVE, "ordered", 8, 'elastic.reduction is "ordered", and was "native"'),
+        ({**TREE, "block": 4}, "native", 1, 'elastic.reduction is "native", and was "ordered"'),
+        ({**TREE, "block": 4}, "ordered", 4, ""),
+        (None, "native", 1, ""),
+    ],
+)
+def test_a_resumed_run_changes_to_the_backends_sums_and_back_and_says_so(
+    saved: dict[str, Any] | None, mode: str, block: int, said: str
+) -> None:
+    chosen, told = order_of({"reduction": saved}, mode, None, anew="begin anew")
+    assert (chosen, told[: len(said)], bool(told)) == (block, said, bool(said))
+
+
+def test_a_run_of_the_backends_sums_is_not_resumed_in_order_without_a_word() -> None:
+    with pytest.raises(ConfigError, match=r'set elastic.reduction to "native" to'):
+        order_of({"reduction": NATIVE}, None, None, anew="begin anew")

@@ -108,6 +108,15 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
     assert now.live_nodes == ("a", "b", "c")
 
 
+def test_a_run_whose_sums_are_the_backends_is_shown_as_such(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    assert "reduction" not in shown(read(job))
+    memory.put(progress_prefix("gpt") + "b", '{"step": 44, "reduction": "native"}')
+    assert "native: the number of ranks changes the result" in shown(read(job))
+
+
 def test_a_checkpoint_in_memory_is_shown_as_long_as_the_job_runs(memory):
     job = Job(memory)
     job.live("a")

@@ -161,10 +161,17 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         if run.get(key) is not None:
             yield label, run[key]
     if isinstance(order := run.get("reduction"), Mapping):
-        yield "gradients summed", f"in {order.get('order')} order, blocks of {order.get('block')}"
+        yield "gradients summed", _order(order)
     if record["client"]:
         yield "client state", ", ".join(record["client"])
     yield "manifest", record["digest"]
+
+
+def _order(reduction: Mapping[str, Any]) -> str:
+    """How gradients are summed, from the record of the run."""
+    if reduction.get("order") == "native":
+        return f"by {reduction.get('backend')} itself, in {reduction.get('dtype')} (native)"
+    return f"in {reduction.get('order')} order, blocks of {reduction.get('block')}"
 
 
 _RUN = {

@@ -205,6 +205,9 @@ ALIASES = {
 }
 """Path of another spelling -> the key."""
 
+MOVED = {"reduction": "elastic.reduction"}
+"""Former path of a key -> its present one."""
+
 
 _SIZE, _COUNT = Range(), Range(least=1)
 

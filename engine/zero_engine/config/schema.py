@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
-from zero_comm.reduction_order import check_block
+from zero_comm.reduction_order import NATIVE, check_mode
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.elasticity import Elasticity
@@ -219,13 +219,22 @@ class Elastic:
     """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: int = 8
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
+    reduction: str | None = None
+    """How gradients are summed: "ordered", with the same bits at every world size, or "native", by
+    the backend's own reduce-scatter and all-reduce, with bits that depend on the number of ranks.
+    null: "ordered"; a checkpoint of a "native" run is then refused."""
     reduction_block: int | None = None
     """Micro-batches that are summed in a tree, a power of two; the bits of every sum depend on it.
     null: 8 in a new run, and what it was in one that is resumed."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the backend sums gradients."""
+        return self.reduction == NATIVE
+
     def __post_init__(self) -> None:
         check_least("elastic", self, {"max_skipped_steps": 1})
-        check_block(self.reduction_block)
+        check_mode(self.reduction, self.reduction_block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +313,8 @@ class Config:
     first round."""
     communication_data_type: str | None = None
     """The dtype in which gradients are sent. Only the compute dtype or "fp32" is possible, because
-    another one would round them."""
+    another one would round them. With elastic.reduction "native" they are also summed in it; null
+    is "fp32" there."""
     seed: Seed = 42
     """Decides the order of samples and dropout. DeepSpeed does not have this key."""
     steps_per_print: Interval | None = None
@@ -315,8 +325,6 @@ class Config:
     """Log the resolved config at the beginning."""
     log_level: str | None = None
     """The level of the logger `zero_engine`, such as "info"."""
-    reduction: str = "ordered"
-    """How gradients are summed. Only "ordered" exists. DeepSpeed does not have this key."""
     dataloader_drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a global batch."""
     bf16: Bf16 = Bf16()
@@ -345,8 +353,11 @@ class Config:
         if self.gradient_allreduce_op.lower() not in ("mean", "sum"):
             op = self.gradient_allreduce_op
             raise ConfigError(f'gradient_allreduce_op: {op!r} is neither "mean" nor "sum"')
-        if self.reduction != "ordered":
-            raise ConfigError(f'reduction: {self.reduction!r} is not supported yet; use "ordered"')
+        if self.elastic.is_native and self.zero_optimization.zero_quantized_gradients:
+            raise ConfigError(
+                'zero_optimization.zero_quantized_gradients: not with elastic.reduction "native", '
+                "whose sums are made by the backend, which knows no int8; remove one of the two"
+            )
         self._check_precision()
         if self.moments != "fp32" and self.master == "fp32":
             raise ConfigError(
@@ -368,6 +379,11 @@ class Config:
     def compute(self) -> str:
         """The dtype that the model computes in: "fp32", "bf16" or "fp16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def travelling(self) -> str:
+        """The dtype in which the backend sums gradients, with elastic.reduction "native"."""
+        return _DTYPE_NAMES[self.communication_data_type or "fp32"]
 
     @property
     def master(self) -> str:

@@ -244,6 +244,7 @@ class Engine(nn.Module):
             loss=self.mean_loss,
             gradient_norm=outcome.norm,
             loss_scale=self.loss_scale if self._config.fp16.enabled else None,
+            reduction="native" if self._config.elastic.is_native else "",
         )
         self._link.progress(self._persistence.number, progress)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)

@@ -61,6 +61,12 @@ from zero_engine.stages import STAGES, Stage
 
 _log = logging.getLogger(__name__)
 
+_NATIVE_RUN = (
+    'elastic.reduction is "native": the backend sums the gradients in an order of its own, so the '
+    "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
+    "key for sums in a fixed order"
+)
+
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
@@ -193,8 +199,12 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
 
 def _find_nodes(shared: _Shared) -> None:
     """Let sums begin inside of nodes, where they can."""
-    config, collectives = shared.config.zero_optimization, shared.collectives
-    if config.zero_quantized_gradients:  # they travel to their owners as int8
+    config, collectives = shared.config, shared.collectives
+    if config.elastic.is_native:
+        if dist.get_rank() == 0:
+            _log.warning("%s", _NATIVE_RUN)
+        return
+    if config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
         return
     any_order = collectives.transports.of(shared.device).any_order
     if shared.stage.shards_parameters and not any_order:
@@ -240,7 +250,7 @@ def _make_stepper(
     trained = [unit for unit in units if unit.trained]
     if optimizer is None or not trained:
         return None, None
-    config, stage = shared.config, shared.stage
+    config, stage, native = shared.config, shared.stage, shared.config.elastic.is_native
     whole = needs_whole(optimizer)
     if whole:
         check_whole(optimizer, config)
@@ -259,9 +269,9 @@ def _make_stepper(
         pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
         whole=whole,
-        block=config.elastic.reduction_block or DEFAULT_BLOCK,
+        block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
-    divides = shared.collectives.topology.divides
+    has_group = shared.collectives.topology.divides or (native and shared.collectives.world > 1)
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -269,9 +279,10 @@ def _make_stepper(
         stage,
         zero.wholes,
         coordinator.release_trained if stage.shards_parameters else None,
-        apart(shared.collectives, shared.device, shared.interrupt) if divides else None,
+        apart(shared.collectives, shared.device, shared.interrupt) if has_group else None,
         shared.guard,
         quantized=config.zero_optimization.zero_quantized_gradients,
+        native=DTYPES[config.travelling] if native else None,
     )
     return zero, reducer
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zero_comm.collectives import Collectives, wait
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
+from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
@@ -73,7 +74,7 @@ class ZeroOptimizer:
         moments: torch.dtype = torch.float32,
         *,
         whole: bool = False,
-        block: int = DEFAULT_BLOCK,
+        block: int | None = DEFAULT_BLOCK,
     ) -> None:
         """Take over an optimizer.
 
@@ -87,7 +88,8 @@ class ZeroOptimizer:
             pace: The sub-groups of state that is offloaded, or rests in 16 bits.
             moments: The dtype in which the optimizer's state rests.
             whole: Give the optimizer whole parameters, each on the rank that owns it.
-            block: Micro-batches that are summed in a tree; see `reduction_plan`.
+            block: Micro-batches that are summed in a tree; see `reduction_plan`. None: the backend
+                makes the sums, and where every rank steps all, it gives all of them to every rank.
         """
         self.optimizer = optimizer
         self.units = tuple(units)
@@ -106,7 +108,9 @@ class ZeroOptimizer:
         self.totals = self._gradients
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
-        self.sums = tuple(OrderedSum(total, block) for total in self.totals)
+        self._everywhere = block is None and not stage.shards_optimizer
+        summed = self._gradients if self._everywhere else self.totals
+        self.sums = tuple(OrderedSum(total, block or CHAIN) for total in summed)
         lengths = [unit.layout.numel for unit in units]
         self._norm = BlockNorm(lengths, sizes, collectives.owners, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
@@ -253,9 +257,9 @@ class ZeroOptimizer:
             if self._clip > 0 and clip < 1:
                 factor *= clip
             if factor != 1:
-                for total in self.totals:
-                    total.mul_(factor)
-            if not self._stage.shards_optimizer:
+                for each in self.sums:
+                    each.total.mul_(factor)
+            if not self._stage.shards_optimizer and not self._everywhere:
                 gathers = [
                     self._collectives.all_gather(full, f"gradient sums of {unit.name}")
                     for unit, full in zip(self.units, self._gradients, strict=True)

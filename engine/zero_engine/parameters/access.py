@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_comm.collectives import wait
+from zero_comm.ordered_sum import OrderedSum
 from zero_contract.errors import ZeroError
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.optim.owner_steps import StepByOwners
@@ -95,8 +96,14 @@ class OwnedParam:
 
     def set_gradient(self, value: Tensor) -> None:
         """Replace the gradient that the next step will apply."""
-        start, stop = self._share()
-        self.set_gradient_share(self._flat(value)[start - self.slot.start : stop - self.slot.start])
+        flat, (start, stop) = self._flat(value), self._share()
+        gradients = self._replaced_gradients()
+        if gradients.total.numel() == self.unit.padded:  # every rank has all of the sum
+            _write(
+                gradients.total[self.slot.start : self.slot.stop], self._scaled(flat), self.slot.fqn
+            )
+        else:
+            self.set_gradient_share(flat[start - self.slot.start : stop - self.slot.start])
 
     def gradient_share(self) -> Tensor | None:
         """This rank's share of the gradient, or None outside a step. Not collective."""
@@ -104,23 +111,45 @@ class OwnedParam:
         return None if total is None else self._local(total)
 
     def set_gradient_share(self, value: Tensor) -> None:
-        """Replace this rank's share of the gradient. Not collective."""
+        """Replace this rank's share of the gradient. Not collective.
+
+        Raises:
+            ZeroError: There is no gradient, or every rank has all of it.
+        """
+        gradients = self._replaced_gradients()
+        if gradients.total.numel() == self.unit.padded and self.core.collectives.world > 1:
+            raise ZeroError(
+                f'{self.slot.fqn}: at stage 0 with elastic.reduction "native" every rank has the '
+                "whole gradient, so a share cannot be replaced on one rank alone; call "
+                "safe_set_full_grad on all ranks"
+            )
+        _write(self._local(gradients.total), self._scaled(value), self.slot.fqn)
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        assert self.core.zero is not None
+        return value.detach() * self.core.zero.scale
+
+    def _replaced_gradients(self) -> OrderedSum:
+        """The sum of this parameter's unit, to be written to: nothing is pending any more."""
         zero = self.core.zero
         if zero is None or self._total() is None:
             raise ZeroError(
                 f"{self.slot.fqn} has no gradient to set; call this between engine.backward() "
                 "and the step that applies it, for a trained parameter"
             )
-        scaled = value.detach() * zero.scale
         gradients = zero.sums[zero.units.index(self.unit)]
         gradients.settle()  # what is pending is of the value that is replaced
-        _write(self._local(gradients.total), scaled, self.slot.fqn)
+        return gradients
 
     def _total(self) -> Tensor | None:
+        """This rank's interval of the unit's gradient."""
         zero = self.core.zero
         if zero is None or not zero.accumulating or not self.unit.trained:
             return None
-        return zero.sums[zero.units.index(self.unit)].value() / zero.scale
+        value = zero.sums[zero.units.index(self.unit)].value()
+        if value.numel() == self.unit.padded:
+            value = value[slice(*self.unit.interval)]
+        return value / zero.scale
 
     # ---- optimizer state ----
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
+from zero_comm.native_reduction import NativeReduction
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Reducing, Turn
@@ -114,20 +115,24 @@ class GradReducer:
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         quantized: bool = False,
+        native: torch.dtype | None = None,
     ) -> None:
         """Hook the parameters.
 
         Args:
             units: The trained units, in module order.
-            sums: For each unit the sum of this rank's interval, [padded / world].
+            sums: For each unit the sum of this rank's interval, [padded / world]; or [padded], to
+                be made by the backend for every rank.
             collectives: The group to reduce over.
             stage: Whether parameters are gathered in backward.
             wholes: For each unit the tensor [padded] that the total of its sum is an interval of,
                 if every rank has it.
             on_ready: Called when this backward pass does not need a unit's weights any more.
-            apart: The group in which sums begin inside of nodes; None: owners add everything.
+            apart: The group in which sums begin inside of nodes, or in which the backend makes
+                them; None: owners add everything.
             guard: A context around exchanges, which may find that a peer is lost.
             quantized: Send the gradients of micro-batches as int8.
+            native: The dtype in which the backend sums gradients; None: they are summed in order.
         """
         self._quantized = quantized
         self._collectives = collectives
@@ -154,8 +159,10 @@ class GradReducer:
         """Called at a gradient of an unannounced backward pass; it must call `begin`."""
         self._in_flight: deque[tuple[UnitGradient, Reducing]] = deque()
         self._pool = BufferPool(sums[0].total.device)
-        self._reduction: OrderedReduction | NodeReduction
-        if apart is None:
+        self._reduction: OrderedReduction | NodeReduction | NativeReduction
+        if native is not None:
+            self._reduction = NativeReduction(apart or collectives, self._pool, native)
+        elif apart is None:
             self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
         else:
             self._reduction = NodeReduction(apart, self._pool)

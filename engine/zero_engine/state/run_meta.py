@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zero_comm.reduction_order import block_of, record_of
+from zero_comm.reduction_order import order_of, record_of, record_of_native
 from zero_data.global_batch import BatchShape
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
@@ -67,7 +68,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "leaves": run.batch.microbatches,
         "micro_batch": run.batch.micro_batch,
         "summed_over": run.summed_over,
-        "reduction": record_of(core.zero.reduction_block) if core.zero else None,
+        "reduction": _reduction_of(config, core),
         "dataset_size": run.loader.dataset_size if run.loader is not None else None,
         "seed": config.seed,
         "world": run.world,
@@ -81,6 +82,15 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
     }
 
 
+def _reduction_of(config: Config, core: Core) -> dict[str, Any] | None:
+    """How the run sums gradients; None if it trains nothing."""
+    if core.zero is None:
+        return None
+    if config.elastic.is_native:
+        return record_of_native(dist.get_backend(), config.travelling)
+    return record_of(core.zero.reduction_block)
+
+
 def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> None:
     """Resume at the position in `saved`, the `describe` of the checkpoint; warn of differences.
 
@@ -88,7 +98,12 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
         ConfigError: The config asks for another order of the gradients' sums.
     """
     if core.zero is not None:
-        core.zero.reduction_block = block_of(saved, config.elastic.reduction_block, anew=_ANEW)
+        elastic = config.elastic
+        core.zero.reduction_block, change = order_of(
+            saved, elastic.reduction, elastic.reduction_block, anew=_ANEW
+        )
+        if change and run.rank == 0:
+            _log.warning("%s", change)
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)
     if run.batch_from_world and saved["leaves"]:
         run.adopt_batch(BatchShape(microbatches=saved["leaves"], micro_batch=saved["micro_batch"]))

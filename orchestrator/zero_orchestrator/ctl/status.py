@@ -140,6 +140,8 @@ class JobStatus:
     """Host -> seconds until its exclusion ends; without exclusions that have no time limit."""
     goodput: float | None = None
     """The part of the time of all nodes that useful steps took, 0 to 1; None: no time is known."""
+    reduction: str = ""
+    """How the engine sums gradients, if not in its fixed order: "native", by the backend."""
     time_ns: dict[str, int] = dataclasses.field(default_factory=dict)
     """Use -> time of all nodes, in nanoseconds; the keys are the names of `goodput.Use`."""
 
@@ -318,7 +320,12 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         max_restarts=spec.max_restarts,
         checkpoint=checkpoint,
         command=spec.command,
+        reduction=next((word for node in members if (word := _reduction(progress, node))), ""),
     )
+
+
+def _reduction(progress: Mapping[str, Any], row: NodeRow) -> str:
+    return str(progress.get(row.node, {}).get("reduction", ""))
 
 
 def rows(

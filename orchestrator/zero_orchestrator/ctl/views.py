@@ -209,6 +209,8 @@ def _status_page(status: JobStatus) -> RenderableType:
         left_s = status.excluded_left_s.get(exclusion.host)
         ends = f"; it ends in {left_s} s" if left_s is not None else ""
         facts.add_row("excluded", f"{exclusion}{ends}")
+    if status.reduction:
+        facts.add_row("reduction", f"{status.reduction}: the number of ranks changes the result")
     facts.add_row("checkpoint", _checkpoint(status.checkpoint))
     if status.in_memory is not None and not status.ended:
         facts.add_row("in memory", _checkpoint(status.in_memory))
