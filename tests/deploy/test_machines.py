@@ -279,6 +279,9 @@ def test_a_slurm_job_that_nears_its_limit_saves_is_requeued_and_ends_with_the_sa
             assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
             second = allocation.submit()
             assert second.wait(150) == 0, allocation.output
+        except BaseException as error:
+            error.add_note(allocation.output)
+            raise
         finally:
             kill_all_with("ALLOCATION", allocation.mark)
     assert final_hash(allocation.output) == undisturbed_hash

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,13 +23,15 @@ Start = Callable[[], tuple[AgentProcess, set[Path]]]
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of this process and of those that it starts."""
-    directory = tmp_path / "t"
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return directory
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this process and of those that it starts.
+
+    Not in tmp_path, whose length depends on the runs before: sockets in it would be elsewhere.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(directory)
 
 
 @pytest.fixture
@@ -106,6 +110,17 @@ def test_a_directory_without_rights_is_no_reason_to_fail(temporary):
     (temporary / "zero-agent-link").symlink_to("/")
     Scratch("zero-agent-").close()
     assert len(list(temporary.iterdir())) == 3
+
+
+@pytest.mark.parametrize("length", [30, 68, 69, 200])
+def test_a_temporary_directory_with_a_long_path_still_has_room_for_a_socket(temporary, length):
+    long = temporary / ("l" * (length - len(str(temporary)) - 1))
+    long.mkdir()
+    tempfile.tempdir = str(long)
+    scratch = Scratch("zero-agent-", socket="agent.sock")
+    with contextlib.closing(scratch), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(scratch.path / "agent.sock"))
+        assert (scratch.path.parent == long) == (length <= 107 - 1 - 27 - 1 - 10)
 
 
 def test_an_agent_that_is_ended_while_its_etcd_starts_leaves_nothing(temporary):

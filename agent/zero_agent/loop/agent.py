@@ -26,7 +26,7 @@ from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.loop.node_time import NodeTime
-from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.loop.node_workers import SOCKET, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
 from zero_agent.loop.saying import Sayings
 from zero_agent.loop.store_writes import StoreWrites
@@ -87,7 +87,7 @@ class Agent:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._turned_s = clock.now()
-        self._scratch = Scratch("zero-agent-")
+        self._scratch = Scratch("zero-agent-", socket=SOCKET)
         events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         incarnation = secrets.token_hex(4)
         self._publisher = Publisher(telemetry, job, config.node_id, incarnation, clock)

@@ -59,6 +59,7 @@ _AT_BOUNDARY = (
     "save"
 )
 _BY_ITSELF = "the script is asked to save and leave (zero_agent.should_leave)"
+SOCKET = "agent.sock"
 STACKS_S = 0.5
 """Pause between the request for stacks and the kill; a recovery waits for it."""
 
@@ -88,9 +89,8 @@ class NodeWorkers:
         Args:
             config: The agent's configuration.
             job: The job's name.
-            scratch: The directory of the sockets: a Unix socket's path is limited to 107 bytes, so
-                it is not below the user's log directory. Without a log directory, the directory of
-                the workers' error files as well.
+            scratch: The directory of the socket (`SOCKET`), and without a log directory of the
+                workers' error files as well.
             clock: Measures how long workers take to leave or stop.
             journal: Receives the events of the workers.
             environ: The environment that workers inherit.
@@ -110,7 +110,7 @@ class NodeWorkers:
         self.steps = Steps(config.hang, clock)
         self._env = forkserver_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
-        self._channel = Channel(self._hub, scratch / "agent.sock", post(self._on_message))
+        self._channel = Channel(self._hub, scratch / SOCKET, post(self._on_message))
         self._timers = timer_file(environ, scratch / "timers")
         self._timer_host: int | None = None
         if self._timers is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from pathlib import Path
@@ -9,13 +10,24 @@ from pathlib import Path
 from zero_agent.node.signals import held
 from zero_contract import owned_dir
 
+_SOCKET_PATH_BYTES = 107
+"""The longest path of a Unix socket."""
+
 
 class Scratch:
     """A temporary directory of this process."""
 
-    def __init__(self, prefix: str) -> None:
-        """Remove what dead processes of this user have left under this prefix, and make one."""
+    def __init__(self, prefix: str, *, socket: str = "") -> None:
+        """Remove what dead processes of this user have left under this prefix, and make one.
+
+        Args:
+            prefix: The beginning of its name.
+            socket: The name of a Unix socket that will lie in it. A path that is too long for one
+                (Slurm and test runners make long TMPDIRs) moves the directory to /tmp.
+        """
         parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent / f"{prefix}{'0' * 16}" / socket)) > _SOCKET_PATH_BYTES:
+            parent = Path("/tmp")
         owned_dir.sweep(parent, f"{prefix}*")
         with held():  # no signal comes between the making and the note of it
             owned = owned_dir.make(parent, prefix)
