@@ -4,8 +4,7 @@ Owns the order of events within a step. Must always hold: position, step count a
 together, at the end of a step and nowhere else; decisions that must be equal on all ranks (skip,
 leave) are made from numbers that all ranks have; the mean loss, the norm and the weights of a step
 are the same at every world size and stage. If the engine loads the batches, the global batch
-decides where a step ends. As an nn.Module it puts `module.` before every name, and no parameter
-can be taken away from the buffer that it is a view of.
+decides where a step ends.
 
 `zero_deepspeed.engine` has DeepSpeed's further names.
 """
@@ -14,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from zero_checkpoint.files.place import place
@@ -37,6 +36,7 @@ from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
+from zero_engine.core.wrapping_module import WrappingModule
 from zero_engine.observe.flops_profiler import Profile
 from zero_engine.observe.reporting import Reporter, Stopwatch
 from zero_engine.offload_states import (
@@ -58,16 +58,12 @@ from zero_engine.state.training import EngineTraining
 _log = logging.getLogger(__name__)
 
 
-class Engine(nn.Module):
+class Engine(WrappingModule):
     """Trains a module on all ranks. A process may have several engines, each for its own module.
-
-    Attributes that the engine does not have are looked up in the module.
 
     Raises (`forward`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
         PeerLost: A peer is lost. Under an agent the process exits instead, as the agent expects.
     """
-
-    module: nn.Module
 
     def __init__(
         self,
@@ -78,9 +74,7 @@ class Engine(nn.Module):
         link: AgentLink,
         keys: Mapping[str, Any],
     ) -> None:
-        super().__init__()
-        self.module = core.module
-        del self.training  # so that it, too, is looked up in the module
+        super().__init__(core.module)
         self.config = keys
         """The config as it was given; libraries read it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
@@ -564,43 +558,7 @@ class Engine(nn.Module):
         """Move back what `offload_states` has moved; training continues unchanged."""
         self._core.moved.restore(non_blocking=non_blocking)
 
-    # ---- a module around another ----
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Before `module` is set, looking it up in itself would never end; and the special
-            # methods that copy and pickle look up are those of the engine, not of the module.
-            if name == "module" or name.startswith("__"):
-                raise
-        return getattr(self.module, name)
-
-    def train(self, mode: bool = True) -> Self:
-        """Put the module in training or evaluation mode."""
-        self.module.train(mode)
-        return self
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module's forward, as `torch.compile` does, with its arguments."""
-        self.module.compile(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to()`, `.half()` and `.cuda()`: refused, unless they change nothing."""
-        for name, param in self.named_parameters():
-            if fn(param) is not param:
-                raise ZeroError(
-                    f"to(), half() and the like would take {name} away from the engine, which "
-                    "steps it where it is; choose the dtype in the config, or call them on the "
-                    "model before initialize()"
-                )
-        return super()._apply(fn, recurse)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        raise ZeroError(
-            "an engine cannot be copied or pickled: it is one rank's part of a run; copy "
-            "engine.module, or call engine.save_checkpoint() or engine.module_state_dict()"
-        )
+    # ---- its end ----
 
     def destroy(self) -> None:
         """Finish a save in flight; close monitors and ledger, with the last engine also the link.
