@@ -32,6 +32,7 @@ from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps
+from zero_agent.workers.stacks import Process
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -199,6 +200,12 @@ class NodeWorkers:
         """The exit that ended the group."""
         assert self._group is not None
         return self._group.first_failure
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes of the workers that run; may be called on any thread."""
+        group = self._group
+        return group.processes if group is not None else []
 
     def hosts_store_of(self, n: int) -> bool:
         """Whether the TCPStore of round n is, or is about to be, on this node."""

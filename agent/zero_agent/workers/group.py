@@ -22,6 +22,7 @@ from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.output import STDERR, STDOUT, Tap
+from zero_agent.workers.stacks import Process
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
 from zero_contract.clock import Clock, Stopwatch, SystemClock
@@ -84,6 +85,20 @@ class WorkerGroup:
             order.rank: stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()
         }
         self.stop(STACKS_SIGNAL)
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes of the workers that run; may be called on any thread."""
+        return [
+            Process(
+                rank=order.rank,
+                pid=pid,
+                parent=self._forkserver.pid,
+                file=stacks_file(order.env[ENV_ERROR_FILE]),
+            )
+            for worker, order in tuple(self._running.items())
+            if (pid := self._pids.get(worker)) is not None
+        ]
 
     def mark_hung(self, rank: int, reason: str) -> None:
         """Mark the group as hung: it has failed, at this rank, whatever its processes do."""

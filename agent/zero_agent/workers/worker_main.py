@@ -64,7 +64,9 @@ def run(program: Program) -> NoReturn:
     faulthandler.enable()
     # This works even while the interpreter is stuck in a call of a library.
     if path := os.environ.get(ENV_ERROR_FILE):
-        file = stacks_file(path).open("w")  # stays open: there is no opening it in the handler
+        stacks_file(path).write_text("")
+        # It stays open: there is no opening it in the handler. The agent empties it meanwhile.
+        file = stacks_file(path).open("a")
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     # The libraries were imported before the fork: give this worker its own randomness.
     if "numpy" in sys.modules:

@@ -64,6 +64,12 @@ class View(Protocol):
     def event(self, event: Event, offset_s: float | None = None) -> None:
         """Print one event; with an offset, the time since the first event of its recovery."""
 
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Print a record for tools; people get its `line`s."""
+
+    def line(self, text: str | Text) -> None:
+        """Print a line for people; tools get its `record`."""
+
     def report(self, sentence: str) -> None:
         """Print what a command has done."""
 
@@ -88,6 +94,13 @@ class JsonView:
         """As `View.event`."""
         offset = {} if offset_s is None else {"offset_s": round(offset_s, 3)}
         print(json.dumps({"revision": event.revision, **event.record, **offset}), flush=True)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """As `View.record`."""
+        print(json.dumps(record), flush=True)
+
+    def line(self, text: str | Text) -> None:
+        """As `View.line`."""
 
     def report(self, sentence: str) -> None:
         """As `View.report`."""
@@ -136,6 +149,13 @@ class TableView:
             ),
             soft_wrap=True,
         )
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """As `View.record`."""
+
+    def line(self, text: str | Text) -> None:
+        """As `View.line`."""
+        self._console.print(text, soft_wrap=True)
 
     def report(self, sentence: str) -> None:
         """As `View.report`."""

@@ -1,0 +1,124 @@
+"""The agent's answers to the questions of `zero-ctl`, such as for the stacks of its workers.
+
+`zero_orchestrator.ctl.queries` says how a question comes, and why through etcd.
+
+Must always hold: a question is answered on a thread of its own, also while the agent's loop waits
+or hangs; it changes nothing in the job; only the kinds of questions in the agent's table are
+answered, and nothing that a question contains is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zero_orchestrator.ctl.queries import Answer, Query, answers_prefix, pack, queries_prefix
+from zero_orchestrator.errors import StoreError
+from zero_orchestrator.store import retry
+from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore
+
+log = logging.getLogger("zero")
+
+Reply = Callable[[Query], dict[str, Any]]
+"""Makes the record that answers a question."""
+_CLOSE_S = 1.0
+
+
+class Answers:
+    """Answers the questions to one node, from its creation to `close`."""
+
+    def __init__(
+        self, store: KeyValueStore, job: str, node: str, kinds: Mapping[str, Reply]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            store: A connection that may wait without delaying the rendezvous.
+            job: The job's name.
+            node: The agent's node.
+            kinds: What makes the answer, by kind of question; called on the thread.
+        """
+        self._store, self._job, self._node = store, job, node
+        self._kinds = kinds
+        self._closed = threading.Event()
+        self._arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zero-answers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        self._closed.set()
+        self._arrived.put(())
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except StoreError as error:  # an etcd user without access, or the agent ends
+            log.debug("questions of zero-ctl are not answered: %s", error)
+        except Exception:
+            log.exception("questions of zero-ctl are not answered any more")
+
+    def _serve(self) -> None:
+        prefix = queries_prefix(self._job, self._node)
+        found = retry.until_set(self._closed)(self._store.range, prefix)
+        watch = self._store.watch(
+            prefix,
+            self._arrived.put,
+            after=found.revision,
+            on_compacted=lambda revision: self._arrived.put(None),
+        )
+        try:
+            asked = {item.key: item for item in found.items}
+            while not self._closed.is_set():
+                for item in asked.values():
+                    self._answer(item)
+                asked = self._next(prefix)
+        finally:
+            watch.cancel()
+
+    def _next(self, prefix: str) -> dict[str, KeyValue]:
+        """The questions that have come, of each asker the last."""
+        changes = self._arrived.get()
+        fresh: dict[str, KeyValue] = {}
+        while True:
+            if changes is None:
+                items = retry.until_set(self._closed)(self._store.range, prefix).items
+                fresh = {item.key: item for item in items}
+            else:
+                fresh |= {one.key: one.item for one in changes if one.item is not None}
+            try:
+                changes = self._arrived.get_nowait()
+            except queue.Empty:
+                return fresh
+
+    def _answer(self, item: KeyValue) -> None:
+        try:
+            query = Query.from_json(item.value)
+        except ValueError as error:
+            log.debug("%s", error)
+            return
+        asker = item.key.rpartition("/")[2]
+        key = answers_prefix(self._job, asker) + self._node
+        value = pack(self._reply(query))
+        with contextlib.suppress(StoreError):  # the asker is gone, or will see no answer
+            retry.within(query.within_s, cancelled=self._closed)(
+                self._store.put, key, value, lease=item.lease
+            )
+
+    def _reply(self, query: Query) -> Answer:
+        answer = Answer(node=self._node, number=query.number)
+        reply = self._kinds.get(query.kind)
+        if reply is None:
+            text = f"this agent answers {', '.join(self._kinds)}, not {query.kind}"
+            return replace(answer, problem=f"{text}: it is of another version than zero-ctl")
+        try:
+            return replace(answer, record=reply(query))
+        except Exception as error:  # no question ends the thread
+            log.exception("no answer to a question of zero-ctl (%s)", query.kind)
+            return replace(answer, problem=repr(error))

@@ -1,0 +1,140 @@
+"""The stacks of running workers, taken without disturbing them, for `zero-ctl stack`.
+
+A worker writes the Python stacks of its threads itself, on a signal (`worker_main`); this works
+while it is stuck in a call of a library. py-spy, if it is installed, reads the stack of a process
+from outside: native frames as well, and of programs that `worker_main` does not run.
+
+Must always hold: only a process that handles the signal gets it, since it ends any other process;
+only a worker itself gets it, not the processes that it has started; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_agent.workers.unkillable import describe
+from zero_agent.workers.worker_main import STACKS_SIGNAL
+
+WRITE_S = 2.0
+"""How long a worker may take to write its stacks, which takes milliseconds."""
+_POLL_S = 0.05
+"""A file that does not grow for this long is complete."""
+INSTALL = "pip install 'zero-elastic[stacks]' in the environment of the agent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A running worker."""
+
+    rank: int
+    pid: int
+    parent: int
+    """The forkserver's pid: a process of this pid with another parent is another one."""
+    file: Path
+    """The file into which it writes its stacks."""
+
+
+def take(processes: Sequence[Process], *, native: bool, within_s: float) -> list[dict[str, Any]]:
+    """The stacks of some workers: `rank`, `pid`, and `text`, `spy` or `problem`.
+
+    `text` is the output of faulthandler, `spy` that of `py-spy dump --json`.
+
+    Args:
+        processes: The workers.
+        native: Whether to show native frames.
+        within_s: Seconds until py-spy is given up.
+    """
+    if native:
+        with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(lambda one: _spy(one, within_s, "--native"), processes))
+    else:
+        found = _ask(processes, within_s)
+    return [
+        {"rank": one.rank, "pid": one.pid, **its} for one, its in zip(processes, found, strict=True)
+    ]
+
+
+def _ask(processes: Sequence[Process], within_s: float) -> list[dict[str, str]]:
+    """Signal all workers, then collect what they write."""
+    asked = [_signal(one) for one in processes]
+    deadline_s = time.monotonic() + min(WRITE_S, within_s)
+    return [
+        _written(one, deadline_s) if was_asked else _spy(one, within_s)
+        for one, was_asked in zip(processes, asked, strict=True)
+    ]
+
+
+def _signal(process: Process) -> bool:
+    """Ask a worker to write its stacks; False if that would end it, or it is gone."""
+    with contextlib.suppress(OSError):
+        # The descriptor keeps its meaning if the process ends and its pid is used again.
+        handle = os.pidfd_open(process.pid)
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text(errors="replace")
+            facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+            handles = int(facts["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1
+            if int(facts["PPid"]) != process.parent or not handles:
+                return False
+            os.truncate(process.file, 0)
+            signal.pidfd_send_signal(handle, STACKS_SIGNAL)
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _written(process: Process, deadline_s: float) -> dict[str, str]:
+    """What a worker has written when its file no longer grows."""
+    size = 0
+    while time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+        with contextlib.suppress(OSError):
+            before, size = size, process.file.stat().st_size
+            if size and size == before:
+                return {"text": process.file.read_text(errors="replace")}
+    return {"problem": f"it does not write its stacks: {describe(process.pid)}"}
+
+
+def _spy(process: Process, within_s: float, *flags: str) -> dict[str, str]:
+    """The stacks of a process as py-spy sees them, or why there are none."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    what = f"process {process.pid}"
+    if not Path(f"/proc/{process.pid}").exists():
+        return {"problem": f"{what} has just ended"}
+    if program is None:
+        why = (
+            "native frames need" if flags else "it does not write its stacks itself, so this needs"
+        )
+        return {"problem": f"{what}: {why} py-spy on its node: {INSTALL}"}
+    command = [program, "dump", "--json", *flags, "--pid", str(process.pid)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=within_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"{what}: py-spy took longer than {within_s:g} s; use a longer --wait"}
+    except OSError as error:
+        return {"problem": f"{what}: {program} cannot be executed: {error.strerror}"}
+    if done.returncode != 0:
+        words = " ".join(done.stderr.split())
+        return {"problem": f"{what}: py-spy: {words or done.returncode}{_permission(words)}"}
+    return {"spy": done.stdout}
+
+
+def _permission(words: str) -> str:
+    """The remedy if the kernel forbids it."""
+    if "ermission" not in words:
+        return ""
+    return "; the agent needs CAP_SYS_PTRACE (Kubernetes: securityContext.capabilities.add)"

@@ -1,0 +1,93 @@
+"""`zero-ctl stack`: what the agents of a running job answer, from all nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cluster import environment, light_imports
+from tests.support.waiting import wait_for
+from zero_orchestrator.ctl import status
+
+pytestmark = [pytest.mark.processes, pytest.mark.etcd]
+
+SCRIPT = """\
+import os, subprocess, time
+
+def read_a_shard():
+    subprocess.run(["sleep", "600"])
+
+def wait_for_the_others():
+    time.sleep(600)
+
+if os.environ["RANK"] == "2":
+    read_a_shard()
+wait_for_the_others()
+"""
+
+
+@pytest.fixture
+def ctl(etcd):
+    """Runs `zero-ctl` with this test's etcd."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "zero_orchestrator", *arguments],
+            env={**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def test_the_rank_that_all_others_wait_for_is_named_with_its_line(
+    cluster, ctl, etcd_store, tmp_path
+):
+    script = tmp_path / "waits.py"
+    script.write_text(SCRIPT)
+    job = cluster(flags=("--nnodes=2", "--nproc-per-node=2"), script=[str(script)])
+    job.start("a", "b", PYTHONPATH=light_imports(tmp_path)["PYTHONPATH"])
+
+    def all_wait() -> bool:
+        done = ctl("stack", job.job)
+        return done.returncode == 0 and "read_a_shard" in done.stdout
+
+    wait_for(all_wait, 120, "the stacks of all workers")
+    members = status.read(etcd_store, job.job).members
+    first, second = (f"{row.node} (host " for row in members)
+    done = ctl("stack", job.job)
+    head, *lines = done.stdout.splitlines()
+    assert head == (
+        f"job {job.job}, round 1: the stacks of 4 of 4 workers, 2 different; most recent call first"
+    )
+    odd = lines.index(next(line for line in lines if line.startswith("1 worker: ")))
+    rest = lines.index(next(line for line in lines if line.startswith("3 workers: ")))
+    assert odd < rest, "the odd one out comes first"
+    assert lines[odd].startswith(f"1 worker: rank 2 on node {second}")
+    assert f"    read_a_shard ({script}:4)" in lines[odd:rest]
+    assert lines[rest].startswith(f"3 workers: rank 0-1 on node {first}")
+    assert lines[rest + 1 :] == [
+        f"    wait_for_the_others ({script}:7)",
+        f"    <module> ({script}:11)",
+    ]
+
+    (one,) = ctl("stack", job.job, "--rank=3", "--json").stdout.splitlines()
+    record = json.loads(one)
+    assert (record["rank"], record["node"], record["problem"]) == (3, members[1].node, "")
+    assert record["threads"][0]["frames"][0] == {
+        "function": "wait_for_the_others",
+        "file": str(script),
+        "line": 7,
+    }
+    none = ctl("stack", job.job, "--rank=4")
+    assert (none.returncode, none.stderr) == (
+        2,
+        f"zero-ctl: no live node of job {job.job} has rank 4: the world size is 4\n",
+    )
+    assert job.events("exit") == [], "no process was disturbed"
