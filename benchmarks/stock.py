@@ -3,7 +3,7 @@
     python benchmarks/stock.py                         worlds 2 and 4, eager
     python benchmarks/stock.py --compiled              the same with torch.compile
     python benchmarks/stock.py --worlds 4 --throttle 1gbit     2 hosts of 2 ranks, and a slow cable
-    python benchmarks/checkpoint_resume.py --systems protected DCP     save and resume
+    python benchmarks/checkpoint_resume.py --systems protected DCP     save, and resume
 
 Processes with one thread each train the same GPT on the same tokens over gloo; systems take turns
 within each round, each in processes and, as root, in a network namespace of its own. The *floor* is
@@ -33,7 +33,8 @@ TARGETS = {False: 1.05, True: 1.0}
 
 def main() -> None:
     args = parse_arguments()
-    for args.world in args.worlds:
+    for world in args.worlds:
+        args.world = world
         runs: dict[str, list[Run]] = defaultdict(list)
         for number in range(1, args.rounds + 1):
             for system in args.systems:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training_model import GPT, Shape, batch
-from training_systems import CLIP, Setting, Step, System, Tokens
+from training_systems import CLIP, Setting, Step, System
 
+Pair = tuple[Tensor, Tensor]
+"""Tokens and targets."""
 _STEPS = 1000
 """Of one epoch; no measurement is longer."""
 
@@ -50,7 +52,7 @@ def _make(
     if protected:
         return _protected(wrapped, optimizer, setting, autocast)
 
-    def step(tokens: Tokens) -> float:
+    def step(tokens: Pair) -> float:
         with autocast():
             loss = wrapped(*tokens)
         loss.backward()
@@ -68,11 +70,11 @@ def _protected(
     import zero_torch
 
     micro = setting.shape.micro
-    loader = DataLoader(_Tokens(setting.shape, setting.world), batch_size=micro)
+    loader = DataLoader(Tokens(setting.shape, setting.world), batch_size=micro)
     run = zero_torch.protect(model, optimizer, loader, microbatches=setting.world)
-    batches: Iterator[Tokens] = iter(run.loader)
+    batches: Iterator[Pair] = iter(run.loader)
 
-    def step(_: Tokens) -> float:
+    def step(_: Pair) -> float:
         tokens = next(batches)
         with autocast():
             loss = model(*tokens)
@@ -83,18 +85,18 @@ def _protected(
     return step
 
 
-class _Tokens(Dataset[tuple[Tensor, Tensor]]):
+class Tokens(Dataset[Pair]):
     """The sequences that `batch` makes, such that each rank gets its own of them."""
 
     def __init__(self, shape: Shape, world: int) -> None:
         self._shape = shape
         self._world = world
-        self._made: dict[tuple[int, int], Tokens] = {}
+        self._made: dict[tuple[int, int], Pair] = {}
 
     def __len__(self) -> int:
         return _STEPS * self._world * self._shape.micro
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Pair:
         number, sequence = divmod(index, self._shape.micro)
         step, rank = divmod(number, self._world)
         if (step, rank) not in self._made:

@@ -1,8 +1,8 @@
 """Where the ranks of one measurement meet: a network of their own, if this is root.
 
 Owns the namespaces: one with a loopback for ranks on one host, or two joined by a throttled
-cable, each with a /dev/shm of its own, for ranks on two hosts. Must always hold: what an interface has
-counted was sent by the ranks that are measured and by nobody else.
+cable, each with a /dev/shm of its own, for ranks on two hosts. Must always hold: what an interface
+has counted was sent by the ranks that are measured and by nobody else.
 """
 
 from __future__ import annotations
