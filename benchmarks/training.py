@@ -40,16 +40,14 @@ LIMIT_S = 900
 
 
 def measure(system: str, dtype: str, args: argparse.Namespace) -> Run:
-    """One system in processes of its own; `args.world` ranks."""
-    world = args.world
-    with place(world, args.throttle) as where, tempfile.TemporaryDirectory() as directory:
-        paths = [Path(directory) / f"{rank}.json" for rank in range(world)]
+    with place(WORLD, args.throttle) as where, tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory) / f"{rank}.json" for rank in range(WORLD)]
         python = args.deepspeed_python if system in DEEPSPEED else sys.executable
         task = json.dumps(_task(args, dtype, where))
         ranks = [
             subprocess.Popen(
                 [*where.prefixes[rank], python, str(WORKER), system, str(path), task],
-                env=_environment(rank, world, where, python),
+                env=_environment(rank, where, python),
                 stdout=subprocess.DEVNULL,
                 stderr=(Path(directory) / f"{rank}.log").open("w"),
             )
@@ -62,7 +60,7 @@ def measure(system: str, dtype: str, args: argparse.Namespace) -> Run:
             for process in ranks:
                 process.kill()
         if not all(path.exists() for path in paths):
-            logs = "\n".join((Path(directory) / f"{r}.log").read_text() for r in range(world))
+            logs = "\n".join((Path(directory) / f"{r}.log").read_text() for r in range(WORLD))
             raise SystemExit(f"{system}, {dtype} failed:\n{logs[-3000:]}")
         return Run(
             system=system,
@@ -85,15 +83,14 @@ def _task(args: argparse.Namespace, dtype: str, where: Place) -> dict[str, Any]:
     }
 
 
-def _environment(rank: int, world: int, where: Place, python: str) -> dict[str, str]:
-    each = world if where.one_host else world // 2
-    local = {name: str(each) for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
+def _environment(rank: int, where: Place, python: str) -> dict[str, str]:
+    local = {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    remote = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {
         **os.environ,
-        **local,
+        **(local if where.one_host else remote),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank % each),
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(WORLD),
         "MASTER_ADDR": where.address,
         "MASTER_PORT": str(where.port),
         "GLOO_SOCKET_IFNAME": where.interface,
@@ -122,7 +119,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--micro", type=int, default=2, help="sequences per rank and step")
     args = parser.parse_args()
-    args.world = WORLD
     args.systems = args.systems.split(",")
     args.dtype = args.dtype.split(",")
     if wrong := [name for name in args.systems if name not in SYSTEMS]:

@@ -1,8 +1,8 @@
 """Where the ranks of one measurement meet: a network of their own, if this is root.
 
 Owns the namespaces: one with a loopback for ranks on one host, or two joined by a throttled
-cable, each with a /dev/shm of its own, for ranks on two hosts. Must always hold: what an interface
-has counted was sent by the ranks that are measured and by nobody else.
+cable, each with a /dev/shm of its own, for ranks on two. Must always hold: what an interface has
+counted was sent by the ranks that are measured and by nobody else.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 _PORT = 29533
-_OWN_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
+_OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +40,22 @@ def available() -> bool:
 
 @contextmanager
 def place(world: int, throttle: str) -> Iterator[Place]:
-    """A place for `world` ranks; with `throttle`, a rate for tc, two hosts of half of them each.
+    """A place for `world` ranks; with `throttle`, a rate for tc, one host for each.
 
     Raises:
-        SystemExit: A throttle is wanted and there are no namespaces here, or the world is odd.
+        SystemExit: A throttle is wanted and there are no namespaces here.
     """
     if not available():
         if throttle:
             raise SystemExit("--throttle needs root, ip, tc and unshare; leave it out")
         yield _here(world)
         return
-    if throttle and world % 2:
-        raise SystemExit(f"--throttle joins two hosts; the world must be even, and is {world}")
-    names = [f"training-{uuid.uuid4().hex[:8]}" for _ in range(2 if throttle else 1)]
+    names = [f"training-{uuid.uuid4().hex[:8]}" for _ in range(world if throttle else 1)]
     for name in names:
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "set", "lo", "up")
     try:
-        if throttle:
-            with _memories(names) as memories:
-                yield _joined(names, memories, world // 2, throttle)
-        else:
-            yield _alone(names[0], world)
+        yield _joined(names, throttle) if throttle else _alone(names[0], world)
     finally:
         for name in names:
             _run("ip", "netns", "delete", name)
@@ -94,24 +86,9 @@ def _alone(name: str, world: int) -> Place:
     )
 
 
-@contextmanager
-def _memories(names: list[str]) -> Iterator[list[str]]:
-    """A directory in memory for each host: what its ranks see as /dev/shm."""
-    with tempfile.TemporaryDirectory(prefix="training-shm-") as parent:
-        directories = [str(Path(parent) / name) for name in names]
-        mounted = []
-        try:
-            for directory in directories:
-                Path(directory).mkdir()
-                _run("mount", "-t", "tmpfs", "tmpfs", directory)
-                mounted.append(directory)
-            yield directories
-        finally:
-            for directory in mounted:
-                _run("umount", "-l", directory)
-
-
-def _joined(names: list[str], memories: list[str], each: int, throttle: str) -> Place:
+def _joined(names: list[str], throttle: str) -> Place:
+    if len(names) != 2:
+        raise SystemExit("--throttle joins two hosts; the world must be 2")
     first, second = names
     _run(
         "ip", "-n", first, "link", "add", "wire0", "type", "veth", "peer", "wire0", "netns", second
@@ -121,13 +98,9 @@ def _joined(names: list[str], memories: list[str], each: int, throttle: str) -> 
         _run("ip", "-n", name, "link", "set", "wire0", "up")
         shape = ("rate", throttle, "burst", "256kb", "latency", "50ms")
         _run("tc", "-n", name, "qdisc", "add", "dev", "wire0", "root", "tbf", *shape)
-    hosts = zip(names, memories, strict=True)
-    commands = [
-        ("ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", _OWN_SHM, memory)
-        for name, memory in hosts
-    ]
+    shm = ("unshare", "-m", "sh", "-c", _OWN_SHM, "rank")
     return Place(
-        prefixes=tuple(command for command in commands for _ in range(each)),
+        prefixes=tuple(("ip", "netns", "exec", name, *shm) for name in names),
         address="10.77.0.1",
         port=_PORT,
         interface="wire0",

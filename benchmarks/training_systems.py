@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training_model import GPT, Shape
+from training_model import GPT
 
 Tokens = tuple[Tensor, Tensor]
 Step = Callable[[Tokens], float]
@@ -28,7 +28,7 @@ class Setting:
     """What a system must know besides the model."""
 
     world: int
-    shape: Shape
+    micro: int
     bf16: bool
 
 
@@ -166,8 +166,8 @@ def _engine_step(
     optimizer: Any = None,
 ) -> Step:
     config = {
-        "train_batch_size": setting.shape.micro * setting.world,
-        "train_micro_batch_size_per_gpu": setting.shape.micro,
+        "train_batch_size": setting.micro * setting.world,
+        "train_micro_batch_size_per_gpu": setting.micro,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": setting.bf16},
         "zero_optimization": zero,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counters import begin_memory, resident_bytes
-from stock_systems import STOCK
 from torch import nn
 from training_model import GPT, Shape, batch
 from training_systems import SYSTEMS, Setting
@@ -44,15 +43,14 @@ def count(module: nn.Module) -> int:
 
 def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
     rank, world, interface = dist.get_rank(), dist.get_world_size(), task["interface"]
-    systems = {**SYSTEMS, **STOCK}
-    importlib.import_module(systems[system].package)
+    importlib.import_module(SYSTEMS[system].package)
     baseline = begin_memory()
     torch.manual_seed(0)
     shape = Shape(**task["shape"])
     model = GPT(shape)
     parameters, blocks = count(model), [count(block) for block in model.blocks]
-    setting = Setting(world=world, shape=shape, bf16=task["dtype"] == "bf16")
-    step = systems[system].make(model, setting)
+    setting = Setting(world=world, micro=shape.micro, bf16=task["dtype"] == "bf16")
+    step = SYSTEMS[system].make(model, setting)
     steps: list[dict[str, float]] = []
     sent_before = 0
     for number in range(task["warmup"] + task["steps"]):

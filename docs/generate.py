@@ -499,7 +499,7 @@ def _schedule_drawn() -> Iterator[str]:
     assignments = {
         Where.OWNER: strided(4),
         Where.NODE: node_turns(nodes, block),
-        Where.LOCAL: contiguous(4, count),
+        Where.LOCAL: contiguous(4),
     }
     for where, assignment in assignments.items():
         rows = assignment.rows(count)

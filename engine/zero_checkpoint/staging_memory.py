@@ -56,7 +56,7 @@ class PrivateStaging:
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
         """Allocate memory; the kernel allocates each page when it is written to."""
-        free = _available_bytes()
+        free = available_bytes()
         if free < size_bytes:
             raise NoStagingMemory(
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
@@ -97,7 +97,7 @@ class SharedStaging:
             free = 0
         else:
             # A tmpfs may be larger than the memory, and the kernel then kills processes.
-            free = min(system.f_bavail * system.f_frsize, _available_bytes())
+            free = min(system.f_bavail * system.f_frsize, available_bytes())
         if free < size_bytes:
             raise NoStagingMemory(
                 f"{self._directory} has room for {max(free, 0) >> 20} MiB, the state takes "
@@ -151,7 +151,7 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
         os.close(descriptor)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """The memory that this process can still allocate: the machine's, or its container's rest."""
     words = Path("/proc/meminfo").read_text(encoding="ascii").split()
     left = int(words[words.index("MemAvailable:") + 1]) * 1024

@@ -2,16 +2,18 @@
 
 Owns the two exchanges of a micro-step. In the first each rank gets, of all micro-batches of its
 node, the slice that it adds up; in the second the owners get what their shards are in the pieces of
-all nodes. Must always hold: a rank adds siblings alone (`ordered_sum.form_pieces`), so the bits are
-those of the flat reduction; what travels follows from the number of micro-batches and the topology,
-so every rank knows what it is sent.
+all nodes. Must always hold: a rank adds siblings alone (`form_pieces`, `HeldPieces`), so the bits
+are those of the flat reduction; what travels follows from the plan of the step, or without one from
+the number of micro-batches and the topology, so every rank knows what it is sent.
 
 `reduction` is the flat one, and the interface of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
+from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.reduction import Reducing, Turn
-from zero_comm.reduction_plan import Expression, Piece
+from zero_comm.reduction_plan import Expression, MicroStep, Piece
 from zero_comm.topology import Slices
 from zero_comm.waiting import Interrupt
 
@@ -48,10 +51,18 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
     return sums
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank keeps of one gradient between micro-steps; nothing without a plan."""
+
+    own: HeldPieces = field(default_factory=HeldPieces)
+    """Of its own micro-batches: all elements."""
+    of_node: HeldPieces = field(default_factory=HeldPieces)
+    """Of those of its node: its slice."""
+
+
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
-
-    steps = 2
 
     def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
         """Reduce over a group that is laid out by nodes.
@@ -59,34 +70,107 @@ class NodeReduction:
         Args:
             collectives: The group; nothing else may exchange in it, because a rank that waits here
                 for a sum must not keep another exchange waiting.
-            pool: Of what is received and formed.
+            pool: Of what is received, formed and held.
         """
         self.collectives = collectives
         self.pool = pool
+        topology = collectives.topology
+        self.nodes = [topology.ranks(node) for node in range(len(topology.nodes))]
+        self._held: defaultdict[OrderedSum, _Held] = defaultdict(_Held)
+        self._schedule: tuple[Turn, int, int, _Schedule] | None = None
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
-        """As `OrderedReduction.start`."""
-        return _Divided(self, gradient, what, into, turn)
+        """As `OrderedReduction.start`; nothing is pending if nothing travels in this micro-step."""
+        held = self._held[into]
+        if turn.first:
+            held.own.clear()
+            held.of_node.clear()
+        return _Divided(self, gradient, what, into, turn, held)
+
+    def schedule(self, turn: Turn, into: OrderedSum) -> _Schedule:
+        """That of a micro-step: the same object for all gradients."""
+        begin, known = 0 if turn.first else into.count, self._schedule
+        if known is None or known[0] is not turn or known[1:3] != (begin, into.block):
+            found = _Schedule.of(turn, begin, into.block, self.nodes)
+            self._schedule = known = turn, begin, into.block, found
+        return known[3]
+
+    def kept(self) -> Iterator[Tensor]:
+        """The pieces that this rank has not sent to their owners yet."""
+        for held in self._held.values():
+            yield from (*held.own, *held.of_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Schedule:
+    """Which pieces are formed in one micro-step."""
+
+    expression: Expression
+    by_rank: tuple[tuple[Piece, ...], ...]
+    """What each rank passes on inside of its node."""
+    by_node: tuple[tuple[Piece, ...], ...]
+    """What each node passes on to owners."""
+    step: MicroStep | None = None
+    """What the plan says of it; None: nobody keeps anything but owners."""
+
+    @classmethod
+    def of(cls, turn: Turn, begin: int, block: int, nodes: Sequence[range]) -> _Schedule:
+        """That of a micro-step.
+
+        Args:
+            turn: Which it is.
+            begin: Its first micro-batch, without a plan.
+            block: B, without a plan.
+            nodes: The ranks of each.
+        """
+        if turn.plan is not None:
+            step = turn.plan.micro_steps[turn.micro_step]
+            return cls(
+                expression=turn.plan.expression,
+                by_rank=tuple(rank.gives for rank in step.ranks),
+                by_node=tuple(node.gives for node in step.nodes),
+                step=step,
+            )
+        expression = Expression(micro_batches=_OPEN, block=block)
+        live = [[begin + rank for rank in ranks if rank < turn.live] for ranks in nodes]
+        return cls(
+            expression=expression,
+            by_rank=tuple(
+                (Piece(begin + rank, 0),) if rank < turn.live else ()
+                for ranks in nodes
+                for rank in ranks
+            ),
+            by_node=tuple(map(expression.pieces, live)),
+        )
 
 
 class _Divided(Reducing):
     """The gradients of one micro-step, on their way."""
 
     def __init__(
-        self, via: NodeReduction, gradient: Tensor, what: str, into: OrderedSum, turn: Turn
+        self,
+        via: NodeReduction,
+        gradient: Tensor,
+        what: str,
+        into: OrderedSum,
+        turn: Turn,
+        held: _Held,
     ) -> None:
         self._via = via
         self._what = what
         self._into = into
         self._turn = turn
+        self._held = held
         self._taken: list[Tensor] = []
         self._arrived: list[tuple[Piece, Tensor]] | None = None
+        self._dtype = gradient.dtype
         group = via.collectives
-        self._begin = 0 if turn.first else into.count
-        self._slices = Slices(
-            topology=group.topology, owners=group.owners, elements=gradient.numel()
-        )
-        self._exchange_inside(gradient)
+        topology = group.topology
+        self._node, _ = topology.place(group.rank)
+        self._ranks = via.nodes[self._node]
+        self._schedule = via.schedule(turn, into)
+        self._slices = Slices(topology=topology, owners=group.owners, elements=gradient.numel())
+        self._exchange_inside(self._pass_on(gradient))
 
     def advance(self) -> bool:
         """As in `Reducing`."""
@@ -102,46 +186,65 @@ class _Divided(Reducing):
             self._via.pool.give(self._taken.pop())
         return False
 
-    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _take(self, numel: int, piece: Piece) -> Tensor:
+        """Memory for a piece; a single gradient is as narrow as it was computed."""
+        dtype = self._dtype if self._schedule.expression.is_single(piece) else torch.float32
         self._taken.append(self._via.pool.take(numel, dtype))
         return self._taken[-1]
 
-    def _live(self, node: int) -> range:
-        """The ranks of a node that have run micro-batches."""
-        ranks = self._slices.topology.ranks(node)
-        return range(ranks.start, max(ranks.start, min(ranks.stop, self._turn.live)))
+    def _note_taken(self, formed: Sequence[tuple[Piece, Tensor]], given: Sequence[Tensor]) -> None:
+        """Remember which pieces lie in memory of the pool."""
+        known = {each.data_ptr() for each in given}
+        self._taken += [each for _, each in formed if each.data_ptr() not in known]
 
-    def _pieces(self, node: int) -> tuple[Piece, ...]:
-        """What a node forms in this micro-step."""
-        expression = Expression(micro_batches=_OPEN, block=self._into.block)
-        return expression.pieces(self._begin + rank for rank in self._live(node))
+    def _pass_on(self, gradient: Tensor) -> list[Tensor]:
+        """What this rank passes on inside of its node."""
+        rank = self._via.collectives.rank
+        if self._schedule.step is None:
+            return [gradient] if self._schedule.by_rank[rank] else []
+        formed = self._schedule.step.ranks[rank]
+        if not formed.keeps and formed.gives == formed.takes:
+            return [gradient] if formed.gives else []
+        given = [gradient] if formed.takes else []
+        passed = self._held.own.add(given, formed, self._via.pool)
+        self._note_taken(passed, given)
+        return [each for _, each in passed]
 
-    def _exchange_inside(self, gradient: Tensor) -> None:
-        group, topology = self._via.collectives, self._slices.topology
-        node, _ = topology.place(group.rank)
-        live, own = self._live(node), self._slices.slice_of(group.rank)
-        held, wanted = {}, {}
-        if group.rank in live:
-            for rank in topology.ranks(node):
-                theirs = self._slices.slice_of(rank)
-                held[rank] = gradient[theirs.start : theirs.stop]
-        for rank in live:
-            wanted[rank] = (
-                held[rank] if rank == group.rank else self._take(len(own), gradient.dtype)
-            )
-        self._of_node: Sequence[Tensor] = list(wanted.values())
-        self._dtype = gradient.dtype
-        self.pending = (group.exchange_pieces(held, wanted, self._what),)
+    def _exchange_inside(self, passed: Sequence[Tensor]) -> None:
+        group, pending = self._via.collectives, []
+        own = self._slices.slice_of(group.rank)
+        of_node: list[tuple[Piece, Tensor]] = []
+        for turn in range(max(map(len, self._schedule.by_rank))):
+            held, wanted = {}, {}
+            if turn < len(passed):
+                for rank in self._ranks:
+                    theirs = self._slices.slice_of(rank)
+                    held[rank] = passed[turn][theirs.start : theirs.stop]
+            for rank in self._ranks:
+                for piece in self._schedule.by_rank[rank][turn : turn + 1]:
+                    mine = rank == group.rank
+                    wanted[rank] = held[rank] if mine else self._take(len(own), piece)
+                    of_node.append((piece, wanted[rank]))
+            what = f"{self._what}, {turn}" if turn else self._what
+            pending.append(group.exchange_pieces(held, wanted, what))
+        self._of_node = [tensor for _, tensor in sorted(of_node, key=lambda each: each[0])]
+        self.pending = tuple(pending)
+
+    def _form(self) -> list[tuple[Piece, Tensor]]:
+        """Add this rank's slice of what has come inside of the node."""
+        pool, step = self._via.pool, self._schedule.step
+        formed: list[tuple[Piece, Tensor]] = []
+        if step is not None:
+            formed = self._held.of_node.add(self._of_node, step.nodes[self._node], pool)
+        elif self._of_node:
+            start = self._schedule.by_rank[self._ranks.start][0].start
+            formed = form_pieces(self._of_node, start, self._into.block, pool)
+        self._note_taken(formed, self._of_node)
+        return formed
 
     def _exchange_between(self) -> None:
-        group, topology = self._via.collectives, self._slices.topology
-        formed: list[tuple[Piece, Tensor]] = []
-        if self._of_node:
-            start = self._begin + topology.ranks(topology.place(group.rank)[0]).start
-            formed = form_pieces(self._of_node, start, self._into.block, self._via.pool)
-            given = {each.data_ptr() for each in self._of_node}
-            self._taken += [each for _, each in formed if each.data_ptr() not in given]
-        by_node = [self._pieces(node) for node in range(len(topology.nodes))]
+        group, by_node = self._via.collectives, self._schedule.by_node
+        formed = self._form()
         own, pending = self._slices.slice_of(group.rank), []
         self._arrived = []
         for turn in range(max(map(len, by_node))):
@@ -170,7 +273,7 @@ class _Divided(Reducing):
             self._arrived.append((piece, held[rank]))
             return
         shard = self._slices.shard_of(rank)
-        whole = self._take(len(shard), torch.float32 if piece.level else self._dtype)
+        whole = self._take(len(shard), piece)
         for source, start, stop in sources:
             part = whole[start - shard.start : stop - shard.start]
             if source == rank:

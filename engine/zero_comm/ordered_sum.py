@@ -128,10 +128,10 @@ def next_sums(
         if memory.kind == "given":
             begins = piece.start == 0 and stack.chain is None
             home = TOTAL if begins else Memory("kept", next(free))
-            _move(stack.additions, memory, home)
+            lead(stack.additions, memory, home)
         pending.append((piece, home))
     if stack.chain is not None and stack.chain.kind == "given":
-        _move(stack.additions, stack.chain, TOTAL)
+        lead(stack.additions, stack.chain, TOTAL)
     chain = None if stack.chain is None else TOTAL
     if not progress.count:
         # The total may be the memory of one of them: all of it is read before that is written.
@@ -140,7 +140,7 @@ def next_sums(
     return tuple(stack.additions), done
 
 
-def _move(additions: list[Addition], source: Memory, home: Memory) -> None:
+def lead(additions: list[Addition], source: Memory, home: Memory) -> None:
     """Let the last addition that writes `source` write `home` instead; none does: copy it."""
     for index in reversed(range(len(additions))):
         if additions[index].target == source:
@@ -171,7 +171,7 @@ def next_pieces(
     for number, (piece, memory) in enumerate(stack.pending):
         home = memory if in_place or piece.level == 0 else Memory("kept", number)
         if home != memory:
-            _move(stack.additions, memory, home)
+            lead(stack.additions, memory, home)
         pieces.append((piece, home))
     return tuple(stack.additions), tuple(pieces)
 
@@ -199,11 +199,11 @@ def form_pieces(
     for _, home in pieces:
         if home not in memory:
             memory[home] = pool.take(gradients[0].numel(), torch.float32)
-    _run(additions, memory, torch.float32, pool)
+    run_additions(additions, memory, torch.float32, pool)
     return [(piece, memory[home]) for piece, home in pieces]
 
 
-def _run(
+def run_additions(
     additions: Sequence[Addition],
     memory: Mapping[Memory, Tensor],
     dtype: torch.dtype,
@@ -211,7 +211,7 @@ def _run(
     *,
     packed: bool = False,
 ) -> None:
-    """Do some additions; on a CPU piece of memory after piece of memory."""
+    """Do some additions, at least one; on a CPU piece of memory after piece of memory."""
     pieces: Iterable[Mapping[Memory, Tensor]] = (memory,)
     if not packed and not next(iter(memory.values())).is_cuda:  # packed ones only as a whole
         columns = [tensor.split(_PIECE) for tensor in memory.values()]
@@ -312,7 +312,7 @@ class OrderedSum:
         self._kept = {home: memory[home] for home in pending}
         for index, each in enumerate(given):
             memory[Memory("given", index)] = each
-        _run(additions, memory, self.total.dtype, pool, packed=packed)
+        run_additions(additions, memory, self.total.dtype, pool, packed=packed)
 
     @property
     def count(self) -> int:

@@ -27,6 +27,7 @@ from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.quantization import pack, packed_size
+from zero_comm.reduction_plan import Plan
 
 NORM_BLOCK = 1024
 """Elements; the interval of each rank begins on a multiple of it."""
@@ -45,6 +46,11 @@ class Turn:
     """It is the first one of a step."""
     last: bool = False
     """It is the last one, as far as anybody knows."""
+    plan: Plan | None = None
+    """Who forms which pieces in the step; None: micro-batches go from rank to rank, and the pieces
+    of several micro-steps are added by owners."""
+    micro_step: int = 0
+    """Its number in the plan."""
 
 
 class Reducing(ABC):

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import (
+    Assignment,
     BatchShape,
     Cursor,
     MicroBatch,
@@ -31,6 +32,7 @@ from zero_data.global_batch import (
     plan_epoch,
     plan_rest,
     sample_ids,
+    strided,
 )
 
 PAST_THE_EPOCH = (
@@ -125,6 +127,8 @@ class MicroBatchSampler:
     seed: int
     managed: bool = True
     """Whether `batch` decides where steps end; otherwise the script does."""
+    assignment: Assignment | None = None
+    """Who runs which micro-batch, if `batch` decides; None: the default."""
 
     @property
     def epoch(self) -> int:
@@ -161,10 +165,11 @@ class MicroBatchSampler:
                 seed = microbatch_seed(self.seed, rest.position + microbatch.start, 0)
                 yield self._ticket(rest, microbatch, seed)
             return
+        assignment = self.assignment or strided(self.world)
         plans = plan_epoch(self.cursor.samples, self.batch, self.source.epoch_size)
         for step, plan in enumerate(plans, self.cursor.step):
             for micro in range(begun, plan.micro_steps(self.world)):
-                microbatch = plan.microbatch(micro, self.rank, self.world)
+                microbatch = plan.assigned(assignment, micro, self.rank)
                 seed = microbatch_seed(self.seed, step, microbatch.index)
                 yield self._ticket(plan, microbatch, seed)
             begun = 0

@@ -83,7 +83,7 @@ class Assignment:
     groups: tuple[int, ...]
     """Ranks of each; those of a group are consecutive."""
     turn: int
-    """Micro-steps."""
+    """Micro-steps; a turn ends with the step at the latest."""
 
     @property
     def world(self) -> int:
@@ -92,22 +92,38 @@ class Assignment:
 
     def number(self, micro: int, rank: int, micro_batches: int) -> int:
         """What `rank` runs at this micro-step; past the last one, a padding micro-batch."""
-        turns, within = divmod(micro, self.turn)
-        begin = turns * self.turn * self.world
-        length = min(self.turn, -(-(micro_batches - begin) // self.world))
-        for group in self.groups:
-            if rank < group:
-                return begin + within * group + rank
-            begin, rank = begin + length * group, rank - group
+        for numbers in self._by_group(micro, micro_batches):
+            if rank < len(numbers):
+                return numbers[rank]
+            rank -= len(numbers)
         raise ValueError(f"no rank has a number from {self.world} on")
 
     def rows(self, micro_batches: int) -> list[list[int | None]]:
         """For each micro-step what each rank runs; None: a padding micro-batch."""
-        numbers = (
-            [self.number(micro, rank, micro_batches) for rank in range(self.world)]
+        return [
+            [
+                number if number < micro_batches else None
+                for numbers in self._by_group(micro, micro_batches)
+                for number in numbers
+            ]
             for micro in range(-(-micro_batches // self.world))
-        )
-        return [[n if n < micro_batches else None for n in row] for row in numbers]
+        ]
+
+    def places(self, micro_batches: int) -> list[int]:
+        """Where each micro-batch is run: its micro-step * world + its rank."""
+        numbers = [number for row in self.rows(micro_batches) for number in row]
+        places = {number: place for place, number in enumerate(numbers) if number is not None}
+        return [places[number] for number in range(micro_batches)]
+
+    def _by_group(self, micro: int, micro_batches: int) -> Iterator[range]:
+        """What the ranks of each group run at this micro-step."""
+        turns, within = divmod(micro, self.turn)
+        begin = turns * self.turn * self.world
+        length = min(self.turn, -(-(micro_batches - begin) // self.world))
+        for group in self.groups:
+            first = begin + within * group
+            yield range(first, first + group)
+            begin += length * group
 
 
 def strided(world: int) -> Assignment:
@@ -123,9 +139,9 @@ def node_turns(nodes: Sequence[int], block: int) -> Assignment:
     return Assignment(groups=tuple(nodes), turn=max(1, block // max(nodes)))
 
 
-def contiguous(world: int, micro_batches: int) -> Assignment:
+def contiguous(world: int) -> Assignment:
     """Each rank runs consecutive ones, for sums that are formed by each rank on its own."""
-    return Assignment(groups=(1,) * world, turn=-(-micro_batches // world))
+    return Assignment(groups=(1,) * world, turn=_ENDLESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +169,16 @@ class StepPlan:
         return -(-self.microbatches // world)
 
     def live(self, micro: int, world: int) -> int:
-        """Leaves summed at this micro-step: those of ranks [0, live)."""
+        """Micro-batches of this micro-step; by default those of ranks [0, live)."""
         return min(world, self.microbatches - micro * world)
 
     def microbatch(self, micro: int, rank: int, world: int) -> MicroBatch:
+        """What `rank` runs at this micro-step by the default assignment."""
+        return self.assigned(strided(world), micro, rank)
+
+    def assigned(self, assignment: Assignment, micro: int, rank: int) -> MicroBatch:
         """What `rank` runs at this micro-step."""
-        number = strided(world).number(micro, rank, self.microbatches)
+        number = assignment.number(micro, rank, self.microbatches)
         index = min(number, self.microbatches - 1)
         start = index * self.micro_batch
         size = min(self.micro_batch, self.samples - start)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.elastic_loader import Ticket, microbatch_seed, seed_everything
-from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix
+from zero_data.global_batch import Assignment, BatchShape, Cursor, StepPlan, mix, strided
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""
@@ -115,10 +115,13 @@ class StreamSteps(IterableDataset[Item]):
     """Samples per epoch, once it is known."""
     begin: tuple[int, int, int] = (0, 0, 0)
     """Step, position and micro-step of the next batch."""
+    assignment: Assignment | None = None
+    """Who runs which micro-batch; None: the default."""
 
     def __iter__(self) -> Iterator[Item]:
         first, position, micro = self.begin
         epoch, read, samples = self._find(position)
+        assignment = self.assignment or strided(self.world)
         for step in count(first):
             taken = self._take(samples, epoch, read, self.batch.samples)
             ended = len(taken) < self.batch.samples
@@ -129,7 +132,7 @@ class StreamSteps(IterableDataset[Item]):
                 return
             plan = StepPlan(position, len(taken), self.batch.micro_batch)
             for number in range(micro, plan.micro_steps(self.world)):
-                microbatch = plan.microbatch(number, self.rank, self.world)
+                microbatch = plan.assigned(assignment, number, self.rank)
                 low, high = microbatch.start, microbatch.start + microbatch.size
                 seed = microbatch_seed(self.seed, step, microbatch.index)
                 ids = tuple(range(read + low, read + high))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zero_contract.errors import ZeroError
-from zero_data.global_batch import StepPlan
+from zero_data.global_batch import Assignment, StepPlan
 
 NOMINAL = 256
 """The assumed tokens per sample; it matters only to the loss scale of fp16."""
@@ -43,12 +43,17 @@ def checked(tokens: int | Tensor) -> int:
     return count
 
 
+def in_order(notes: Tensor, plan: StepPlan, assignment: Assignment) -> Tensor:
+    """The notes of the micro-batches in their order, from those by [world, micro-step]."""
+    return notes.t().flatten()[assignment.places(plan.microbatches)]
+
+
 def nominal(plan: StepPlan) -> int:
     """The assumed tokens of a step, until they are counted."""
     return plan.base * NOMINAL
 
 
-def correction(counts: Tensor, plan: StepPlan) -> float:
+def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
     """The factor that corrects the sums over a step.
 
     A script that divides by micro-steps and ranks assumes that all micro-batches are full; if some
@@ -57,11 +62,12 @@ def correction(counts: Tensor, plan: StepPlan) -> float:
     Args:
         counts: [world, micro-steps], the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.
         plan: The step; what is beyond its micro-batches is padding micro-batches.
+        assignment: Who has run which.
 
     Raises:
         ZeroError: Not all micro-batches are weighted in the same way.
     """
-    microbatches = counts.t().flatten()[: plan.microbatches].tolist()
+    microbatches = in_order(counts, plan, assignment).tolist()
     without = sum(count < 0 for count in microbatches)
     if without == len(microbatches):
         if len(set(microbatches)) > 1:

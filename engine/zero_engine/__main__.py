@@ -42,6 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="trained parameters of the model's largest module (default: a 32nd of all)",
     )
+    parser.add_argument(
+        "--node-ranks",
+        type=_ranks,
+        default=8,
+        metavar="G",
+        help="ranks of each node; what elastic.accumulate keeps depends on it (default: 8)",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(format=f"{parser.prog}: %(message)s", level=logging.WARNING)
     logging.getLogger(reading.__name__).setLevel(logging.INFO)
@@ -52,7 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         check_sections(config)
         if AUTO not in (written.get(key) for key in _BATCH):
             check_batch(config)
-        lines = list(explain(config, written, options.parameters, options.largest))
+        sizes = options.parameters, options.largest, options.node_ranks
+        lines = list(explain(config, written, *sizes))
     except ConfigError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -75,6 +83,12 @@ def _count(text: str) -> int:
     if not 1 <= number < 1e15:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters, such as 7e9")
     return int(number)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, such as 8")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,20 @@ import torch
 from torch import nn
 
 from zero_comm.collectives import Collectives
+from zero_comm.reduction_plan import Plan
 from zero_data.elastic_loader import Feed
-from zero_data.global_batch import BatchShape, Cursor, MicroBatch, StepPlan, plan_rest, plan_step
+from zero_data.global_batch import (
+    Assignment,
+    BatchShape,
+    Cursor,
+    MicroBatch,
+    StepPlan,
+    plan_rest,
+    plan_step,
+    strided,
+)
 from zero_data.ledger import Ledger
+from zero_engine.accumulation import Accumulation
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
@@ -37,6 +48,7 @@ class Core:
     """None, like the reducer, if no parameter is trained."""
     reducer: GradReducer | None
     coordinator: ParamCoordinator
+    accumulation: Accumulation
     guard: Callable[[], AbstractContextManager[None]]
     """A context around collectives that the script calls, for a peer that is lost."""
     moved: MovedStates
@@ -53,6 +65,7 @@ class Run:
     cursor: Cursor
     rank: int
     world: int
+    accumulation: Accumulation
     loader: Feed | None = None
     """The source of the batches; None: a DataLoader of the script."""
     ledger: Ledger | None = None
@@ -80,7 +93,16 @@ class Run:
 
     def microbatch(self) -> MicroBatch:
         """The micro-batch that this rank runs in the current or next micro-step."""
-        return self.plan().microbatch(self.cursor.micro, self.rank, self.world)
+        return self.plan().assigned(self.assignment, self.cursor.micro, self.rank)
+
+    @property
+    def assignment(self) -> Assignment:
+        """Who runs which micro-batch."""
+        return self.accumulation.assignment if self.managed else strided(self.world)
+
+    def reduction_plan(self) -> Plan | None:
+        """The plan of the current step's sums; None if owners add what comes."""
+        return self.accumulation.plan(self.plan().microbatches) if self.managed else None
 
     def adopt_batch(self, batch: BatchShape) -> None:
         """Continue with the batch of a checkpoint."""

@@ -7,7 +7,7 @@ lie in blocks of other ranks to those: `crossings` decides which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,13 +66,8 @@ def crossings(bounds: Sequence[Sequence[int]], world: int) -> list[Crossing]:
     return found
 
 
-Norm = Callable[[Sequence[Tensor], Tensor], tuple[float, Tensor]]
-"""From flat gradients, and this rank's notes [n] in fp32, to the norm and the notes of all ranks
-[world, n], on the CPU: one exchange for both."""
-
-
 class ShardNorm:
-    """The norm of tensors of which each rank holds some consecutive elements: a `Norm`."""
+    """The norm of tensors of which each rank holds some consecutive elements. Collective."""
 
     def __init__(
         self, bounds: Sequence[Sequence[int]], collectives: Collectives, device: torch.device
@@ -94,8 +89,8 @@ class ShardNorm:
         self._given = [each for each in every if each.holder == rank]
         self._taken = [each for each in every if each.target == rank]
 
-    def __call__(self, shards: Sequence[Tensor], notes: Tensor) -> tuple[float, Tensor]:
-        """See `Norm`. Collective.
+    def __call__(self, shards: Sequence[Tensor]) -> float:
+        """The norm; the shards are flat.
 
         Raises:
             PeerLost: A peer is lost.
@@ -124,48 +119,21 @@ class ShardNorm:
             begin, size, at = rank * self._shares[tensor], stop - start, read[holder]
             rows[tensor][start - begin : stop - begin] = received[holder][at : at + size]
             read[holder] += size
-        return _exchanged(self._group, self._norm, self._norm.of_own(rows), notes)
+        everybodys = self._group.everybodys(self._norm.of_own(rows), "gradient norms")
+        return total_norm(self._norm.in_order(everybodys))
 
 
-class WholeNorm:
-    """The same norm of tensors that every rank has whole, each for its share of them: a `Norm`."""
-
-    def __init__(
-        self, lengths: Sequence[int], collectives: Collectives, device: torch.device
-    ) -> None:
-        """Describe the tensors: their lengths, in their order."""
-        self._group = collectives
-        world = collectives.world
-        self._shares = [share_of(length, world) for length in lengths]
-        self._norm = BlockNorm(lengths, self._shares, range(world), device)
-
-    def __call__(self, gradients: Sequence[Tensor], notes: Tensor) -> tuple[float, Tensor]:
-        """See `Norm`. Collective.
-
-        Raises:
-            PeerLost: A peer is lost.
-        """
-        own = []
-        for gradient, share in zip(gradients, self._shares, strict=True):
-            begin = self._group.rank * share
-            part = gradient[begin : begin + share].float()
-            whole = part.numel() // NORM_BLOCK * NORM_BLOCK
-            own.append(vector_norm(part[:whole].view(-1, NORM_BLOCK), dim=1))
-            if rest := part[whole:].numel():
-                block = torch.nn.functional.pad(part[whole:], (0, NORM_BLOCK - rest))
-                own.append(vector_norm(block.view(1, -1), dim=1))
-            own.append(part.new_zeros((share - part.numel()) // NORM_BLOCK))
-        return _exchanged(self._group, self._norm, torch.cat(own), notes)
-
-
-def _exchanged(
-    group: Collectives, norm: BlockNorm, own: Tensor, notes: Tensor
-) -> tuple[float, Tensor]:
-    """The norm, from that of this rank's blocks, and everybody's notes."""
-    blocks = own.numel()
-    everybodys = group.everybodys(torch.cat([own, notes.to(own)]), "gradient norms")
-    ordered = norm.in_order(everybodys[:, :blocks].contiguous())
-    return total_norm(ordered), everybodys[:, blocks:].cpu()
+def whole_norm(gradients: Sequence[Tensor]) -> float:
+    """The same norm of gradients that this rank has whole."""
+    norms = []
+    for gradient in gradients:
+        flat = gradient.reshape(-1).float()
+        whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+        norms.append(vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1))
+        if rest := flat[whole:].numel():
+            block = torch.nn.functional.pad(flat[whole:], (0, NORM_BLOCK - rest))
+            norms.append(vector_norm(block.view(1, -1), dim=1))
+    return total_norm(torch.cat(norms))
 
 
 def clip(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:

@@ -14,11 +14,12 @@ from tests.support.plain import summed
 from tests.support.world import WorldPool
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
+from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, total_norm
 from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
-from zero_data.global_batch import node_turns
+from zero_data.global_batch import contiguous, node_turns
 
 CPU = torch.device("cpu")
 MICROBATCHES = 13
@@ -128,6 +129,47 @@ def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() ->
                 sums.add_pieces(given, pool, first=number == 0, last=last)
                 beside = sum(piece.start > 0 for piece in step.owner.keeps)
                 assert len(list(sums.kept())) <= beside
+            sums.settle()
+            assert torch.equal(sums.total, summed(gradients, block))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [Where.NODE, Where.LOCAL])
+def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
+    where: Where, dtype: torch.dtype
+) -> None:
+    """Ranks, nodes and owners of random plans; what is given is used up, what is held is not."""
+    draw, pool = random.Random(3), BufferPool(CPU)
+    for nodes, block in itertools.product(((2, 2), (3, 1), (1, 2, 2)), (1, 4, 8)):
+        for count in draw.sample(range(1, 40), 5):
+            world = sum(nodes)
+            turns = contiguous(world) if where is Where.LOCAL else node_turns(nodes, block)
+            rows = turns.rows(count)
+            plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
+            gradients = [gradient(i, dtype)[:64] for i in range(count)]
+            ranks, of_nodes = ([HeldPieces() for _ in range(size)] for size in (world, len(nodes)))
+            sums = OrderedSum(torch.full((64,), torch.nan), block)
+            for row, step in zip(rows, plan.micro_steps, strict=True):
+                passed = []
+                for held, formed, number in zip(ranks, step.ranks, row, strict=True):
+                    own = [] if number is None else [gradients[number].clone()]
+                    passed.append(held.add(own, formed, pool))
+                    assert len(list(held)) == len(formed.keeps)
+                    for used in own:
+                        if all(each is not used for _, each in passed[-1]):
+                            used.fill_(torch.nan)
+                arrived = []
+                for node, (held, formed) in enumerate(zip(of_nodes, step.nodes, strict=True)):
+                    inside = [p for r in plan._slices.topology.ranks(node) for p in passed[r]]
+                    taken = [each for _, each in sorted(inside, key=lambda pair: pair[0])]
+                    arrived += held.add(taken, formed, pool)
+                    assert len(list(held)) == len(formed.keeps)
+                assert all(
+                    each.dtype == (dtype if plan.expression.is_single(piece) else torch.float32)
+                    for piece, each in arrived
+                )
+                first, last = step is plan.micro_steps[0], step is plan.micro_steps[-1]
+                sums.add_pieces(arrived, pool, first=first, last=last)
             sums.settle()
             assert torch.equal(sums.total, summed(gradients, block))
 

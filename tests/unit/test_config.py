@@ -188,9 +188,25 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             "zero_optimization.stge: unknown config key; did you mean 'stage'?",
         ),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
-        ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown config key; known: max_skipped"),
+        ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown config key; known: accumulate, "),
         ({"elastic": {"reduction_block": 0}}, "elastic.reduction_block: 0 is less than 1"),
         ({"elastic": {"reduction_block": 6}}, "6, which is no power of two; set it to 4 or 8"),
+        ({"elastic": {"accumulate": "rank"}}, '\'rank\' is not "owner", "node" or "local"'),
+        (
+            {"elastic": {"accumulate": "local"}, "zero_optimization": {"stage": 2}},
+            "as large as the whole gradient on every rank, which stage 2 shards; use stage 0 or 1",
+        ),
+        (
+            {"elastic": {"accumulate": "node", "reduction": "native"}},
+            'which elastic.reduction "native" leaves to others; remove one of the two',
+        ),
+        (
+            {
+                "elastic": {"accumulate": "node"},
+                "zero_optimization": {"stage": 1, "zero_quantized_gradients": True},
+            },
+            "which zero_optimization.zero_quantized_gradients leaves to others",
+        ),
         ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not an integer"),
         ({"train_batch_size": True}, "train_batch_size: True is not an integer"),
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),

@@ -97,7 +97,7 @@ def test_every_assignment_runs_every_micro_batch_once_in_the_fewest_micro_steps(
     for assignment in (
         strided(world),
         node_turns(nodes, block),
-        contiguous(world, micro_batches),
+        contiguous(world),
     ):
         rows = assignment.rows(micro_batches)
         run = [number for row in rows for number in row if number is not None]
@@ -116,7 +116,7 @@ def test_nodes_take_blocks_in_turn_and_share_what_is_left() -> None:
 
 
 def test_a_rank_that_sums_on_its_own_runs_consecutive_micro_batches() -> None:
-    assert contiguous(2, 5).rows(5) == [[0, 3], [1, 4], [2, None]]
+    assert contiguous(2).rows(5) == [[0, 3], [1, 4], [2, None]]
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))

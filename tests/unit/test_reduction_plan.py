@@ -146,7 +146,7 @@ def assignment(where: Where, nodes: tuple[int, ...], block: int, count: int) -> 
     return {
         Where.OWNER: strided(sum(nodes)),
         Where.NODE: node_turns(nodes, block),
-        Where.LOCAL: contiguous(sum(nodes), count),
+        Where.LOCAL: contiguous(sum(nodes)),
     }[where]
 
 
@@ -264,7 +264,7 @@ def test_a_node_keeps_the_logarithm_of_its_micro_steps_and_an_owner_a_block_of_e
 
 def test_a_rank_of_its_own_keeps_at_most_its_pieces() -> None:
     for nodes, block, count in itertools.product(LAYOUTS, BLOCKS, [7, 16, 31, 32]):
-        rows = contiguous(sum(nodes), count).rows(count)
+        rows = contiguous(sum(nodes)).rows(count)
         plan = plan_reduction(rows, block=block, nodes=nodes, where=Where.LOCAL)
         own = len(rows)
         whole = own // block

@@ -16,6 +16,7 @@ from typing import Any
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
 from zero_comm.reduction_order import NATIVE, check_mode
+from zero_comm.reduction_plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.elasticity import Elasticity
@@ -226,6 +227,11 @@ class Elastic:
     reduction_block: int | None = None
     """Micro-batches that are summed in a tree, a power of two; the bits of every sum depend on it.
     null: 8 in a new run, and what it was in one that is resumed."""
+    accumulate: str = Where.OWNER.value
+    """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
+    owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
+    which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
+    by each rank, which sends its sums once in a step."""
 
     @property
     def is_native(self) -> bool:
@@ -235,6 +241,10 @@ class Elastic:
     def __post_init__(self) -> None:
         check_least("elastic", self, {"max_skipped_steps": 1})
         check_mode(self.reduction, self.reduction_block)
+        if self.accumulate not in list(Where):
+            raise ConfigError(
+                f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,6 +368,7 @@ class Config:
                 'zero_optimization.zero_quantized_gradients: not with elastic.reduction "native", '
                 "whose sums are made by the backend, which knows no int8; remove one of the two"
             )
+        self._check_accumulation()
         self._check_precision()
         if self.moments != "fp32" and self.master == "fp32":
             raise ConfigError(
@@ -398,6 +409,27 @@ class Config:
     def moments(self) -> str:
         """The dtype in which the optimizer's state rests: "fp32" or "bf16"."""
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
+
+    def _check_accumulation(self) -> None:
+        where, zero = Where(self.elastic.accumulate), self.zero_optimization
+        if where is Where.OWNER:
+            return
+        if self.elastic.is_native or zero.zero_quantized_gradients:
+            other = (
+                'elastic.reduction "native"'
+                if self.elastic.is_native
+                else "zero_optimization.zero_quantized_gradients"
+            )
+            raise ConfigError(
+                f'elastic.accumulate: "{where}" adds gradients before they are sent, which {other} '
+                "leaves to others; remove one of the two"
+            )
+        if where is Where.LOCAL and STAGES[zero.stage].shards_gradients:
+            raise ConfigError(
+                f'elastic.accumulate: "local" keeps sums as large as the whole gradient on every '
+                f"rank, which stage {zero.stage} shards; use "
+                'stage 0 or 1, or "node", whose sums are as large as a node\'s share'
+            )
 
     def _check_precision(self) -> None:
         others = [name for name in ("bf16", "torch_autocast") if getattr(self, name).enabled]

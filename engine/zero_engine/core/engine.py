@@ -204,12 +204,12 @@ class Engine(WrappingModule):
                 notes = torch.tensor(self._persistence.notes(), device=self.device)
                 outcome = zero.step(
                     torch.cat([notes, self._micro_steps.notes()]),
-                    lambda notes: MicroSteps.correction(notes[:, NOTES:], plan),
+                    lambda notes: self._micro_steps.correction(notes[:, NOTES:], plan),
                 )
             self._micro_steps.clear()
             self._micro_steps.applied = outcome.applied
             self._last = outcome
-            self.mean_loss = MicroSteps.mean_loss(outcome.notes[:, NOTES:], plan)
+            self.mean_loss = self._micro_steps.mean_loss(outcome.notes[:, NOTES:], plan)
             if outcome.applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
             cursor.step, cursor.samples, cursor.micro = (

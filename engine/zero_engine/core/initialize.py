@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero_checkpoint.staging_memory import available_bytes
 from zero_comm.agent_link import AgentLink, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.comms_log import LOG
@@ -28,11 +29,12 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.node_reduction import apart
-from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_comm.reduction_plan import DEFAULT_BLOCK, Where
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger
+from zero_engine.accumulation import Accumulation, Room, check_room, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
 from zero_engine.core.engine import Engine
@@ -113,7 +115,8 @@ def initialize(
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
         core = _make_core(model, chosen, settings, link)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
-        run = _make_run(settings, training_data, collate_fn, num_workers, link)
+        run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
+        _check_room(core, run)
         engine = engine_class(settings, core, run, scheduler, link, keys)
     if core.device.type == "cpu":
         keep_freed_memory()
@@ -133,6 +136,7 @@ class _Shared:
     device: torch.device
     guard: Callable[[], AbstractContextManager[None]]
     interrupt: Interrupt
+    accumulation: Accumulation
 
 
 def _make_core(
@@ -171,6 +175,7 @@ def _make_core(
         zero=zero,
         reducer=reducer,
         coordinator=coordinator,
+        accumulation=shared.accumulation,
         guard=shared.guard,
         moved=MovedStates(units, zero),
     )
@@ -184,32 +189,39 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
     """Connect to the other ranks."""
     if config.comms_logger.enabled:
         LOG.configure(config.comms_logger)
-    shared = _Shared(
+    stage, device = STAGES[config.zero_optimization.stage], local_device()
+    collectives = Collectives(interrupt=link.interrupt)
+    collectives.meet(device)
+    _find_nodes(config, stage, collectives, device)
+    return _Shared(
         config=config,
-        stage=STAGES[config.zero_optimization.stage],
-        collectives=Collectives(interrupt=link.interrupt),
-        device=local_device(),
+        stage=stage,
+        collectives=collectives,
+        device=device,
         guard=partial(exit_on_peer_loss, link),
         interrupt=link.interrupt,
+        accumulation=_accumulate(config, collectives),
     )
-    shared.collectives.meet(shared.device)
-    _find_nodes(shared)
-    return shared
 
 
-def _find_nodes(shared: _Shared) -> None:
+def _find_nodes(
+    config: Config, stage: Stage, collectives: Collectives, device: torch.device
+) -> None:
     """Let sums begin inside of nodes, where they can."""
-    config, collectives = shared.config, shared.collectives
     if config.elastic.is_native:
         if dist.get_rank() == 0:
             _log.warning("%s", _NATIVE_RUN)
         return
     if config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
         return
-    any_order = collectives.transports.of(shared.device).any_order
-    if shared.stage.shards_parameters and not any_order:
+    if stage.shards_parameters and not collectives.transports.of(device).any_order:
         # Nothing is waited for while weights are gathered in backward, so a sum begins to travel
         # when its parts have come: not in the same order on all ranks.
+        if config.elastic.accumulate != Where.OWNER:
+            raise ConfigError(
+                f'elastic.accumulate: "{config.elastic.accumulate}" is not there at stage 3 on '
+                'GPUs, whose sums are formed by their owners alone; use stage 2, or "owner"'
+            )
         return
     collectives.lay_out(collectives.find_nodes(os.environ))
     if collectives.topology.divides and dist.get_rank() == 0:
@@ -218,6 +230,18 @@ def _find_nodes(shared: _Shared) -> None:
             "nodes: %s",
             ", ".join(map(str, collectives.topology.nodes)),
         )
+
+
+def _accumulate(config: Config, collectives: Collectives) -> Accumulation:
+    """Choose where the sums of several micro-steps are formed."""
+    chosen = choose(config, collectives.topology)
+    if chosen.reason and dist.get_rank() == 0:
+        _log.info(
+            'elastic.accumulate: "%s" acts as "owner" in this round: %s',
+            config.elastic.accumulate,
+            chosen.reason,
+        )
+    return chosen
 
 
 def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, ...]:
@@ -271,7 +295,11 @@ def _make_stepper(
         whole=whole,
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
-    has_group = shared.collectives.topology.divides or (native and shared.collectives.world > 1)
+    has_group = (
+        shared.collectives.topology.divides
+        or shared.accumulation.where is not Where.OWNER
+        or (native and shared.collectives.world > 1)
+    )
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -312,8 +340,34 @@ def _make_scheduler(
 # ---- the run ----
 
 
+def _check_room(core: Core, run: Run) -> None:
+    """Check on all ranks that what they keep of the sums between micro-steps fits. Collective.
+
+    Raises:
+        ConfigError: It does not fit on some rank.
+    """
+    if run.accumulation.where is Where.OWNER or core.zero is None:
+        return
+    topology = core.collectives.topology
+    if core.device.type == "cuda":
+        free = torch.cuda.mem_get_info(core.device)[0]
+    else:  # shared by the ranks of a node
+        free = available_bytes() // topology.nodes[topology.place(run.rank)[0]]
+    elements = sum(unit.padded for unit in core.zero.units)
+    micro_batches, chosen = run.plan().microbatches, run.accumulation
+    own = (
+        chosen.most_kept_bytes(micro_batches, run.rank, elements),
+        chosen.kept_by_owner_bytes(micro_batches, elements),
+        free,
+    )
+    rows = core.collectives.everybodys(torch.tensor(own), "memory that is left").tolist()
+    names = ("kept_bytes", "by_owner_bytes", "free_bytes")
+    check_room(chosen.where, [Room(**dict(zip(names, row, strict=True))) for row in rows])
+
+
 def _make_run(
     config: Config,
+    core: Core,
     dataset: Dataset[Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
@@ -333,6 +387,7 @@ def _make_run(
         cursor=Cursor(),
         rank=rank,
         world=world,
+        accumulation=core.accumulation,
         managed=config.managed_gradient_accumulation,
         summed_over=world if config.sums_gradients else None,
     )

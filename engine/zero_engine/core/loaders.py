@@ -64,6 +64,7 @@ def microbatch_sampler(
         world=run.world,
         seed=config.seed,
         managed=run.managed,
+        assignment=run.accumulation.assignment,
     )
 
 
@@ -89,6 +90,7 @@ def _stream_loader(
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
         collate=collate_fn or default_collate,
+        assignment=run.accumulation.assignment,
     )
     return StreamLoader(steps, run.cursor, workers=num_workers, pin=pins_memory())
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
 from zero_data.global_batch import StepPlan
-from zero_data.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, nominal
+from zero_data.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, in_order, nominal
 from zero_engine.parts import Core, Run
 
 _log = logging.getLogger(__name__)
@@ -213,8 +214,14 @@ class MicroSteps:
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
         core.coordinator.begin_backward()
-        first = run.cursor.micro == 0 and not self.awaits_step
-        core.reducer.begin(live, first=first, last=self.at_boundary, weight=weight)
+        turn = Turn(
+            live=live,
+            first=run.cursor.micro == 0 and not self.awaits_step,
+            last=self.at_boundary,
+            plan=run.reduction_plan(),
+            micro_step=run.cursor.micro,
+        )
+        core.reducer.begin(turn, weight=weight)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core
@@ -284,9 +291,16 @@ class MicroSteps:
         """Check a backward before the step() of the last one: a further loss of one micro-batch.
 
         Raises:
-            ZeroError: The loss is of another micro-batch, or has another number of tokens.
+            ZeroError: The loss is of another micro-batch, or has another number of tokens; or
+                gradients are added before they are sent.
         """
-        loader = self._run.loader
+        loader, where = self._run.loader, self._run.accumulation.where
+        if self._run.reduction_plan() is not None:
+            raise ZeroError(
+                f'backward() twice before step() with elastic.accumulate "{where}", which adds one '
+                "gradient of each micro-batch; add the losses and call backward() once, or use "
+                '"owner"'
+            )
         if loader is not None and loader.last != self._ticket:
             raise ZeroError(
                 "backward() of another batch before the step() of the last one; call engine.step() "
@@ -331,7 +345,23 @@ class MicroSteps:
     def let_script_decide(self) -> None:
         """From now on the script decides where a step ends, whatever the batch says."""
         self.end_if_awaited()
+        self._check_end_is_open("set_gradient_accumulation_boundary()")
         self._run.managed, self._run.declared = False, True
+
+    def _check_end_is_open(self, what: str) -> None:
+        """Check that the script may end the current step.
+
+        Raises:
+            ZeroError: Ranks have added up what the batch says of this step.
+        """
+        run, where = self._run, self._run.accumulation.where
+        if run.cursor.micro and run.reduction_plan() is not None:
+            raise ZeroError(
+                f'{what} in the middle of a step with elastic.accumulate "{where}", which adds up '
+                "the micro-batches of a step whose end is known; call it before the first "
+                "backward() of a step, set gradient_accumulation_steps to what you accumulate, or "
+                'use "owner"'
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -358,6 +388,7 @@ class MicroSteps:
             ZeroError: The loader cannot continue beyond the batch.
         """
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
+        self._check_end_is_open("no_sync() around the last micro-step")
         if run.loader is not None and not run.loader.leave_steps_to_script():
             raise ZeroError(
                 f"no_sync() around micro-step {micro_steps} of {micro_steps}, which ends the step, "
@@ -381,16 +412,14 @@ class MicroSteps:
         counts = torch.tensor(self._tokens, device=self._core.device)
         return torch.cat([torch.stack(self._losses), counts])
 
-    @staticmethod
-    def correction(notes: Tensor, plan: StepPlan) -> float:
+    def correction(self, notes: Tensor, plan: StepPlan) -> float:
         """The factor of the gradient sums, from the notes of all ranks [world, 2 * micro-steps]."""
-        return correction(notes[:, notes.shape[1] // 2 :], plan)
+        return correction(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment)
 
-    @staticmethod
-    def mean_loss(notes: Tensor, plan: StepPlan) -> float:
+    def mean_loss(self, notes: Tensor, plan: StepPlan) -> float:
         """The mean loss of the global batch, summed in the order of its micro-batches."""
-        losses = notes[:, : notes.shape[1] // 2].t().flatten()[: plan.microbatches]
-        return sum(losses.double().tolist()) * MicroSteps.correction(notes, plan)
+        losses = in_order(notes[:, : notes.shape[1] // 2], plan, self._run.assignment)
+        return sum(losses.double().tolist()) * self.correction(notes, plan)
 
     def clear(self) -> None:
         """End the last micro-step of a step."""

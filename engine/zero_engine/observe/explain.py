@@ -25,7 +25,11 @@ _MODULES = 32
 
 
 def explain(
-    config: Config, written: Mapping[str, Any], parameters: int, largest: int | None = None
+    config: Config,
+    written: Mapping[str, Any],
+    parameters: int,
+    largest: int | None = None,
+    node_ranks: int | None = None,
 ) -> Iterator[str]:
     """The whole explanation, line by line.
 
@@ -34,6 +38,7 @@ def explain(
         written: The JSON that the config was made from.
         parameters: The trained parameters of the model, for the memory estimate.
         largest: The trained parameters of its largest module; None: a 32nd of all.
+        node_ranks: The ranks of each node; None: there is one node.
     """
     yield "Resolved values (* from the file):"
     yield from _values(config, _leaves(written))
@@ -54,7 +59,7 @@ def explain(
     largest = largest or -(-parameters // _MODULES)
     yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
     for world in WORLDS:
-        memory = estimate_for(config, parameters, world, largest)
+        memory = estimate_for(config, parameters, world, largest, node_ranks)
         columns = (getattr(memory, name) for name in _COLUMNS)
         numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
         # The micro-steps of a step, and the part of them in which a rank is not idle.

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.reduction_plan import DEFAULT_BLOCK, most_pending
+from zero_comm.topology import described
+from zero_engine.accumulation import choose
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
@@ -97,7 +98,7 @@ def estimate(  # noqa: PLR0913 - a fact each
     root: int = 0,
     gpu: bool = True,
     whole: bool = False,
-    pending: int = 0,
+    kept: int = 0,
 ) -> Estimate:
     """The bytes on one rank for the state of training.
 
@@ -114,7 +115,8 @@ def estimate(  # noqa: PLR0913 - a fact each
             gathered, and their gradients are collected, during a whole pass.
         gpu: Whether the device has separate memory.
         whole: Whether the optimizer is given whole parameters.
-        pending: Pieces of gradient sums that are kept between micro-steps, see `most_pending`.
+        kept: Bytes of gradient sums that are kept between micro-steps, beside the sums themselves;
+            see `Accumulation.most_kept_bytes`.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for the tiers.
@@ -140,7 +142,7 @@ def estimate(  # noqa: PLR0913 - a fact each
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),
-        gradients=_FP32_BYTES * (stepped + pending * shard),
+        gradients=_FP32_BYTES * stepped + kept,
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=max(
@@ -264,9 +266,23 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
 
 
 def estimate_for(
-    config: Config, parameters: int, world: int, largest: int | None = None
+    config: Config,
+    parameters: int,
+    world: int,
+    largest: int | None = None,
+    node_ranks: int | None = None,
 ) -> Estimate:
-    """The estimate for a config, on GPUs; an unknown optimizer counts as Adam."""
+    """The estimate for a config, on GPUs; an unknown optimizer counts as Adam.
+
+    Args:
+        config: The resolved config.
+        parameters: Trained parameters of the whole model.
+        world: The number of ranks.
+        largest: Parameters of the largest unit; None: all of the model.
+        node_ranks: Ranks of each node, the last of which may have fewer; None: there is one node.
+    """
+    topology = described(str(node_ranks or world), world)
+    accumulation = choose(config, topology)
     states = optimizer_states(config.optimizer)
     batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if batch is not None and micro_batch is not None:
@@ -283,5 +299,8 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
-        pending=most_pending(config.elastic.reduction_block or DEFAULT_BLOCK, world, micro_batches),
+        kept=max(
+            accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
+            for node in range(len(topology.nodes))
+        ),
     )

@@ -142,10 +142,20 @@ class OwnedParam:
         return gradients
 
     def _total(self) -> Tensor | None:
-        """This rank's interval of the unit's gradient."""
-        zero = self.core.zero
+        """This rank's interval of the unit's gradient.
+
+        Raises:
+            ZeroError: Ranks still hold parts of the sum.
+        """
+        zero, reducer = self.core.zero, self.core.reducer
         if zero is None or not zero.accumulating or not self.unit.trained:
             return None
+        if reducer is not None and reducer.withholds:
+            raise ZeroError(
+                f"{self.slot.fqn}: with elastic.accumulate "
+                f'"{self.core.accumulation.where}" the gradient is there in the last micro-step of '
+                'a step; read or set it there (is_gradient_accumulation_boundary()), or use "owner"'
+            )
         value = zero.sums[zero.units.index(self.unit)].value()
         if value.numel() == self.unit.padded:
             value = value[slice(*self.unit.interval)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -180,13 +180,21 @@ class GradReducer:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def begin(self, live: int, *, first: bool, last: bool = False, weight: float = 1.0) -> None:
+    @property
+    def withholds(self) -> bool:
+        """Whether ranks hold pieces of this step that have not come to their owners."""
+        return self._turn.plan is not None and not self._turn.last
+
+    def kept(self) -> Iterator[Tensor]:
+        """The pieces that this rank has not sent to their owners yet."""
+        if isinstance(self._reduction, NodeReduction):
+            yield from self._reduction.kept()
+
+    def begin(self, turn: Turn, *, weight: float = 1.0) -> None:
         """Announce one backward pass.
 
         Args:
-            live: The micro-batches of ranks [0, live) count; at least one.
-            first: Whether it is the first of its step: the sums then hold the step before.
-            last: Whether it is the last of its step, as far as is known.
+            turn: Which micro-step it is; if it is the first, the sums hold the step before.
             weight: The factor of the gradients, if the loss was not multiplied with it.
 
         Raises:
@@ -194,14 +202,14 @@ class GradReducer:
         """
         if self.running:
             self.abandon()
-        if self._inconsistent and not first:
+        if self._inconsistent and not turn.first:
             raise ZeroError(
                 "a backward() of this step has failed half way, and what it has added to the "
                 "gradients of the micro-batches before it cannot be taken back; continue from a "
                 "checkpoint: engine.load_checkpoint()"
             )
         self._inconsistent = False
-        self._turn = Turn(live=live, first=first, last=last)
+        self._turn = turn
         self._weight = weight
         self._next = 0
         self.running = True
@@ -280,7 +288,11 @@ class GradReducer:
                 microbatches.mul_(self._weight)
             what = f"gradients of {gradient.unit.label}"
             reducing = self._reduction.start(microbatches, what, gradient.sum, self._turn)
-            self._in_flight.append((gradient, reducing))
+            if reducing.pending:
+                self._in_flight.append((gradient, reducing))
+            else:  # nothing travels: this rank has added it up on its own
+                reducing.finish()
+                self._release(gradient)
             if self._collectives.world == 1:
                 self._advance(waits=True)
             self._next += 1

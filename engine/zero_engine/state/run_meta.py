@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zero_comm.reduction_order import order_of, record_of, record_of_native
 from zero_data.global_batch import BatchShape
+from zero_engine.accumulation import check_block
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
 
@@ -102,6 +103,7 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
         core.zero.reduction_block, change = order_of(
             saved, elastic.reduction, elastic.reduction_block, anew=_ANEW
         )
+        check_block(core.accumulation, core.zero.reduction_block)
         if change and run.rank == 0:
             _log.warning("%s", change)
     run.loaded_samples = (saved["leaves"] or 0) * (saved["micro_batch"] or 0)

@@ -1,0 +1,81 @@
+"""The pieces that a sender holds of one gradient between the micro-steps of a step.
+
+Owns the sender's half of `reduction_plan`: what comes to a rank, or to its slice of a node, is
+added to what is held, as the plan says, and passed on when the plan says so. Must always hold: only
+siblings are added to each other, in fp32; the gradient of a single micro-batch keeps its dtype.
+
+`node_reduction` has one of each kind for every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_comm.buffer_pool import BufferPool
+from zero_comm.ordered_sum import Addition, Memory, lead, run_additions
+from zero_comm.reduction_plan import Formed, Piece
+
+
+class HeldPieces:
+    """What one rank holds of a gradient: of all of it, or of the slice that it adds up."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Piece, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Drop what is held, of a step that has not ended."""
+        self._held.clear()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """What is held."""
+        return (tensor for _, tensor in self._held.values())
+
+    def add(
+        self, given: Sequence[Tensor], formed: Formed, pool: BufferPool
+    ) -> list[tuple[Piece, Tensor]]:
+        """Add what comes to what is held.
+
+        Args:
+            given: What the plan takes, in its order; used up, and not held afterwards.
+            formed: What the plan says of this micro-step.
+            pool: Of the memory of what is held, and of sums of what is narrower than fp32.
+
+        Returns:
+            What is passed on; each in memory of the pool, or of what was given.
+        """
+        before = [tensor for _, tensor in self._held.values()]
+        memory: dict[Memory, Tensor] = {}
+        at: dict[int, Memory] = {}
+        for start, (_, tensor) in self._held.items():
+            # A gradient that nothing has been added to is as narrow as one that is given.
+            at[start] = Memory("kept" if tensor.dtype == torch.float32 else "given", start)
+            memory[at[start]] = tensor
+        for piece, tensor in zip(formed.takes, given, strict=True):
+            at[piece.start] = Memory("given", piece.start)
+            memory[at[piece.start]] = tensor
+        additions = [
+            Addition(at[left.start], at[left.start], at.pop(right.start))
+            for left, right in ((merge.left, merge.right) for merge in formed.merges)
+        ]
+        for piece in (*formed.gives, *formed.keeps):
+            source = at[piece.start]
+            is_sum = any(addition.target == source for addition in additions)
+            widens = is_sum and memory[source].dtype != torch.float32
+            is_given = source.kind == "given" and piece.start not in self._held
+            if widens or (is_given and piece in formed.keeps):
+                at[piece.start] = home = Memory("kept", piece.start)
+                dtype = torch.float32 if is_sum else memory[source].dtype
+                memory[home] = pool.take(memory[source].numel(), dtype)
+                lead(additions, source, home)
+        if additions:
+            run_additions(additions, memory, torch.float32, pool)
+        passed = [(piece, memory[at[piece.start]]) for piece in formed.gives]
+        self._held = {each.start: (each, memory[at[each.start]]) for each in formed.keeps}
+        used = {id(tensor) for tensor in (*self, *(tensor for _, tensor in passed))}
+        for tensor in before:
+            if id(tensor) not in used:
+                pool.give(tensor)
+        return passed

@@ -1,0 +1,244 @@
+"""Where the sums of several micro-steps are formed changes no bit: at owners, nodes, or ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_deepspeed
+from tests.numerics.test_reduction_order import COUNT, WIDTHS, digest, expected, make, train
+from tests.support.world import WorldError, WorldPool
+from zero_checkpoint.staging_memory import available_bytes
+from zero_comm.cpu.same_host import SWITCH
+from zero_comm.node_reduction import NodeReduction
+from zero_comm.reduction_plan import Where, plan_reduction
+from zero_comm.topology import ENV_NODE_RANKS
+from zero_contract.errors import ZeroError
+from zero_data.global_batch import contiguous, node_turns
+from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from zero_engine.config import load_config
+from zero_engine.core.engine import Engine
+from zero_engine.observe.memory import estimate_for
+
+Case = tuple[str, int, str, int]
+"""Where, stage, dtype and block."""
+
+
+def make_at(where: str, stage: int, dtype: str, block: int | None, **more: Any) -> Engine:
+    elastic = {"shuffle": False, "reduction_block": block, "accumulate": where}
+    return make(stage, dtype, elastic=elastic, **more)
+
+
+def on_nodes(nodes: str, engines: Callable[[], list[Engine]], reads: str = "1") -> list[Engine]:
+    os.environ.update({ENV_NODE_RANKS: nodes, SWITCH: reads})
+    try:
+        return engines()
+    finally:
+        del os.environ[ENV_NODE_RANKS], os.environ[SWITCH]
+
+
+def hashes(nodes: str, reads: str, cases: Sequence[Case]) -> list[tuple[str, float]]:
+    """The weights and the last mean loss of each case, on these nodes."""
+    engines = on_nodes(nodes, lambda: [make_at(*case) for case in cases], reads)
+    for engine, (where, *_) in zip(engines, cases, strict=True):
+        assert engine._core.accumulation.where == where
+    return [(digest(train(engine)), engine.mean_loss) for engine in engines]
+
+
+def losses(cases: Sequence[tuple[str, int]]) -> list[float]:
+    """The mean losses of each case on one rank."""
+    found = []
+    for dtype, block in cases:
+        engine = make(1, dtype, block)
+        train(engine)
+        found.append(engine.mean_loss)
+    return found
+
+
+def wanted(worlds: WorldPool, cases: Sequence[Case]) -> list[tuple[str, float]]:
+    pairs = [(dtype, block) for _, _, dtype, block in cases]
+    weights = {pair: digest(expected(*pair)) for pair in set(pairs)}
+    (means,) = worlds.run(1, losses, pairs)
+    return [(weights[pair], mean) for pair, mean in zip(pairs, means, strict=True)]
+
+
+def test_the_bits_are_the_same_wherever_sums_are_formed(worlds: WorldPool) -> None:
+    """Four ranks, a short last step, padding micro-batches; over sockets, and by memory."""
+    cases = [
+        ("node", 0, "fp32", 8),
+        ("node", 1, "bf16", 4),
+        ("node", 2, "bf16", 8),
+        ("node", 3, "fp32", 4),
+        ("local", 0, "bf16", 4),
+        ("local", 1, "fp32", 8),
+    ]
+    right = wanted(worlds, cases)
+    for nodes, reads in (("2,2", "0"), ("3,1", "1")):
+        assert worlds.run(4, hashes, nodes, reads, cases) == [right] * 4
+
+
+GROUPINGS = ["1,1,1,1", "2,2", "1,3", "3,1", "1,2,1", "2,1,1", "1,1,2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", [*GROUPINGS, "4"])
+def test_the_bits_are_the_same_in_every_case_of_every_grouping(
+    worlds: WorldPool, nodes: str
+) -> None:
+    stages = {"local": (0, 1)} if nodes == "4" else {"node": (0, 1, 2, 3), "local": (0, 1)}
+    cases = [
+        (where, stage, dtype, block)
+        for where in stages
+        for stage in stages[where]
+        for dtype, block in itertools.product(("fp32", "bf16", "fp16"), (1, 4, 8))
+    ]
+    right = wanted(worlds, cases)
+    assert worlds.run(4, hashes, nodes, "1", cases, deadline_s=300) == [right] * 4
+
+
+# ---- what travels, and what is kept ----
+
+
+def cost(nodes: str, where: str, block: int) -> tuple[int, int, list[int]]:
+    """Of one step in bf16: the bytes sent, the elements, and the bytes kept after micro-steps."""
+    (engine,) = on_nodes(nodes, lambda: [make_at(where, 1, "bf16", block)])
+    core, kept = engine._core, []
+    assert core.zero is not None
+    assert core.reducer is not None
+    for batch in engine.training_dataloader or ():
+        engine.backward(engine(batch))
+        beside = [each for sum_ in core.zero.sums for each in sum_.kept()]
+        kept.append(sum(each.nbytes for each in (*core.reducer.kept(), *beside)))
+        engine.step()
+        if engine.global_steps:
+            break
+    reduction = core.reducer._reduction
+    assert isinstance(reduction, NodeReduction)
+    return reduction.collectives.bytes_sent["pieces"], sum(u.padded for u in core.units), kept
+
+
+@pytest.mark.parametrize("where", [Where.NODE, Where.LOCAL])
+def test_what_travels_and_what_is_kept_is_what_the_plan_says(
+    worlds: WorldPool, where: Where
+) -> None:
+    """Equal nodes, whose slices need no rounding; single gradients are kept in their own dtype."""
+    found = worlds.run(4, cost, "2,2", where.value, 4)
+    assignment = node_turns((2, 2), 4) if where is Where.NODE else contiguous(4)
+    plan = plan_reduction(assignment.rows(COUNT), block=4, nodes=(2, 2), where=where)
+    elements = found[0][1]
+    traffic = plan.traffic(elements, gradient_bytes=2)
+    by_node = [sum(bytes_ for bytes_, _, _ in found[first : first + 2]) for first in (0, 2)]
+    planned = zip(traffic.inside_bytes, traffic.between_bytes, strict=True)
+    assert by_node == [inside + between for inside, between in planned]
+    for rank, (_, _, kept) in enumerate(found):
+        most = [plan.kept_bytes(step, rank, elements) for step in range(len(kept))]
+        assert all(real <= planned for real, planned in zip(kept, most, strict=True))
+        assert max(kept) > 0
+        assert kept[-1] == 0
+
+
+# ---- what cannot be done ----
+
+
+def refusals() -> list[str]:
+    """What a script is told that asks for the sum, or changes the step, in the middle of it."""
+    told = []
+    for misuse in (read, set_gradient, add_a_loss, end_the_step):
+        (engine,) = on_nodes("1,1", lambda: [make_at("local", 1, "fp32", 4)])
+        batch = next(iter(engine.training_dataloader or ()))
+        engine.backward(engine(batch))
+        with pytest.raises(ZeroError) as refused:
+            misuse(engine, batch)
+        told.append(str(refused.value))
+    return told
+
+
+def read(engine: Engine, _batch: Tensor) -> None:
+    safe_get_full_grad(engine.module.rows[0])
+
+
+def set_gradient(engine: Engine, _batch: Tensor) -> None:
+    safe_set_full_grad(engine.module.rows[0], torch.zeros(WIDTHS[0]))
+
+
+def add_a_loss(engine: Engine, batch: Tensor) -> None:
+    engine.backward(engine(batch))
+
+
+def end_the_step(engine: Engine, _batch: Tensor) -> None:
+    engine._run.loader = None
+    engine.set_gradient_accumulation_boundary(True)
+
+
+def test_what_needs_the_sum_in_the_middle_of_a_step_is_refused(worlds: WorldPool) -> None:
+    reading, setting, loss, end = worlds.run(2, refusals)[0]
+    assert 'with elastic.accumulate "local" the gradient is there in the last micro-s' in reading
+    assert reading == setting
+    assert 'backward() twice before step() with elastic.accumulate "local"' in loss
+    assert 'in the middle of a step with elastic.accumulate "local"' in end
+
+
+def make_too_large() -> None:
+    """Each rank would keep all of its 1500 micro-batches: 70 GB."""
+    model = nn.Linear(3400, 3400)
+    settings = {
+        "train_batch_size": 3000,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD"},
+        "elastic": {"accumulate": "local", "reduction_block": 1},
+    }
+    zero_deepspeed.initialize(model=model, config=settings)
+
+
+def test_sums_that_do_not_fit_are_refused_with_figures_before_the_first_step(
+    worlds: WorldPool,
+) -> None:
+    padded = -(-3400 * 3401 // 2048) * 2048
+    kept = 1499 * 4 * padded
+    if available_bytes() > 2 * kept:
+        pytest.skip(f"this machine has the {2 * kept >> 30} GiB")
+    message = (
+        f'"local" keeps {kept >> 20} MiB of sums on rank 0 between micro-steps, and '
+        r'\d+ MiB are left there; use "owner", which keeps 0 MiB and sends more'
+    )
+    with pytest.raises(WorldError, match=message):
+        worlds.run(2, make_too_large)
+
+
+def test_the_estimate_counts_what_nodes_keep() -> None:
+    """70 billion parameters on 8 x 8 GPUs: a piece of 4N/8 bytes, beside the shard of 4N/64."""
+    kept = {}
+    for where in ("owner", "node"):
+        settings = {
+            "train_batch_size": 512,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2},
+            "elastic": {"accumulate": where, "reduction_block": 16},
+        }
+        config = load_config(settings)
+        kept[where] = estimate_for(config, 70 * 10**9, 64, node_ranks=8).gradients
+    assert kept["node"] - kept["owner"] == 35 * 10**9
+
+
+def resumed(root: str) -> None:
+    (first,) = on_nodes("1,1", lambda: [make_at("owner", 1, "fp32", 4)])
+    train(first, 1)
+    first.save_checkpoint(root)
+    (then,) = on_nodes("1,1", lambda: [make_at("node", 1, "fp32", None)])
+    then.load_checkpoint(root)
+
+
+def test_a_checkpoint_whose_blocks_are_not_those_of_the_turns_names_the_key_to_set(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    message = "sums gradients in blocks of 4; set elastic.reduction_block to 4 as well"
+    with pytest.raises(WorldError, match=message):
+        worlds.run(2, resumed, str(tmp_path))
