@@ -28,6 +28,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "the forkserver).",
             "CUDA_VISIBLE_DEVICES": "GPUs that the agent counts, checks and divides among its "
             "workers.",
+            "NO_COLOR": "If it is set, --log-format=rank and --tee show no colours.",
+            "TERM": "Type of the terminal; `dumb` shows no colours.",
             "TORCHELASTIC_HEALTH_CHECK_PORT": "Sets --health-port if that flag is not given.",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "Sets --shutdown-timeout if that flag is not given.",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "What --tee puts before each line, with the "

@@ -1,4 +1,4 @@
-"""`zero-ctl stack`: what the agents of a running job answer, from all nodes."""
+"""`zero-ctl stack` and `logs`: what the agents of a running job answer, from all nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.cluster import environment, light_imports
+from tests.support.cluster import COLD, environment, light_imports
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
 
@@ -91,3 +91,65 @@ def test_the_rank_that_all_others_wait_for_is_named_with_its_line(
         f"zero-ctl: no live node of job {job.job} has rank 4: the world size is 4\n",
     )
     assert job.events("exit") == [], "no process was disturbed"
+
+
+PRINTS = """\
+import os, signal, sys, time
+rank, mark = os.environ["RANK"], sys.argv[1] + os.environ["RANK"]
+if os.path.exists(mark):
+    print("resumed", flush=True)
+    while not os.path.exists(sys.argv[1] + "end"):
+        time.sleep(0.01)
+    print(f"the last word of {rank}", end="")
+    sys.exit()
+open(mark, "w").close()
+if rank == "1":
+    for number in range(3000):
+        print(f"line {number:04d}")
+    os.kill(os.getpid(), signal.SIGKILL)
+print("waiting", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+def test_all_that_a_killed_worker_printed_is_shown_and_following_ends_with_the_job(
+    cluster, ctl, etcd, tmp_path
+):
+    script = tmp_path / "prints.py"
+    script.write_text(PRINTS)
+    flags = ("--nnodes=2", "--max-restarts=1", COLD)
+    job = cluster(flags=flags, script=[str(script), f"{tmp_path}/mark"])
+    job.start("a", "b")
+
+    def records() -> list[dict]:
+        done = ctl("logs", job.job, "--json", "--lines=5000")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def resumed() -> list[dict]:
+        found = records()
+        return found if sum(one["text"] == "resumed" for one in found) == 2 else []
+
+    found = wait_for(resumed, 120, "the second round")
+    of_killed = [one for one in found if (one["rank"], one["round"]) == (1, 1)]
+    assert [one["text"] for one in of_killed] == [f"line {number:04d}" for number in range(3000)]
+    assert {one["stream"] for one in found if one["text"] == "waiting"} == {"stderr"}
+    assert {one["node"] for one in found} == {"a", "b"}
+
+    (only,) = ctl("logs", job.job, "--rank=0", "--lines=1").stdout.splitlines()
+    assert only == "[rank0]: resumed"
+    env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
+    command = [sys.executable, "-m", "zero_orchestrator", "logs", job.job, "-f", "-n", "1"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as follower:
+        assert {follower.stdout.readline() for _ in range(2)} == {
+            "[rank0]: resumed\n",
+            "[rank1]: resumed\n",
+        }
+        (tmp_path / "markend").touch()
+        job.wait_for_end()
+        assert sorted(follower.stdout.read().splitlines()) == [
+            "[rank0]: the last word of 0",
+            "[rank1]: the last word of 1",
+        ]
+    assert follower.returncode == 0
+    after = ctl("logs", job.job, "-n", "1")
+    assert sorted(after.stdout.splitlines())[-1] == "[rank1]: the last word of 1", "an hour long"

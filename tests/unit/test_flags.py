@@ -64,7 +64,7 @@ def test_what_follows_the_script_is_the_scripts_whatever_it_looks_like():
 
 def test_each_flag_can_be_set_in_the_environment_and_the_command_line_wins():
     values = {"module": "1", "numa-binding": "socket", "start-method": "fork"}
-    values["port-range"] = "29600-29699"
+    values |= {"port-range": "29600-29699", "log-format": "json"}
     for name, flag in FLAGS.items():
         value = values.get(name, "1" if flag.kind is None else "7")
         variable = f"PET_{name.replace('-', '_').upper()}"

@@ -38,6 +38,7 @@ from zero_agent.node.health_endpoint import Health, served
 from zero_agent.node.network import address_towards
 from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
+from zero_agent.workers.streams import Format
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
 from zero_contract.clock import SystemClock
 from zero_contract.errors import ZeroError
@@ -86,16 +87,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _sign_lines(node: str) -> None:
-    """Begin every log line with the time, and the node if the job has several."""
+def _sign_lines(node: str, form: Format = Format.TEXT) -> None:
+    """Begin every log line with the time, and the node if the job has several; or write JSON."""
     signature = f" {node}" if node else ""
-    form = "[zero %(asctime)s%(signature)s] %(message)s"
+    text = "[zero %(asctime)s%(signature)s] %(message)s"
+    formatter = logging.Formatter(text, "%H:%M:%S", defaults={"signature": signature})
     for handler in log.handlers:
-        handler.setFormatter(logging.Formatter(form, "%H:%M:%S", defaults={"signature": signature}))
+        handler.setFormatter(output.JsonLines(node) if form is Format.JSON else formatter)
 
 
 def _run(argv: Sequence[str]) -> int:
     line = command_line.read(argv, os.environ)
+    _sign_lines("", Format(line.args.log_format))
     with named_as_set(line.args.variables):
         mistakes.refuse(line, os.environ)
         args = line.args
@@ -142,7 +145,7 @@ def _meet(
         if front is not None:
             config = dataclasses.replace(config, show_store=front.show_store)
         if args.node_id or config.spec.max_nodes > 1:
-            _sign_lines(config.node_id)
+            _sign_lines(config.node_id, config.streams.format)
         with access.store() as store:
             if way is Way.NAMED:
                 _await_etcd(args, access, store, numbers)

@@ -18,6 +18,7 @@ from typing import Any
 
 from zero_agent.node.network import ANY_PORT, loopback
 from zero_agent.workers.progress import parse_hang_timeout
+from zero_agent.workers.streams import Format
 from zero_contract.exit_codes import AgentExit
 from zero_contract.values import Size, argument_type
 from zero_orchestrator.arguments import seconds
@@ -379,6 +380,21 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "each line; written as for --redirects (default 0: none)",
         ),
         Flag(
+            name="log-format",
+            choices=tuple(one.value for one in Format),
+            default=Format.TEXT.value,
+            help="what the terminal shows: text, as workers print it; rank, with [rankN]: before "
+            "each line; json, one JSON object a line, of the agent as well (default text)",
+        ),
+        Flag(
+            name="log-limit",
+            kind=_size_bytes,
+            default=1 << 30,
+            metavar="SIZE",
+            help="most bytes that are kept in --log-dir of one stream of one worker; older output "
+            "is dropped; 0 for no limit (default 1Gi)",
+        ),
+        Flag(
             name="local-ranks-filter",
             metavar="RANK[,...]",
             help="local ranks whose output is shown on the terminal (default: all)",
@@ -501,6 +517,7 @@ OURS = frozenset(
         *("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"),
         *("etcd-wait", "etcd-grace", "lease-ttl", "grow-every"),
         *("ram-budget", "preload", "stop-exit-code", "machine", "port-range", "advertise-addr"),
+        *("log-format", "log-limit"),
     }
 )
 """Flags that torchrun does not have: a prefix that is unique in torchrun means the same here."""

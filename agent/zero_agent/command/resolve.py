@@ -26,7 +26,7 @@ from zero_agent.loop.config import AgentConfig
 from zero_agent.workers import numa
 from zero_agent.workers.environment import own_device
 from zero_agent.workers.progress import parse_hang_timeout
-from zero_agent.workers.streams import PREFIX, Std, Streams, parse_ranks, parse_selection
+from zero_agent.workers.streams import PREFIX, Format, Std, Streams, parse_ranks, parse_selection
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
@@ -229,7 +229,7 @@ def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
     redirects = parse_selection("--redirects", args.redirects)
     tee = parse_selection("--tee", args.tee)
     if args.log_dir == NO_FILES:
-        return Streams()
+        return Streams(format=Format(args.log_format))
     return Streams(
         redirects=redirects,
         tee=tee,
@@ -240,6 +240,8 @@ def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
             Std.ERR: args.duplicate_stderr_filters,
         },
         prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
+        format=Format(args.log_format),
+        file_limit_bytes=args.log_limit,
     )
 
 

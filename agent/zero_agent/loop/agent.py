@@ -19,12 +19,10 @@ import logging
 import queue
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from zero_agent.errors import AgentFailed
-from zero_agent.loop.answers import Answers
+from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
@@ -41,14 +39,12 @@ from zero_agent.node.memory import NodeMemory
 from zero_agent.node.ring import Ring
 from zero_agent.node.scratch import Scratch
 from zero_agent.node.state import BUSY, Workers
-from zero_agent.workers import stacks
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.goodput import in_parts, to_record, total_ns
-from zero_orchestrator.ctl.queries import Query
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
@@ -59,6 +55,10 @@ log = logging.getLogger("zero")
 
 TICK_S = 0.1
 """The longest time the loop sleeps: the resolution of its timers."""
+LAST_OUTPUT_BYTES = 16 << 10
+"""Output of a node's workers that stays in etcd after its agent, compressed."""
+LAST_OUTPUT_OF_ALL_BYTES = 1 << 20
+"""The same for all nodes of a job together."""
 SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
 """Transitions whose cause every agent logs, and not only the agent that decided them."""
 
@@ -138,7 +138,7 @@ class Agent:
             on_change=self._post(lambda: None),
             works=lambda: clock.now() - self._turned_s < STALLED_S,
         )
-        kinds = {"stack": self._stacks}
+        kinds = kinds_of(self._node_workers, incarnation)
         self._answers = Answers(telemetry, job, config.node_id, kinds)
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._health_checks = HealthChecks(
@@ -223,10 +223,18 @@ class Agent:
         not hidden.
         """
         self._store.leave_alone()
-        parts = (self._answers, self._node_workers, self._ram, self._rdzv, self._ring)
-        last = (self._publisher, self._journal, self._scratch)
-        closes = [part.close for part in parts]
-        closes += [self._publish_last_time, *(part.close for part in last)]
+        closes: list[Callable[[], object]] = [
+            self._answers.close,
+            self._node_workers.close,
+            self._publish_last_output,
+            self._ram.close,
+            self._rdzv.close,
+            self._ring.close,
+            self._publish_last_time,
+            self._publisher.close,
+            self._journal.close,
+            self._scratch.close,
+        ]
         for close in closes:
             try:
                 close()
@@ -396,13 +404,13 @@ class Agent:
             lease, use = self._rdzv.lease, self._ram.use
             self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
 
-    def _stacks(self, query: Query) -> dict[str, Any]:
-        """The stacks of this node's workers, or of one; called on the thread of `Answers`."""
-        only = query.arguments.get("rank")
-        processes = [one for one in self._node_workers.processes if only in (None, one.rank)]
-        native = bool(query.arguments.get("native"))
-        found = stacks.take(processes, native=native, within_s=query.within_s)
-        return {"host": socket.gethostname(), "round": self._node_workers.round, "ranks": found}
+    def _publish_last_output(self) -> None:
+        """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""
+        nodes = max(1, len(self._rdzv.snapshot.members.nodes))
+        limit_bytes = min(LAST_OUTPUT_BYTES, LAST_OUTPUT_OF_ALL_BYTES // nodes)
+        recent, incarnation = self._node_workers.recent, self._rdzv.node.incarnation
+        node = self._config.node_id
+        self._publisher.last_output(last_output(recent, node, incarnation, limit_bytes))
 
     # ---- the goodput ledger ----
 

@@ -12,11 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.workers import stacks
+from zero_agent.workers.recent_output import Page, RecentOutput
 from zero_orchestrator.ctl.queries import Answer, Query, answers_prefix, pack, queries_prefix
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
@@ -26,6 +31,8 @@ log = logging.getLogger("zero")
 
 Reply = Callable[[Query], dict[str, Any]]
 """Makes the record that answers a question."""
+PAGE_BYTES = 256 << 10
+"""Output in one answer, before compression."""
 _CLOSE_S = 1.0
 
 
@@ -122,3 +129,47 @@ class Answers:
         except Exception as error:  # no question ends the thread
             log.exception("no answer to a question of zero-ctl (%s)", query.kind)
             return replace(answer, problem=repr(error))
+
+
+def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
+    """What an agent answers about its workers.
+
+    Args:
+        workers: The node's workers.
+        agent: Id of the agent process, which the numbers of its output belong to.
+    """
+
+    def stack(query: Query) -> dict[str, Any]:
+        only = query.arguments.get("rank")
+        processes = [one for one in workers.processes if only in (None, one.rank)]
+        native = bool(query.arguments.get("native"))
+        found = stacks.take(processes, native=native, within_s=query.within_s)
+        return {"host": socket.gethostname(), "round": workers.round, "ranks": found}
+
+    def logs(query: Query) -> dict[str, Any]:
+        asked = query.arguments
+        rank = asked.get("rank")
+        if asked.get("agent") == agent:
+            page = workers.recent.after(int(asked["after"]), PAGE_BYTES, rank)
+        else:
+            page = workers.recent.last(int(asked["lines"]), PAGE_BYTES, rank)
+        return output_record(page, agent)
+
+    return {"stack": stack, "logs": logs}
+
+
+def output_record(page: Page, agent: str) -> dict[str, Any]:
+    """Part of the workers' output as it travels to `zero-ctl`."""
+    chunks = [chunk.to_record() for chunk in page.chunks]
+    return {"agent": agent, "chunks": chunks, "number": page.number, "lost": page.lost}
+
+
+def last_output(recent: RecentOutput, node: str, agent: str, limit_bytes: int) -> str:
+    """The last output of a node's workers as a value of etcd, of up to about a size."""
+    kept_bytes = 4 * limit_bytes  # text is compressed to less than a quarter
+    while True:
+        page = recent.last(sys.maxsize, kept_bytes)
+        value = pack(Answer(node=node, number=0, record=output_record(page, agent)))
+        if len(value) <= limit_bytes or len(page.chunks) <= 1:
+            return value
+        kept_bytes //= 2

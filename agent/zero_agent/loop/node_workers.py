@@ -32,6 +32,7 @@ from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps
+from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
@@ -109,6 +110,8 @@ class NodeWorkers:
         self._on_commit = on_commit
         self._on_peer_memory = on_peer_memory
         self.steps = Steps(config.hang, clock)
+        self.recent = RecentOutput()
+        """The last output of the workers; may be read on any thread."""
         self._env = forkserver_env(environ, config.slots, interface_of(config.address))
         self._hub = Hub()
         self._channel = Channel(self._hub, scratch / SOCKET, post(self._on_message))
@@ -242,7 +245,12 @@ class NodeWorkers:
                 del self._stores[store]
                 self._forkserver.signal(store, signal.SIGKILL)
         self._group = WorkerGroup(
-            self._forkserver, self._hub, job.n, fence=job.fence, clock=self._clock
+            self._forkserver,
+            self._hub,
+            job.n,
+            fence=job.fence,
+            clock=self._clock,
+            recent=self.recent,
         )
         # A new one in each round: torch's timer server ends when it has ended a worker.
         if self._timers is not None:

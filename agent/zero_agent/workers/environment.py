@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zero_agent.errors import AgentFailed
 from zero_agent.workers.exits import fresh_error_file
-from zero_agent.workers.streams import Route, Std, Streams
+from zero_agent.workers.streams import NAMES, Route, Std, Streams
 from zero_contract.exit_codes import AgentExit
 from zero_contract.worker import (
     ENV_COMMITTED,
@@ -274,8 +274,18 @@ class Orders:
             env["MASTER_ADDR"] = self._store_host
         if self._virtual_local_rank:
             env |= own_device(self._environ, place.local_rank)
+        facts = {
+            "job": self._job,
+            "node": node.id,
+            "round": job.n,
+            "rank": place.rank,
+            "local_rank": place.local_rank,
+        }
         out, err = (
-            self._streams.route(std, directory, place.rank, place.local_rank, node.role)
+            replace(
+                self._streams.route(std, directory, place.rank, place.local_rank, node.role),
+                facts={**facts, "stream": NAMES[std]},
+            )
             for std in (Std.OUT, Std.ERR)
         )
         return Order(

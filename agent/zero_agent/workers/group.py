@@ -22,6 +22,7 @@ from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.output import STDERR, STDOUT, Tap
+from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
@@ -40,6 +41,7 @@ class WorkerGroup:
         *,
         fence: int,
         clock: Clock | None = None,
+        recent: RecentOutput | None = None,
     ) -> None:
         self.round = n
         self.fence = fence
@@ -47,6 +49,7 @@ class WorkerGroup:
         """The exits, in the order in which the workers ended."""
         self._forkserver = forkserver
         self._hub = hub
+        self._recent = recent
         self._running: dict[int, Order] = {}
         self._pids: dict[int, int] = {}
         self._stopping = False
@@ -60,8 +63,8 @@ class WorkerGroup:
     def start(self, program: Program, orders: Sequence[Order]) -> None:
         """Start all workers."""
         for order in orders:
-            out = Tap.along(self._hub, STDOUT, order.out)
-            err = Tap.along(self._hub, STDERR, order.err)
+            out = Tap.along(self._hub, STDOUT, order.out, self._recent)
+            err = Tap.along(self._hub, STDERR, order.err, self._recent)
             local_rank = str(order.local_rank)  # for torchrun's only macro
             own = replace(
                 program,

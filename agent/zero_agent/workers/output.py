@@ -13,14 +13,17 @@ bytes is written in its place.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from zero_agent.workers.hub import Hub
+from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.streams import Route
 from zero_contract.writer import Writer
 
@@ -69,6 +72,12 @@ class Terminal(_Behind):
         self._fd = fd
         self._broken = False
 
+    @property
+    def has_colours(self) -> bool:
+        """Whether colours are shown, and wanted (https://no-color.org)."""
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        return not plain and os.isatty(self._fd)
+
     def close(self) -> None:
         """Do nothing: all workers share the terminal."""
 
@@ -86,9 +95,18 @@ class Terminal(_Behind):
 class File(_Behind):
     """A file that is appended to; a full disk costs the log, not the run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit_bytes: int = 0) -> None:
+        """Open the file when the first bytes are written.
+
+        Args:
+            path: The file.
+            limit_bytes: Most bytes of this file and of its older part, `path` with `.1`; 0: no
+                limit. A file that has half of them becomes the older part.
+        """
         super().__init__(FILES)
         self._path = path
+        self._limit_bytes = limit_bytes
+        self._size_bytes = 0
         self._file: BinaryIO | None = None
         self._broken = False
         self.writer.put(self._write_now, b"")  # the file exists even if nothing is printed
@@ -102,14 +120,25 @@ class File(_Behind):
         if self._broken:
             return
         try:
+            if self._limit_bytes and self._size_bytes + len(data) > self._limit_bytes // 2:
+                self._rotate()
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
+                self._size_bytes = self._file.tell()
             self._file.write(data)
+            self._size_bytes += len(data)
         except OSError as error:
             self._broken = True
             self._close_now(b"")
             log.warning("the output in %s ends here: %s", self._path, error)
+
+    def _rotate(self) -> None:
+        """Make the file the older part, in the place of the one before."""
+        self._close_now(b"")
+        self._size_bytes = 0
+        if self._path.exists():
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
     def _close_now(self, _: bytes) -> None:
         if self._file is not None:
@@ -120,6 +149,20 @@ class File(_Behind):
 FILES = Writer("zero-files")
 """The writer of all workers' files: if the log directory hangs, it hangs as a whole."""
 STDOUT, STDERR = Terminal(1), Terminal(2)
+
+
+class JsonLines(logging.Formatter):
+    """The agent's log as JSON, one object a line, for --log-format=json."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging.Formatter`."""
+        facts = {"time": round(record.created, 3), "node": self._node}
+        text = super().format(record)  # with the traceback, if there is one
+        return json.dumps({**facts, "level": record.levelname, "text": text})
 
 
 class Log(logging.Handler):
@@ -137,6 +180,41 @@ def flush() -> None:
     """Write all queued output, unless the terminal or the file system hangs."""
     for writer in (FILES, STDOUT.writer, STDERR.writer):
         writer.flush()
+
+
+class Kept:
+    """Keeps the output in memory, for `zero-ctl logs`."""
+
+    def __init__(self, recent: RecentOutput, facts: Mapping[str, Any]) -> None:
+        self._recent = recent
+        self._facts = facts
+
+    def write(self, data: bytes) -> None:
+        """Take whole lines."""
+        if data:
+            self._recent.add(self._facts, data)
+
+    def close(self) -> None:
+        """Do nothing: the output is kept."""
+
+
+class AsJson:
+    """Shows each line as a JSON object."""
+
+    def __init__(self, sink: Sink, facts: Mapping[str, Any]) -> None:
+        self._sink = sink
+        self._facts = facts
+
+    def write(self, data: bytes) -> None:
+        """Take whole lines."""
+        facts = {"time": round(time.time(), 3), **self._facts}
+        lines = data.decode(errors="replace").splitlines()
+        whole = (json.dumps({**facts, "text": line}) + "\n" for line in lines)
+        self._sink.write("".join(whole).encode())
+
+    def close(self) -> None:
+        """Close the sink behind this one."""
+        self._sink.close()
 
 
 class Prefixed:
@@ -181,10 +259,12 @@ class Tap:
     bar's carriage return ends a line too. The worker's own file gets every byte at once.
     """
 
-    def __init__(self, hub: Hub, terminal: Terminal, path: Path | None) -> None:
+    def __init__(
+        self, hub: Hub, terminal: Terminal, path: Path | None, limit_bytes: int = 0
+    ) -> None:
         """Show the stream on `terminal`, and keep it in the file `path` if that is given."""
         self._hub = hub
-        self._raw: list[Sink] = [File(path)] if path is not None else []
+        self._raw: list[Sink] = [File(path, limit_bytes)] if path is not None else []
         self._by_line: list[Sink] = [terminal]
         self._writers = (FILES, terminal.writer)
         self._rest = b""
@@ -193,13 +273,16 @@ class Tap:
         hub.add(self._read_fd, self._on_readable)
 
     @classmethod
-    def along(cls, hub: Hub, terminal: Terminal, route: Route) -> Tap:
-        """Make a tap that forwards its stream along a route."""
-        tap = cls(hub, terminal, route.file)
+    def along(
+        cls, hub: Hub, terminal: Terminal, route: Route, recent: RecentOutput | None = None
+    ) -> Tap:
+        """Make a tap that forwards its stream along a route, and keeps the last of it."""
+        tap = cls(hub, terminal, route.file, route.file_limit_bytes)
         tap._by_line = []
         if route.shown:
-            prefix = route.prefix.encode()
-            tap._by_line.append(Prefixed(terminal, prefix) if prefix else terminal)
+            tap._by_line.append(_shown(terminal, route))
+        if recent is not None:
+            tap._by_line.append(Kept(recent, route.facts))
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
             copy = Prefixed(File(route.copy), route.copy_prefix.encode())
@@ -237,3 +320,15 @@ class Tap:
     def _pass_on(self, lines: bytes) -> None:
         for sink in self._by_line:
             sink.write(lines)
+
+
+def _shown(terminal: Terminal, route: Route) -> Sink:
+    """What shows a stream on a terminal, in the format of its route."""
+    if route.as_json:
+        return AsJson(terminal, route.facts)
+    if not route.prefix:
+        return terminal
+    prefix = route.prefix.encode()
+    if terminal.has_colours:
+        prefix = b"\x1b[%dm%b\x1b[0m" % (31 + route.facts.get("rank", 0) % 6, prefix)
+    return Prefixed(terminal, prefix)

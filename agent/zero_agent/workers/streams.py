@@ -12,14 +12,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntFlag
+from enum import IntFlag, StrEnum
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from zero_orchestrator.errors import SpecError
 
 PREFIX = "[${role_name}${local_rank}]:"
 """Before each line of a stream that is teed, as torchrun does."""
+
+
+RANK_PREFIX = "[rank{}]: "
+"""Before each line in the format `rank`, as torch's own log lines."""
+
+
+class Format(StrEnum):
+    """How the workers' output, and the agent's log, are shown: --log-format."""
+
+    TEXT = "text"
+    """As the workers print it."""
+    RANK = "rank"
+    """With the rank before each line."""
+    JSON = "json"
+    """One JSON object a line, with the rank and the time."""
 
 
 class Std(IntFlag):
@@ -32,6 +48,7 @@ class Std(IntFlag):
 
 
 FILES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
+NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 FILTERED = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
 
 
@@ -93,6 +110,12 @@ class Route:
     """A file of all workers for the shown lines that contain one of `filters`."""
     copy_prefix: str = ""
     filters: tuple[str, ...] = ()
+    as_json: bool = False
+    """Whether it is shown as JSON, one object a line."""
+    file_limit_bytes: int = 0
+    """Most bytes that are kept in `file` and in the older part beside it; 0: no limit."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Whose output it is: job, node, round, rank, local_rank and stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +130,9 @@ class Streams:
     """The local ranks whose output is shown; None: all."""
     filters: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
     prefix: str = PREFIX
+    format: Format = Format.TEXT
+    file_limit_bytes: int = 0
+    """Most bytes that are kept of one stream of one worker; 0: no limit."""
 
     @property
     def needs_files(self) -> bool:
@@ -131,10 +157,13 @@ class Streams:
         names = {"role_name": role, "local_rank": local_rank, "rank": rank}
         name = Template(self.prefix).safe_substitute(names)
         kept, copied = teed or redirected or self.keep_all, bool(filters) and shown
+        before = RANK_PREFIX.format(rank) if self.format is Format.RANK else name if teed else ""
         return Route(
             shown=shown,
-            prefix=name if teed else "",
+            prefix=before,
+            as_json=self.format is Format.JSON,
             file=directory / str(local_rank) / FILES[stream] if kept else None,
+            file_limit_bytes=self.file_limit_bytes if kept else 0,
             copy=directory / FILTERED[stream] if copied else None,
             copy_prefix=name if copied else "",
             filters=filters if copied else (),

@@ -30,7 +30,7 @@ from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
-from zero_orchestrator.ctl import events_command, requests, stack_command, status
+from zero_orchestrator.ctl import events_command, logs_command, requests, stack_command, status
 from zero_orchestrator.ctl import gc as collect
 from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
 from zero_orchestrator.ctl.views import JsonView, TableView, View
@@ -153,6 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
     command("jobs", "list all jobs of this etcd, as `zero-ctl status --all`")
     events_command.add_flags(command("events", "show the events of a job, each with its cause"))
+    logs_command.add_flags(command("logs", "show what the workers of a job print, on all nodes"))
     stack_command.add_flags(
         command("stack", "show the stacks of all workers of a job, equal ones once")
     )
@@ -408,6 +409,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "status": _status,
     "jobs": _jobs,
     "events": events_command.run,
+    "logs": logs_command.run,
     "stack": stack_command.run,
     "metrics": _metrics,
     "drain": _drain,

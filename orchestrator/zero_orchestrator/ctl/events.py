@@ -5,6 +5,7 @@
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
     /zero/progress/<job>/job/goodput/<node>      the node's goodput ledger, of all its agents
+    /zero/progress/<job>/job/output/<node>       what its workers printed last, once the agent ends
 
 These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
 by the store's revisions: the clocks of two nodes are never compared.
@@ -61,6 +62,8 @@ GOODPUT_S = 5.0
 of nodes if that is longer. The ledger lacks what a killed agent had not yet written."""
 GOODPUT_PER_NODE_S = 2.0
 """Seconds between two writes of goodput ledgers by all nodes of a job together."""
+OUTPUT_S = 3600
+"""Seconds for which the last output of a node's workers stays after the end of its agent."""
 IDLE_S = 1.0
 """`follow` yields None after this many seconds without an event."""
 
@@ -91,6 +94,11 @@ def seen_key(job: str) -> str:
 def goodput_prefix(job: str) -> str:
     """The prefix of the keys of the goodput ledgers of a job's nodes."""
     return progress_prefix(job) + "job/goodput/"
+
+
+def output_prefix(job: str) -> str:
+    """The prefix of the keys of the last output of a job's nodes; `queries.unpack` reads them."""
+    return progress_prefix(job) + "job/output/"
 
 
 def seen_s(seen: KeyValue | None) -> float | None:
@@ -142,6 +150,7 @@ class Publisher:
         self._progress = progress_prefix(job) + node
         self._seen = seen_key(job)
         self._goodput = goodput_prefix(job) + node
+        self._output = output_prefix(job) + node
         self._clock = clock
         self._count = 0
         self._shown: Progress | None = None
@@ -231,6 +240,10 @@ class Publisher:
             self._put(self._goodput, json.dumps(record))
 
         self._enqueue(write)
+
+    def last_output(self, value: str) -> None:
+        """Leave the last output of this node's workers, for an hour, because the agent ends."""
+        self._enqueue(lambda: self._put(self._output, value, self._store.grant(OUTPUT_S)))
 
     def close(self) -> None:
         """Write the queued events, for up to two seconds, and end the thread."""

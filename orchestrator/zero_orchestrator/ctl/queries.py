@@ -147,15 +147,16 @@ class Asker:
         with contextlib.suppress(Exception):  # its lease ends by itself
             self._store.revoke(self._lease)
 
-    def ask(
-        self, kind: str, arguments: Mapping[str, Mapping[str, Any]], *, within_s: float
-    ) -> None:
+    def ask(self, kind: str, arguments: Mapping[str, Mapping[str, Any]], *, within_s: float) -> int:
         """Ask some nodes; the question before is withdrawn where it has no answer yet.
 
         Args:
             kind: What is asked for.
             arguments: The nodes, and the arguments of the question for each.
             within_s: Seconds for which the caller waits for the answers.
+
+        Returns:
+            The number of the question, which its answers have.
         """
         self._number += 1
         puts = []
@@ -165,6 +166,7 @@ class Asker:
             puts.append(Put(key, query.to_json(), self._lease))
         for first in range(0, len(puts), _BATCH):
             self._store.txn([], puts[first : first + _BATCH])
+        return self._number
 
     def answers(self, wait_s: float) -> Iterator[Answer]:
         """The answers that come within some seconds; the caller stops when it has all."""

@@ -10,7 +10,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl import queries, status
 from zero_orchestrator.ctl.stacks import Group, RankStack, Thread, from_answer, groups, whose
-from zero_orchestrator.ctl.status import JobStatus, NodeRow, NoSuchJob, NoSuchNode
+from zero_orchestrator.ctl.status import JobStatus
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         NoSuchNode: No live node has the rank.
     """
     job = status.find(store, args.job)
-    nodes = nodes_of(job, args.rank)
+    nodes = status.choose_members(job, args.rank)
     within_s = args.wait or (NATIVE_WAIT_S if args.native else WAIT_S)
     arguments = {"rank": args.rank, "native": args.native}
     answers = queries.ask_once(store, job.job, nodes, "stack", arguments, within_s=within_s)
@@ -58,28 +58,6 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     for line in _page(job, found, all_threads=args.threads):
         view.line(line)
     return CtlExit.TOO_LATE if any(stack.problem for stack in found) else CtlExit.OK
-
-
-def nodes_of(job: JobStatus, rank: int | None) -> list[str]:
-    """The live members of a job's round, or the one that has a rank.
-
-    Raises:
-        NoSuchJob: The job has no live member.
-        NoSuchNode: No live member has the rank.
-    """
-    live = [row for row in job.members if row.alive]
-    if not live:
-        raise NoSuchJob(f"no workers of job {job.job} run: {job.now}")
-    found = [row.node for row in live if rank is None or _has(row, rank)]
-    if not found:
-        raise NoSuchNode(
-            f"no live node of job {job.job} has rank {rank}: the world size is {job.world_size}"
-        )
-    return found
-
-
-def _has(row: NodeRow, rank: int) -> bool:
-    return row.first_rank is not None and row.first_rank <= rank < row.first_rank + row.slots
 
 
 def _page(job: JobStatus, found: Sequence[RankStack], *, all_threads: bool) -> Iterator[str]:

@@ -453,3 +453,25 @@ def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobSt
         raise NoSuchNode(f"node {node} is in several jobs ({names}); name one after the node")
     there = "; ".join(f"{job.job}: {', '.join(job.live_nodes) or 'none'}" for job in within)
     raise NoSuchNode(f"there is no live node {node}; there are: {there or 'none'}")
+
+
+def choose_members(job: JobStatus, rank: int | None) -> list[str]:
+    """The live members of a job's round, or the one that has a rank.
+
+    Raises:
+        NoSuchJob: The job has no live member.
+        NoSuchNode: No live member has the rank.
+    """
+    live = [row for row in job.members if row.alive]
+    if not live:
+        raise NoSuchJob(f"no workers of job {job.job} run: {job.now}")
+    found = [row.node for row in live if rank is None or _has(row, rank)]
+    if not found:
+        raise NoSuchNode(
+            f"no live node of job {job.job} has rank {rank}: the world size is {job.world_size}"
+        )
+    return found
+
+
+def _has(row: NodeRow, rank: int) -> bool:
+    return row.first_rank is not None and row.first_rank <= rank < row.first_rank + row.slots

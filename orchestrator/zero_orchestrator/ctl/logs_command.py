@@ -1,0 +1,210 @@
+"""`zero-ctl logs`: what the workers of a job print, on all nodes.
+
+The agents keep the last output of their workers in memory and send it when asked; an agent that
+ends leaves the last of it in etcd. The output of two nodes is shown in the order of their clocks,
+which nothing depends on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.text import Text
+
+from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.ctl import queries, status
+from zero_orchestrator.ctl.events import output_prefix
+from zero_orchestrator.ctl.queries import Answer, Asker
+from zero_orchestrator.ctl.status import JobStatus, NoSuchJob, NoSuchNode
+from zero_orchestrator.ctl.views import View
+from zero_orchestrator.errors import LeaseLost, StoreUnavailable
+from zero_orchestrator.store.kv import KeyValueStore
+
+LINES = 100
+WAIT_S = 5.0
+FOLLOW_S = 0.5
+"""Seconds between two questions of `--follow`, or `FOLLOW_PER_NODE_S` times the number of nodes if
+that is longer."""
+FOLLOW_PER_NODE_S = 0.05
+"""Seconds between two questions of `--follow` to all nodes together."""
+OUTAGE_S = 30.0
+"""`--follow` continues through an outage of etcd of up to this many seconds."""
+LEAVING_S = 3.0
+"""How long `--follow` waits for the last output of a node that has gone; a killed one has none."""
+_ALL = 1 << 40
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument(
+        "job", nargs="?", help="name of the job (default: the running one, else the newest)"
+    )
+    parser.add_argument("--rank", type=int, metavar="N", help="only the worker with this rank")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="print new output until the job ends"
+    )
+    text = f"number of lines of each worker to begin with (default {LINES})"
+    parser.add_argument("--lines", "-n", type=_lines, default=LINES, metavar="N", help=text)
+
+
+def _lines(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: write a number of lines, such as 100")
+    return int(text)
+
+
+def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    """Print the output; TOO_LATE if an agent does not answer.
+
+    Raises:
+        NoSuchJob: There is no such job.
+        NoSuchNode: No live node has the rank.
+    """
+    job = status.find(store, args.job or status.newest_job(status.read_all(store)).job)
+    reader = _Reader(store, job.job, view, rank=args.rank, lines=args.lines)
+    if not job.live_nodes:
+        answers = reader.left()
+        reader.show(answers)
+        if not answers and not args.follow:
+            view.report(
+                f"no agent of job {job.job} is alive, and none has left output in etcd within the "
+                "last hour; the directory of --log-dir on the nodes has all of it"
+            )
+        if job.ended or not args.follow:
+            return CtlExit.OK
+    if args.follow:
+        reader.follow()
+        return CtlExit.OK
+    with Asker(store, job.job) as asker:
+        missing = reader.ask(asker, _asked(job, args.rank))
+    for node in missing:
+        view.report(f"node {node}: no answer within {WAIT_S:g} s")
+    return CtlExit.TOO_LATE if missing else CtlExit.OK
+
+
+def _asked(job: JobStatus, rank: int | None) -> Sequence[str]:
+    """The nodes to ask: all that are alive, or the one that has the rank."""
+    return job.live_nodes if rank is None else status.choose_members(job, rank)
+
+
+@dataclass(frozen=True)
+class _Cursor:
+    """What has been shown of a node's output."""
+
+    agent: str
+    number: int
+
+
+class _Reader:
+    """Reads the output of nodes, and shows each line once."""
+
+    def __init__(
+        self, store: KeyValueStore, job: str, view: View, *, rank: int | None, lines: int
+    ) -> None:
+        self._store, self._job, self._view = store, job, view
+        self._rank, self._lines = rank, lines
+        self._cursors: dict[str, _Cursor] = {}
+        self._gone_s: dict[str, float] = {}
+        self._begun = False
+        self._answered_s = time.monotonic()
+
+    def ask(self, asker: Asker, nodes: Sequence[str]) -> list[str]:
+        """Show what is new on some nodes; returns those that have not answered."""
+        arguments = {}
+        for node in nodes:
+            cursor = self._cursors.get(node, _Cursor("", 0))
+            lines = _ALL if self._begun else self._lines
+            asked = {"agent": cursor.agent, "after": cursor.number, "lines": lines}
+            arguments[node] = {**asked, "rank": self._rank}
+        number = asker.ask("logs", arguments, within_s=WAIT_S)
+        missing, found = set(nodes), []
+        for answer in asker.answers(WAIT_S) if nodes else ():
+            if answer.number == number and answer.node in missing:
+                missing.discard(answer.node)
+                found.append(answer)
+            if not missing:
+                break
+        self.show(found)
+        return sorted(missing)
+
+    def left(self) -> list[Answer]:
+        """What agents that have ended have left in etcd."""
+        found = []
+        for item in self._store.range(output_prefix(self._job)).items:
+            with contextlib.suppress(ValueError):  # of another version
+                found.append(queries.unpack(item.value))
+        return found
+
+    def show(self, answers: Iterable[Answer]) -> None:
+        """Show what has not been shown, in the order of the nodes' clocks."""
+        chunks: list[tuple[float, str, dict[str, Any]]] = []
+        for answer in answers:
+            if answer.problem:
+                self._view.report(f"node {answer.node}: {answer.problem}")
+                continue
+            agent, of_node = answer.record["agent"], answer.record["chunks"]
+            cursor = self._cursors.get(answer.node)
+            shown = cursor.number if cursor is not None and cursor.agent == agent else 0
+            first = of_node[0]["number"] if of_node else answer.record["number"]
+            if answer.record["lost"] and shown and first > shown + 1:
+                text = "output is missing here; it came faster than etcd could carry it"
+                self._view.report(f"node {answer.node}: {text}")
+            chunks += [(one["time"], answer.node, one) for one in of_node if one["number"] > shown]
+            self._cursors[answer.node] = _Cursor(agent, answer.record["number"])
+        for _, node, chunk in sorted(chunks, key=lambda one: one[0]):
+            if self._rank in (None, chunk["rank"]):
+                self._print(node, chunk)
+        self._begun = True
+
+    def _print(self, node: str, chunk: dict[str, Any]) -> None:
+        rank = chunk["rank"]
+        facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
+        for line in chunk["text"].splitlines():
+            self._view.record({"job": self._job, "node": node, **facts, "text": line})
+            colour = _COLOURS[rank % len(_COLOURS)]
+            self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))
+
+    def follow(self) -> None:
+        """Show what the workers print until the job ends.
+
+        Raises:
+            StoreUnavailable: etcd has not answered for `OUTAGE_S`.
+            NoSuchNode: At the beginning no live node has the rank.
+        """
+        while True:
+            try:
+                with Asker(self._store, self._job) as asker:
+                    while not self._follow(asker):
+                        pass
+                return
+            except NoSuchJob:  # its keys have been deleted
+                return
+            except (StoreUnavailable, LeaseLost):
+                if time.monotonic() - self._answered_s > OUTAGE_S:
+                    raise
+                time.sleep(FOLLOW_S)
+
+    def _follow(self, asker: Asker) -> bool:
+        """Ask once, and wait a moment; whether the job has ended and everything is shown."""
+        job = status.read(self._store, self._job)
+        now_s = self._answered_s = time.monotonic()
+        nodes: Sequence[str] = ()
+        with contextlib.suppress(NoSuchNode, NoSuchJob):  # between two rounds nobody has the rank
+            nodes = _asked(job, self._rank)
+        self.ask(asker, nodes)
+        gone = [node for node in self._cursors if node not in job.live_nodes]
+        if gone:
+            self.show(one for one in self.left() if one.node in gone)
+        for node in gone:
+            if now_s - self._gone_s.setdefault(node, now_s) > LEAVING_S:
+                del self._cursors[node], self._gone_s[node]
+        if job.ended and not job.live_nodes and not self._gone_s:
+            return True
+        time.sleep(max(FOLLOW_S, FOLLOW_PER_NODE_S * len(nodes)))
+        return False
