@@ -1,17 +1,17 @@
 """Step time, CPU time, memory and traffic of ZeRO stages 0-3, beside torch's engines and DeepSpeed.
 
     python benchmarks/training.py --deepspeed-python /path/to/venv/bin/python
-    python benchmarks/training.py --throttle 1gbit --systems floor,ddp,fsdp2,zero2,zero3
+    python benchmarks/training.py --nodes 1x2,2x1,2x2 --rate 1gbit,10gbit --accumulation 1,8
     python benchmarks/training.py --table results.jsonl
 
-Two processes with one thread each train the same GPT on the same tokens over gloo. Systems take
-turns within each round, each in processes of its own and, as root, in a network namespace of its
-own, whose interface counts the bytes; without root there is no such column. So a slow minute of
-the machine hits all of them. Steps during which other processes kept the machine busy are left
-out; where too few remain, all count, and the row is marked with an asterisk. The *floor* is
-forward, backward and step in two processes that do not talk to each other. The last losses are
-printed, too: they must agree before speed means anything (the floor's, which trains on half of
-the batch, is another).
+Processes with one thread each train the same GPT on the same tokens over gloo. Systems take turns
+within each round, each in processes of its own and, as root, in a network namespace for each node,
+whose interfaces count the bytes between nodes and inside of them; without root there is one node,
+and nothing is counted. So a slow minute of the machine hits all of them. Steps during which other
+processes kept the machine busy are left out; where too few remain, all count, and the row is marked
+with an asterisk. The *floor* is forward, backward and step in processes that do not talk to each
+other. The last losses are printed, too: they must agree before speed means anything (the floor's,
+which trains on a part of the batch, is another).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,41 @@ from training_model import Shape
 from training_network import Place, place
 from training_report import Run, show
 from training_systems import SYSTEMS
+from training_traffic import nodes_of
 
 WORKER = Path(__file__).resolve().parent / "training_worker.py"
 DEEPSPEED = tuple(name for name, system in SYSTEMS.items() if system.package == "deepspeed")
-WORLD = 2
 LIMIT_S = 900
 """For one system in one round. DeepSpeed compiles its extensions the first time."""
 
 
-def measure(system: str, dtype: str, args: argparse.Namespace) -> Run:
-    with place(WORLD, args.throttle) as where, tempfile.TemporaryDirectory() as directory:
-        paths = [Path(directory) / f"{rank}.json" for rank in range(WORLD)]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one comparison has in common."""
+
+    nodes: tuple[int, ...]
+    rate: str
+    """Of the cable of each node, in the words of tc; empty: as fast as the machine."""
+    accumulation: int
+    dtype: str
+
+
+def measure(system: str, case: Case, args: argparse.Namespace) -> Run:
+    world = sum(case.nodes)
+    with place(case.nodes, case.rate) as where, tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory) / f"{rank}.json" for rank in range(world)]
         python = args.deepspeed_python if system in DEEPSPEED else sys.executable
-        task = json.dumps(_task(args, dtype, where))
+        task = json.dumps(_task(args, case))
         ranks = [
             subprocess.Popen(
                 [*where.prefixes[rank], python, str(WORKER), system, str(path), task],
-                env=_environment(rank, where, python),
+                env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=(Path(directory) / f"{rank}.log").open("w"),
             )
-            for rank, path in enumerate(paths)
+            for rank, (path, environment) in enumerate(
+                zip(paths, _environments(where, python), strict=True)
+            )
         ]
         try:
             for process in ranks:
@@ -60,46 +75,45 @@ def measure(system: str, dtype: str, args: argparse.Namespace) -> Run:
             for process in ranks:
                 process.kill()
         if not all(path.exists() for path in paths):
-            logs = "\n".join((Path(directory) / f"{r}.log").read_text() for r in range(WORLD))
-            raise SystemExit(f"{system}, {dtype} failed:\n{logs[-3000:]}")
+            logs = "\n".join((Path(directory) / f"{r}.log").read_text() for r in range(world))
+            codes = [process.returncode for process in ranks]
+            raise SystemExit(f"{system}, {case} failed, exit codes {codes}:\n{logs[-3000:]}")
         return Run(
             system=system,
-            dtype=dtype,
+            **asdict(case),
             ranks=[json.loads(path.read_text()) for path in paths],
             counted=where.counted,
-            one_host=where.one_host,
         )
 
 
-def _task(args: argparse.Namespace, dtype: str, where: Place) -> dict[str, Any]:
+def _task(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     names = ("width", "layers", "length", "vocabulary", "micro")
     shape = Shape(**{name: getattr(args, name) for name in names})
-    return {
-        "shape": asdict(shape),
-        "dtype": dtype,
-        "steps": args.steps,
-        "warmup": args.warmup,
-        "interface": where.interface,
-    }
+    return {**asdict(case), "shape": asdict(shape), "steps": args.steps, "warmup": args.warmup}
 
 
-def _environment(rank: int, where: Place, python: str) -> dict[str, str]:
-    local = {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
-    remote = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {
-        **os.environ,
-        **(local if where.one_host else remote),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": where.address,
-        "MASTER_PORT": str(where.port),
-        "GLOO_SOCKET_IFNAME": where.interface,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "DS_ACCELERATOR": "cpu",
-        # DeepSpeed compiles with the ninja of its own environment.
-        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+def _environments(where: Place, python: str) -> Iterator[dict[str, str]]:
+    """Of each rank, as torchrun would set them."""
+    places = [(node, local) for node, count in enumerate(where.nodes) for local in range(count)]
+    for rank, (node, local) in enumerate(places):
+        count = str(where.nodes[node])
+        yield {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(local),
+            "LOCAL_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": where.address,
+            "MASTER_PORT": str(where.port),
+            "GLOO_SOCKET_IFNAME": where.interface,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "DS_ACCELERATOR": "cpu",
+            # DeepSpeed compiles with the ninja of its own environment.
+            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        }
 
 
 def _arguments() -> argparse.Namespace:
@@ -109,7 +123,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="counted, in each round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
-    parser.add_argument("--throttle", default="", help="two hosts and this rate between, as 1gbit")
+    parser.add_argument("--nodes", default="1x2", help="nodes x ranks of each, in a list")
+    parser.add_argument("--rate", default="", help="between nodes, as 1gbit, in a list")
+    parser.add_argument("--accumulation", default="1", help="micro-batches of a rank, in a list")
     parser.add_argument("--deepspeed-python", default="", help="the Python that has DeepSpeed")
     parser.add_argument("--out", type=Path, help="add one JSON line per measurement to this file")
     parser.add_argument("--table", type=Path, help="measure nothing: the tables of such a file")
@@ -117,10 +133,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--micro", type=int, default=2, help="sequences per rank and step")
+    parser.add_argument("--micro", type=int, default=2, help="sequences per micro-batch")
     args = parser.parse_args()
     args.systems = args.systems.split(",")
     args.dtype = args.dtype.split(",")
+    try:
+        args.nodes = [nodes_of(text) for text in args.nodes.split(",")]
+        args.accumulation = [int(text) for text in args.accumulation.split(",")]
+    except ValueError as error:
+        parser.error(f"--nodes, --accumulation: {error}; write them as 1x2,2x2 and 1,8")
     if wrong := [name for name in args.systems if name not in SYSTEMS]:
         parser.error(f"--systems: {', '.join(wrong)}: not one of {', '.join(SYSTEMS)}")
     if wrong := [name for name in args.dtype if name not in ("fp32", "bf16")]:
@@ -136,18 +157,28 @@ def main() -> None:
         found = [Run(**json.loads(line)) for line in args.table.read_text().splitlines()]
     else:
         found = _rounds(args)
-    show(found, f"{WORLD} ranks, gloo" + (f", {args.throttle}" if args.throttle else ""))
+    show(found)
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    rates = args.rate.split(",")
+    product = itertools.product(args.nodes, rates, args.accumulation, args.dtype)
+    cases = [
+        Case(nodes=nodes, rate=rate if len(nodes) > 1 else "", accumulation=count, dtype=dtype)
+        for nodes, rate, count, dtype in product
+    ]
+    return list(dict.fromkeys(cases))  # one node has no rate
 
 
 def _rounds(args: argparse.Namespace) -> list[Run]:
     found: list[Run] = []
-    turns = itertools.product(range(1, args.rounds + 1), args.dtype, args.systems)
+    turns = itertools.product(range(1, args.rounds + 1), _cases(args), args.systems)
     try:
-        for number, dtype, system in turns:
-            run = measure(system, dtype, args)
+        for number, case, system in turns:
+            run = measure(system, case, args)
             found.append(run)
             wall_ms = min(wall for wall, _, _ in run.steps()) * 1e3
-            print(f"round {number}: {system} {dtype} {wall_ms:.0f} ms", file=sys.stderr)
+            print(f"round {number}: {system}, {case}: {wall_ms:.0f} ms", file=sys.stderr)
             if args.out:
                 with args.out.open("a") as lines:
                     lines.write(json.dumps(asdict(run)) + "\n")

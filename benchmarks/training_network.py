@@ -1,37 +1,43 @@
 """Where the ranks of one measurement meet: a network of their own, if this is root.
 
-Owns the namespaces: one with a loopback for ranks on one host, or two joined by a throttled
-cable, each with a /dev/shm of its own, for ranks on two. Must always hold: what an interface has
-counted was sent by the ranks that are measured and by nobody else.
+Owns the namespaces: one with a loopback for the ranks of one node; or one for each node, each with
+a /dev/shm of its own, joined by a switch whose cables are throttled. Must always hold: what an
+interface has counted was sent by the ranks that are measured and by nobody else.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 _PORT = 29533
-_OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+_OWN_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
+_BURST_S = 0.002
+"""What a throttled cable may send at once, in time: much longer than a tick of its clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where the ranks run."""
 
+    nodes: tuple[int, ...]
+    """Ranks of each node."""
     prefixes: tuple[tuple[str, ...], ...]
     """Per rank: what to put before its command."""
     address: str
     port: int
     interface: str
+    """By which the ranks meet: that between nodes, or the loopback of the one node."""
     counted: bool
-    """Whether the interface counts only our bytes."""
-    one_host: bool
+    """Whether the interfaces count only our bytes."""
 
 
 def available() -> bool:
@@ -39,74 +45,104 @@ def available() -> bool:
 
 
 @contextmanager
-def place(world: int, throttle: str) -> Iterator[Place]:
-    """A place for `world` ranks; with `throttle`, a rate for tc, one host for each.
+def place(nodes: Sequence[int], rate: str) -> Iterator[Place]:
+    """A place for ranks on some nodes; `rate`, in the words of tc, is that of each node's cable.
 
     Raises:
-        SystemExit: A throttle is wanted and there are no namespaces here.
+        SystemExit: There are several nodes, and there are no namespaces here.
     """
     if not available():
-        if throttle:
-            raise SystemExit("--throttle needs root, ip, tc and unshare; leave it out")
-        yield _here(world)
+        if len(nodes) > 1:
+            raise SystemExit("several nodes need root, ip, tc and unshare; leave them out")
+        yield _here(nodes)
         return
-    names = [f"training-{uuid.uuid4().hex[:8]}" for _ in range(world if throttle else 1)]
-    for name in names:
+    run = f"training-{uuid.uuid4().hex[:8]}"
+    names = [f"{run}-{number}" for number in range(len(nodes))]
+    everything = [*names, run] if len(nodes) > 1 else names
+    shared = [Path("/dev/shm") / name for name in names]
+    for name in everything:
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "set", "lo", "up")
+    for directory in shared:
+        directory.mkdir()
     try:
-        yield _joined(names, throttle) if throttle else _alone(names[0], world)
+        yield (
+            _joined(nodes, run, names, shared, rate) if len(nodes) > 1 else _alone(nodes, names[0])
+        )
     finally:
-        for name in names:
+        for name in everything:
             _run("ip", "netns", "delete", name)
+        for directory in shared:
+            shutil.rmtree(directory)
 
 
-def _here(world: int) -> Place:
+def _here(nodes: Sequence[int]) -> Place:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return Place(
-        prefixes=((),) * world,
+        nodes=tuple(nodes),
+        prefixes=((),) * nodes[0],
         address="127.0.0.1",
         port=port,
         interface="lo",
         counted=False,
-        one_host=True,
     )
 
 
-def _alone(name: str, world: int) -> Place:
+def _alone(nodes: Sequence[int], name: str) -> Place:
     return Place(
-        prefixes=(("ip", "netns", "exec", name),) * world,
+        nodes=tuple(nodes),
+        prefixes=(("ip", "netns", "exec", name),) * nodes[0],
         address="127.0.0.1",
         port=_PORT,
         interface="lo",
         counted=True,
-        one_host=True,
     )
 
 
-def _joined(names: list[str], throttle: str) -> Place:
-    if len(names) != 2:
-        raise SystemExit("--throttle joins two hosts; the world must be 2")
-    first, second = names
-    _run(
-        "ip", "-n", first, "link", "add", "wire0", "type", "veth", "peer", "wire0", "netns", second
-    )
-    for number, name in enumerate(names, start=1):
+def _joined(
+    nodes: Sequence[int], switch: str, names: Sequence[str], shared: Sequence[Path], rate: str
+) -> Place:
+    _run("ip", "-n", switch, "link", "add", "switch0", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "switch0", "up")
+    prefixes: list[tuple[str, ...]] = []
+    for number, (name, directory) in enumerate(zip(names, shared, strict=True), start=1):
+        port = f"port{number}"
+        cable = ("link", "add", "wire0", "type", "veth", "peer", port, "netns", switch)
+        _run("ip", "-n", name, *cable)
+        _run("ip", "-n", switch, "link", "set", port, "master", "switch0", "up")
         _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire0")
         _run("ip", "-n", name, "link", "set", "wire0", "up")
-        shape = ("rate", throttle, "burst", "256kb", "latency", "50ms")
-        _run("tc", "-n", name, "qdisc", "add", "dev", "wire0", "root", "tbf", *shape)
-    shm = ("unshare", "-m", "sh", "-c", _OWN_SHM, "rank")
+        if rate:
+            shape = ("rate", rate, "burst", str(_burst_bytes(rate)), "latency", "50ms")
+            _run("tc", "-n", name, "qdisc", "add", "dev", "wire0", "root", "tbf", *shape)
+        own = ("ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", _OWN_SHM, str(directory))
+        prefixes += [own] * nodes[number - 1]
     return Place(
-        prefixes=tuple(("ip", "netns", "exec", name, *shm) for name in names),
+        nodes=tuple(nodes),
+        prefixes=tuple(prefixes),
         address="10.77.0.1",
         port=_PORT,
         interface="wire0",
         counted=True,
-        one_host=False,
     )
+
+
+def bits_per_s(rate: str) -> float:
+    """A rate as tc spells it, such as 1gbit or 500mbit.
+
+    Raises:
+        SystemExit: It is spelt in another way.
+    """
+    found = re.fullmatch(r"([\d.]+)([kmg])bit", rate)
+    if found is None:
+        raise SystemExit(f"a rate of {rate!r}: write it as 500mbit or 10gbit")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def _burst_bytes(rate: str) -> int:
+    return round(bits_per_s(rate) / 8 * _BURST_S)
 
 
 def _run(*command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from training_systems import SYSTEMS
+from training_traffic import MODELS, Job, Sent
 
 _QUIET_CORES = 0.15
 """A step is quiet if everybody else used less than this of one core meanwhile."""
@@ -25,10 +27,17 @@ class Run:
     """One system in one round, as the workers and the interfaces tell it."""
 
     system: str
+    nodes: Sequence[int]
+    rate: str
+    accumulation: int
     dtype: str
     ranks: Sequence[Mapping[str, Any]]
     counted: bool
-    one_host: bool
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """What it is compared with others in."""
+        return tuple(self.nodes), self.rate, self.accumulation, self.dtype
 
     def steps(self) -> list[tuple[float, float, float]]:
         """Of each step: seconds of the slowest rank, CPU seconds per rank, cores of others."""
@@ -41,12 +50,17 @@ class Run:
         return found
 
     @property
-    def wire_bytes(self) -> float | None:
-        """Per step, all ranks together."""
+    def sent(self) -> Sent | None:
+        """Per step, all nodes together."""
         if not self.counted:
             return None
-        shared = self.ranks[:1] if self.one_host else self.ranks
-        return sum(rank["sent_bytes"] for rank in shared) / len(self.ranks[0]["steps"])
+        firsts = itertools.accumulate(self.nodes[:-1], initial=0)
+        counts = [self.ranks[first]["sent_bytes"] for first in firsts]
+        steps = len(self.ranks[0]["steps"])
+        return Sent(
+            between=sum(count["between"] for count in counts) / steps,
+            inside=sum(count["inside"] for count in counts) / steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +75,27 @@ class Row:
     """The median over rounds of floor / system, each within one round."""
     steps: str
     peak_bytes: int
-    wire_bytes: float | None
+    sent: Sent | None
+    model: Sent | None
+    """What it should be, as `training_traffic` knows it."""
     loss: float
     parameters: int
     largest_unit: int
     root: int
 
 
-def show(runs: Sequence[Run], title: str) -> None:
-    by_dtype: defaultdict[str, list[Run]] = defaultdict(list)
+def show(runs: Sequence[Run]) -> None:
+    by_case: defaultdict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
-        by_dtype[run.dtype].append(run)
-    for dtype, members in by_dtype.items():
+        by_case[run.case].append(run)
+    for (nodes, rate, accumulation, dtype), members in by_case.items():
         rows = summarize(members)
         parameters = next(iter(rows.values())).parameters
-        console = Console(width=150)
-        console.print(_table(rows, dtype, f"{parameters / 1e6:.1f} M parameters, {dtype}, {title}"))
+        ranks = " + ".join(map(str, nodes))
+        title = f"{parameters / 1e6:.1f} M parameters, {dtype}, nodes of {ranks} ranks, gloo"
+        title += f", {rate}" * bool(rate) + f", {accumulation} micro-batches" * (accumulation > 1)
+        console = Console(width=165)
+        console.print(_table(rows, dtype, sum(nodes), title))
         for sentence in ratios(rows):
             console.print(sentence)
 
@@ -100,12 +119,27 @@ def _row(runs: Sequence[Run], floors: Sequence[float]) -> Row:
         of_floor=statistics.median(shares) if shares else None,
         steps=note,
         peak_bytes=max(rank["peak_bytes"] for run in runs for rank in run.ranks),
-        wire_bytes=runs[0].wire_bytes,
+        sent=runs[0].sent,
+        model=_model(runs[0]),
         loss=statistics.mean(rank["steps"][-1]["loss"] for rank in runs[0].ranks),
         parameters=runs[0].ranks[0]["parameters"],
         largest_unit=runs[0].ranks[0]["largest_unit"],
         root=runs[0].ranks[0]["root"],
     )
+
+
+def _model(run: Run) -> Sent | None:
+    if run.system not in MODELS or len(run.nodes) < 2:
+        return None
+    told = run.ranks[0]
+    job = Job(
+        nodes=tuple(run.nodes),
+        elements=told["parameters"],
+        regathered=told["parameters"] - told["root"],
+        dtype=run.dtype,
+        accumulation=run.accumulation,
+    )
+    return MODELS[run.system](job)
 
 
 def _middle(run: Run) -> float:
@@ -122,10 +156,11 @@ def _counted(
     return steps, f"*{len(steps)}"
 
 
-def _table(rows: Mapping[str, Row], dtype: str, title: str) -> Table:
+def _table(rows: Mapping[str, Row], dtype: str, world: int, title: str) -> Table:
     table = Table(title=title)
     columns = ("system", "ms per step", "quartiles", "% of floor", "x ddp", "CPU ms", "steps")
-    for column in (*columns, "peak MB", "of formula", "wire MB", "loss"):
+    sent = ("MB between", "model", "MB inside", "model")
+    for column in (*columns, "peak MB", "of formula", *sent, "loss"):
         table.add_column(column, justify="left" if column == "system" else "right")
     for system, row in rows.items():
         table.add_row(
@@ -137,14 +172,18 @@ def _table(rows: Mapping[str, Row], dtype: str, title: str) -> Table:
             f"{row.cpu_ms:.0f}",
             row.steps,
             f"{row.peak_bytes / 1e6:.0f}",
-            _or_dash(_of_formula(system, rows, dtype), "{:.0%}"),
-            _or_dash(row.wire_bytes and row.wire_bytes / 1e6, "{:.0f}"),
+            _or_dash(_of_formula(system, rows, dtype, world), "{:.0%}"),
+            *(
+                _or_dash(sent and getattr(sent, place) / 1e6, "{:.1f}")
+                for place in ("between", "inside")
+                for sent in (row.sent, row.model)
+            ),
             f"{row.loss:.5f}",
         )
     return table
 
 
-def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | None:
+def _of_formula(system: str, rows: Mapping[str, Row], dtype: str, world: int) -> float | None:
     """The peak over what the formula adds to the activations, which "passes" shows."""
     stage, passes = SYSTEMS[system].stage, rows.get("passes")
     if not system.startswith("zero") or stage is None or passes is None:
@@ -157,7 +196,7 @@ def _of_formula(system: str, rows: Mapping[str, Row], dtype: str) -> float | Non
         stage=stage,
         compute=dtype,
         states=2,
-        world=2,
+        world=world,
         largest=passes.largest_unit,
         root=passes.root,
         gpu=False,
@@ -175,7 +214,14 @@ def ratios(rows: Mapping[str, Row]) -> Iterable[str]:
                     f"{system}: {row.wall_ms / against.wall_ms:.2f} x the step time of {peer} "
                     f"(CPU {row.cpu_ms / against.cpu_ms:.2f}), "
                     f"{row.peak_bytes / against.peak_bytes:.2f} x its memory"
+                    + _of_bytes(row, against)
                 )
+
+
+def _of_bytes(row: Row, against: Row) -> str:
+    if row.sent is None or against.sent is None or not against.sent.between:
+        return ""
+    return f", {row.sent.between / against.sent.between:.2f} x its bytes between nodes"
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -7,7 +7,8 @@ the floor hold bf16 weights beside fp32 masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from training_model import GPT
 
 Tokens = tuple[Tensor, Tensor]
-Step = Callable[[Tokens], float]
-"""Runs one step on this rank's tokens; its loss."""
+Step = Callable[[Sequence[Tokens]], float]
+"""Runs one step on this rank's micro-batches; its loss."""
 
 CLIP = 1.0
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
@@ -27,9 +28,16 @@ _ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 class Setting:
     """What a system must know besides the model."""
 
-    world: int
+    nodes: tuple[int, ...]
+    """Ranks of each node."""
     micro: int
+    accumulation: int
+    """Micro-batches of this rank in one step."""
     bf16: bool
+
+    @property
+    def world(self) -> int:
+        return sum(self.nodes)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -57,9 +65,12 @@ def _with_masters(model: GPT) -> Step:
     model.bfloat16()
     optimizer, params = adamw(masters), list(model.parameters())
 
-    def step(tokens: Tokens) -> float:
-        loss = model(*tokens)
-        loss.backward()
+    def step(microbatches: Sequence[Tokens]) -> float:
+        loss = torch.zeros(())
+        for tokens in microbatches:
+            part = model(*tokens) / len(microbatches)
+            part.backward()
+            loss += part.detach()
         for master, param in zip(masters, params, strict=True):
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
@@ -69,20 +80,32 @@ def _with_masters(model: GPT) -> Step:
             for master, param in zip(masters, params, strict=True):
                 param.copy_(master)
                 master.grad = None
-        return float(loss.detach())
+        return float(loss)
 
     return step
 
 
-def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool) -> Step:
-    def step(tokens: Tokens) -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(*tokens)
-        loss.backward()
+def _torch_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    autocast: bool,
+    unsent: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """`unsent`: the context of micro-steps before the last one."""
+
+    def step(microbatches: Sequence[Tokens]) -> float:
+        loss = torch.zeros(())
+        for number, tokens in enumerate(microbatches, start=1):
+            with unsent() if number < len(microbatches) else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    part = model(*tokens) / len(microbatches)
+                part.backward()
+            loss += part.detach()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return float(loss)
 
     return step
 
@@ -92,10 +115,13 @@ def passes(model: GPT, setting: Setting) -> Step:
     for param in model.bfloat16().parameters() if setting.bf16 else model.parameters():
         param.register_post_accumulate_grad_hook(_drop_gradient)
 
-    def step(tokens: Tokens) -> float:
-        loss = model(*tokens)
-        loss.backward()
-        return float(loss.detach())
+    def step(microbatches: Sequence[Tokens]) -> float:
+        loss = torch.zeros(())
+        for tokens in microbatches:
+            part = model(*tokens) / len(microbatches)
+            part.backward()
+            loss += part.detach()
+        return float(loss)
 
     return step
 
@@ -106,7 +132,8 @@ def _drop_gradient(param: Tensor) -> None:
 
 def ddp(model: GPT, setting: Setting) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _torch_step(wrapped, adamw(wrapped.parameters()), autocast=setting.bf16)
+    optimizer = adamw(wrapped.parameters())
+    return _torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
 
 
 def zro(model: GPT, setting: Setting) -> Step:
@@ -116,15 +143,25 @@ def zro(model: GPT, setting: Setting) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), torch.optim.AdamW, fused=True, **_ADAMW
     )
-    return _torch_step(wrapped, optimizer, autocast=setting.bf16)
+    return _torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
 
 
-def fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> Step:
+def fsdp2(
+    model: GPT, setting: Setting, *, reshard: bool, fp32: bool = False, by_nodes: bool = False
+) -> Step:
+    """`fp32`: gradients are summed in it; `by_nodes`: HSDP, a replica on each node."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (setting.world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setting.bf16 else None)
+    if by_nodes:
+        shape = (len(setting.nodes), setting.nodes[0])
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (setting.world,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if setting.bf16 else None,
+        reduce_dtype=torch.float32 if fp32 else None,
+    )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -134,11 +171,11 @@ def fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> Step:
 # ---- ours and DeepSpeed: one API ----
 
 
-def ours(model: GPT, setting: Setting, *, stage: int) -> Step:
+def ours(model: GPT, setting: Setting, *, stage: int, elastic: dict[str, Any]) -> Step:
     import zero_deepspeed
 
-    optimizer = {"optimizer": {"type": "AdamW", "params": _ADAMW}}
-    return _engine_step(zero_deepspeed, model, setting, {"stage": stage}, config=optimizer)
+    config = {"optimizer": {"type": "AdamW", "params": _ADAMW}, "elastic": elastic}
+    return _engine_step(zero_deepspeed, model, setting, {"stage": stage}, config=config)
 
 
 def deepspeed(model: GPT, setting: Setting, *, stage: int, offload: bool = False) -> Step:
@@ -166,7 +203,7 @@ def _engine_step(
     optimizer: Any = None,
 ) -> Step:
     config = {
-        "train_batch_size": setting.micro * setting.world,
+        "train_batch_size": setting.micro * setting.world * setting.accumulation,
         "train_micro_batch_size_per_gpu": setting.micro,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": setting.bf16},
@@ -177,11 +214,14 @@ def _engine_step(
         model=model, optimizer=optimizer, model_parameters=model.parameters(), config=config
     )
 
-    def step(tokens: Tokens) -> float:
-        loss = engine(*tokens)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
+    def step(microbatches: Sequence[Tokens]) -> float:
+        sum_ = torch.zeros(())
+        for tokens in microbatches:
+            loss = engine(*tokens)
+            engine.backward(loss)
+            engine.step()
+            sum_ += loss.detach()
+        return float(sum_) / len(microbatches)
 
     return step
 
@@ -202,9 +242,9 @@ class System:
     """Whom ours is measured against."""
 
 
-def _ours(stage: int, *peers: str) -> System:
+def _ours(stage: int, *peers: str, **elastic: Any) -> System:
     def make(model: GPT, setting: Setting) -> Step:
-        return ours(model, setting, stage=stage)
+        return ours(model, setting, stage=stage, elastic=elastic)
 
     return System(make=make, package="zero_deepspeed", stage=stage, peers=(*peers, f"ds{stage}"))
 
@@ -216,9 +256,9 @@ def _deepspeed(stage: int, *, offload: bool = False) -> System:
     return System(make=make, package="deepspeed", stage=stage)
 
 
-def _fsdp2(*, reshard: bool) -> System:
+def _fsdp2(*, reshard: bool = True, **options: bool) -> System:
     def make(model: GPT, setting: Setting) -> Step:
-        return fsdp2(model, setting, reshard=reshard)
+        return fsdp2(model, setting, reshard=reshard, **options)
 
     return System(make=make, package="torch.distributed.fsdp", stage=3)
 
@@ -228,12 +268,17 @@ SYSTEMS: dict[str, System] = {
     "passes": System(make=passes),
     "ddp": System(make=ddp, stage=0),
     "zro": System(make=zro, package="torch.distributed.optim", stage=1),
-    "fsdp2": _fsdp2(reshard=True),
+    "fsdp2": _fsdp2(fp32=True),
+    "fsdp2-default": _fsdp2(),
     "fsdp2-keep": _fsdp2(reshard=False),
-    "zero0": _ours(0, "ddp"),
-    "zero1": _ours(1, "ddp", "zro"),
-    "zero2": _ours(2, "ddp"),
+    "hsdp": _fsdp2(fp32=True, by_nodes=True),
+    "hsdp-default": _fsdp2(by_nodes=True),
+    "zero0": _ours(0, "ddp", "fsdp2"),
+    "zero1": _ours(1, "ddp", "fsdp2", "zro"),
+    "zero2": _ours(2, "ddp", "fsdp2"),
     "zero3": _ours(3, "fsdp2"),
+    "zero2-native": _ours(2, "ddp", "fsdp2", reduction="native"),
+    "zero3-native": _ours(3, "fsdp2", reduction="native"),
     **{f"ds{stage}": _deepspeed(stage) for stage in range(4)},
     "ds2-offload": _deepspeed(2, offload=True),
 }

@@ -21,6 +21,9 @@ from torch import nn
 from training_model import GPT, Shape, batch
 from training_systems import SYSTEMS, Setting
 
+INTERFACES = {"between": "wire0", "inside": "lo"}
+"""Of a node's network namespace."""
+
 
 def sent_bytes(interface: str) -> int:
     """Bytes that have left through an interface of this network namespace."""
@@ -29,6 +32,10 @@ def sent_bytes(interface: str) -> int:
         if name.strip() == interface:
             return int(counters.split()[8])
     return 0
+
+
+def all_sent_bytes() -> dict[str, int]:
+    return {name: sent_bytes(interface) for name, interface in INTERFACES.items()}
 
 
 def machine_busy_s() -> float:
@@ -42,23 +49,28 @@ def count(module: nn.Module) -> int:
 
 
 def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
-    rank, world, interface = dist.get_rank(), dist.get_world_size(), task["interface"]
+    rank, accumulation = dist.get_rank(), task["accumulation"]
     importlib.import_module(SYSTEMS[system].package)
     baseline = begin_memory()
     torch.manual_seed(0)
     shape = Shape(**task["shape"])
     model = GPT(shape)
     parameters, blocks = count(model), [count(block) for block in model.blocks]
-    setting = Setting(world=world, micro=shape.micro, bf16=task["dtype"] == "bf16")
+    setting = Setting(
+        nodes=tuple(task["nodes"]),
+        micro=shape.micro,
+        accumulation=accumulation,
+        bf16=task["dtype"] == "bf16",
+    )
     step = SYSTEMS[system].make(model, setting)
     steps: list[dict[str, float]] = []
-    sent_before = 0
+    sent_before = dict.fromkeys(INTERFACES, 0)
     for number in range(task["warmup"] + task["steps"]):
         if number == task["warmup"]:
             dist.barrier()
-            sent_before = sent_bytes(interface)
+            sent_before = all_sent_bytes()
         begun, cpu, busy = time.perf_counter(), time.process_time(), machine_busy_s()
-        loss = step(batch(shape, number, rank))
+        loss = step([batch(shape, number * accumulation + k, rank) for k in range(accumulation)])
         steps.append(
             {
                 "wall_s": time.perf_counter() - begun,
@@ -70,7 +82,7 @@ def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     return {
         "steps": steps[task["warmup"] :],
-        "sent_bytes": sent_bytes(interface) - sent_before,
+        "sent_bytes": {name: sent - sent_before[name] for name, sent in all_sent_bytes().items()},
         "peak_bytes": resident_bytes("VmHWM:") - baseline,
         "parameters": parameters,
         "largest_unit": max(blocks),
