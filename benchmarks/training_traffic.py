@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, plan_reduction
+from zero_comm.topology import Topology
 from zero_data.global_batch import contiguous, node_turns, strided
 
 FP32_BYTES = 4
@@ -80,8 +81,10 @@ def gradients(job: Job, where: Where) -> Sent:
     return Sent(between=sum(traffic.between_bytes), inside=sum(traffic.inside_bytes))
 
 
-def pairwise(job: Job, size: float) -> Sent:
-    """An all-gather in which every rank sends its shard to every other rank."""
+def gather(job: Job, size: float) -> Sent:
+    """An all-gather: each shard to each other node once, then inside of it, if nodes have ranks."""
+    if Topology(nodes=job.nodes).divides:
+        return nested(job, size)
     shard, world = size / job.world, job.world
     return Sent(
         between=sum(ranks * (world - ranks) for ranks in job.nodes) * shard,
@@ -92,11 +95,11 @@ def pairwise(job: Job, size: float) -> Sent:
 def ours(job: Job, stage: int, where: Where = Where.OWNER) -> Sent:
     size = job.weight_bytes * job.elements
     if stage == 0:  # the sums of gradients, in place of weights
-        return gradients(job, where) + pairwise(job, FP32_BYTES * job.elements)
+        return gradients(job, where) + gather(job, FP32_BYTES * job.elements)
     if stage < 3:
-        return gradients(job, where) + pairwise(job, size)
+        return gradients(job, where) + gather(job, size)
     again = job.weight_bytes * job.regathered
-    return gradients(job, where) + pairwise(job, size + again).times(job.accumulation)
+    return gradients(job, where) + gather(job, size + again).times(job.accumulation)
 
 
 # ---- others ----
@@ -110,7 +113,7 @@ def ring(job: Job, size: float) -> Sent:
 
 
 def nested(job: Job, size: float) -> Sent:
-    """The same inside of nodes first, then between ranks of the same number."""
+    """The same in two parts: inside of nodes, and between ranks of the same number."""
     count = len(job.nodes)
     return Sent(between=size * (count - 1), inside=size * (job.world - count))
 
