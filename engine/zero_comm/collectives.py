@@ -32,7 +32,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
-from zero_comm.topology import Topology, alone, concluded, place_of, rail_order
+from zero_comm.topology import Topology, alone, concluded, place_of, rail_order, relay
 from zero_comm.transport import Transport
 from zero_comm.transports import Transports
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
@@ -119,6 +119,7 @@ class Collectives:
         """By shard, the rank that has it."""
         self.shards = tuple(self.owners.index(rank) for rank in range(self.world))
         """By rank, its shard."""
+        self._route = relay(topology, self.owners, self.rank)
 
     def find_nodes(self, environ: Mapping[str, str]) -> Topology:
         """Which ranks share a node, from the environments of all. Collective.
@@ -234,7 +235,42 @@ class Collectives:
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's shard already."""
+        if self.topology.divides and not self.transports.of(full.device).crosses_once:
+            return self._relay(full, what)
         return self._gather(full, self._by_rank(full), what)
+
+    def _relay(self, full: Tensor, what: str) -> Pending:
+        """Fill `full` by sending each shard to each other node once, and then inside of nodes."""
+        rows, route = full.view(self.world, -1), self._route
+        held = dict.fromkeys(route.to, self.own(full))
+        wanted = {source: rows[shard] for source, shard in route.wanted}
+        inside = [
+            {rank: rows[start:stop].view(-1) for rank, start, stop in route.run(number)}
+            for number in range(route.rounds)
+        ]
+        others = [rank for rank, _ in route.passes_on if rank != self.rank]
+        mine = [runs.pop(self.rank) for runs in inside if self.rank in runs]
+        sent_bytes = self.own(full).nbytes * len(held)
+        sent_bytes += sum(run.nbytes for run in mine) * len(others)
+        self.bytes_sent["gather"] += sent_bytes
+
+        def start(transport: Transport, turn: int) -> list[Work]:
+            def pass_on() -> list[Work]:
+                return [
+                    work
+                    for number, runs in enumerate(inside)
+                    for work in transport.exchange(
+                        dict.fromkeys(others, mine[number]) if number < len(mine) else {},
+                        runs,
+                        f"{what}, inside the node, {number}",
+                        turn,
+                    )
+                ]
+
+            first = transport.exchange(held, wanted, what, turn)
+            return [self._waiter.chain(first, pass_on)]
+
+        return self._begin("gather", what, (full,), sent_bytes, start)
 
     def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
         """Fill `rows`, by rank, the views that `full` is divided into."""

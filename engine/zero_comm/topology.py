@@ -138,6 +138,71 @@ def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Relay:
+    """One rank's part in an all-gather of shards in which each goes to each other node once."""
+
+    to: tuple[int, ...]
+    """The ranks of other nodes, one in each, that this rank sends its shard to."""
+    wanted: tuple[tuple[int, int], ...]
+    """(source, shard) of the shards that this rank receives for its node."""
+    passes_on: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """(rank, runs of shards [start, stop)): what each rank of the node then sends to the others."""
+
+    @property
+    def rounds(self) -> int:
+        """The most runs that a rank of the node passes on."""
+        return max(len(runs) for _, runs in self.passes_on)
+
+    def run(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): the run of shards that each rank passes on in a round."""
+        for rank, runs in self.passes_on:
+            if number < len(runs):
+                yield rank, *runs[number]
+
+
+def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
+    """How a rank takes part in such an all-gather.
+
+    The rank whose slice has the middle of a shard receives it for its node: so what it passes on
+    is as long as what others do, and mostly in one run.
+
+    Args:
+        topology: The nodes.
+        owners: By shard, the rank that has it.
+        rank: The rank.
+    """
+    own_node, _ = topology.place(rank)
+
+    def first(node: int, shard: int) -> int:
+        """The rank of a node that has a shard first."""
+        owner = owners[shard]
+        if topology.place(owner)[0] == node:
+            return owner
+        ranks = topology.ranks(node)
+        return ranks[(2 * shard + 1) * len(ranks) // (2 * len(owners))]
+
+    shards = range(len(owners))
+    receivers = [first(own_node, shard) for shard in shards]
+    held = {each: [s for s in shards if receivers[s] == each] for each in topology.ranks(own_node)}
+    return Relay(
+        to=tuple(
+            first(node, owners.index(rank))
+            for node in range(len(topology.nodes))
+            if node != own_node
+        ),
+        wanted=tuple((owners[shard], shard) for shard in held[rank] if owners[shard] != rank),
+        passes_on=tuple((each, tuple(_runs(numbers))) for each, numbers in held.items()),
+    )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The runs of consecutive numbers, [start, stop), of an ascending sequence."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1] + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Slices:
     """Which elements of a gradient each rank adds up for its node, and which it owns.
 

@@ -32,6 +32,9 @@ class Transport:
 
     any_order = False
     """Whether the ranks of a group may begin its exchanges in different orders."""
+    crosses_once = True
+    """Whether `gather` by itself sends each shard to each other node once. NCCL's rings and trees
+    do."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         """Exchange within a process group; None: the default group."""

@@ -128,14 +128,35 @@ class _Job(Watched):
         super().__init__(changed)
         self._works = works
 
+    def work(self) -> None:
+        for work in self._works:
+            work.wait()
+
     def run(self) -> None:
         try:
-            for work in self._works:
-                work.wait()
+            self.work()
         except BaseException as error:
             self.end(error)
         else:
             self.end()
+
+
+class _Chain(_Job):
+    """Exchanges, and others that begin when those have ended."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        begin_next: Callable[[], Sequence[Work]],
+        changed: threading.Condition,
+    ) -> None:
+        super().__init__(works, changed)
+        self._begin_next = begin_next
+
+    def work(self) -> None:
+        super().work()
+        self._works = self._begin_next()
+        super().work()
 
 
 class Waiter:
@@ -160,6 +181,20 @@ class Waiter:
         if len(watched) < len(works):
             watched.append(self._give([work for work in works if not isinstance(work, Watched)]))
         return watched
+
+    def chain(self, works: Sequence[Work], begin_next: Callable[[], Sequence[Work]]) -> Watched:
+        """Begin further exchanges when some have ended; nobody has to wait for that.
+
+        A thread does it, one for each chain: an exchange that others have not begun then keeps no
+        other one waiting.
+
+        Args:
+            works: Under way.
+            begin_next: Called by the thread.
+        """
+        job = _Chain(works, begin_next, self.interrupt.changed)
+        threading.Thread(target=job.run, daemon=True).start()
+        return job
 
     def _give(self, works: Sequence[Work]) -> Watched:
         """Let the thread wait for these."""

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from zero_comm.topology import Slices, Topology, concluded, described, place_of, rail_order
+from zero_comm.topology import (
+    Slices,
+    Topology,
+    concluded,
+    described,
+    place_of,
+    rail_order,
+    relay,
+)
 from zero_contract.errors import ConfigError
 
 AGENT = [
@@ -87,3 +97,33 @@ def test_what_is_sent_to_an_owner_is_what_it_expects_and_together_its_shard(
             assert [n for piece in pieces for n in piece] == list(slices.shard_of(rank))
             expected |= {(source, rank, start, stop) for source, start, stop in sources}
     assert sent == expected
+
+
+LAYOUTS = [
+    nodes
+    for count in (1, 2, 3, 4)
+    for nodes in itertools.product(range(1, 6), repeat=count)
+    if sum(nodes) < 9
+]
+
+
+def test_a_gather_sends_each_shard_to_each_other_node_once_and_fills_every_rank() -> None:
+    """Every layout of up to eight ranks; where nodes are equal, ranks pass on one run each."""
+    for nodes in LAYOUTS:
+        topology, owners = Topology(nodes=nodes), rail_order(nodes)
+        world = range(topology.world)
+        routes = [relay(topology, owners, rank) for rank in world]
+        has = [{owners.index(rank)} for rank in world]
+        crossed = [(source, rank) for rank in world for source, _ in routes[rank].wanted]
+        assert sorted(crossed) == sorted((rank, to) for rank in world for to in routes[rank].to)
+        assert len(crossed) == topology.world * (len(nodes) - 1)
+        for rank in world:
+            has[rank] |= {shard for _, shard in routes[rank].wanted}
+        if len(set(nodes)) == 1:
+            assert {route.rounds for route in routes} == {1}
+        for route in routes:
+            for number in range(route.rounds):
+                for rank, start, stop in route.run(number):
+                    assert set(range(start, stop)) <= has[rank]  # it has what it passes on
+            runs = [range(*run) for _, runs in route.passes_on for run in runs]
+            assert sorted(shard for run in runs for shard in run) == list(world)

@@ -21,6 +21,7 @@ class CpuTransport(Transport):
     """A transport that reaches the ranks `near` by memory and the others over sockets."""
 
     any_order = True
+    crosses_once = False
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         super().__init__(group, rank, world)
