@@ -22,7 +22,7 @@ from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
 LARGEST_BYTES = 1 << 20
 """The largest tensor or array: it is stored in the manifest, which every rank reads."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_MARKS = frozenset({"$tensor", "$array", "$tuple", "$items", "$stored"})
+_MARKS = frozenset({"$tensor", "$array", "$bytes", "$tuple", "$items", "$stored"})
 
 
 class Stored(str):
@@ -81,6 +81,8 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
         case Tensor():
             data = byte_view(value.detach().cpu().contiguous().flatten()).numpy()
             return {"$tensor": [name_of(value.dtype), list(value.shape), _text(data, path)]}
+        case bytes():
+            return {"$bytes": _text(np.frombuffer(value, np.uint8), path)}
         case np.ndarray() | np.generic() if not value.dtype.hasobject:
             return {"$array": [value.dtype.str, list(value.shape), _text(value, path)]}
         case tuple():
@@ -103,6 +105,8 @@ def _unmarked(value: dict[str, Any]) -> Any:
             return torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
         case [("$array", [dtype, shape, text])]:
             return _bytes(text).view(dtype).reshape(shape)[()]
+        case [("$bytes", text)]:
+            return _bytes(text).tobytes()
         case [("$tuple", members)]:
             return tuple(_unpacked(members))
         case [("$items", items)]:

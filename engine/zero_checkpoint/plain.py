@@ -101,7 +101,7 @@ def save(
             other, or a rank failed: nothing was published. On every rank.
         PeerLost: A rank is lost.
     """
-    consensus, where = consensus or _default_consensus(), place(root)
+    consensus, where = consensus or group_consensus("plain"), place(root)
     own: dict[str, Part] = {}
     try:
         skeleton = _mapped(state, "", lambda value, name: _taken_out(value, name, own))
@@ -191,7 +191,7 @@ def load(
         pieces = tuple(Piece(t, part.start, part.data) for t, part in parts.items())
         return State(tensors, pieces, spare=frozenset(manifest.tensors.keys() - tensors.keys()))
 
-    loaded = restore.load(place(root), consensus or _default_consensus(), wanted, tag=tag)
+    loaded = restore.load(place(root), consensus or group_consensus("plain"), wanted, tag=tag)
     if loaded is None:
         return None
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
@@ -288,10 +288,11 @@ def _whole(tensor: Tensor) -> Part:
     return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
 
 
-def _default_consensus() -> StoreConsensus:
+def group_consensus(part: str) -> StoreConsensus:
+    """The votes of the default process group, of which `part` is one use; or of this process."""
     if not (dist.is_available() and dist.is_initialized()):
         return StoreConsensus.alone()
-    store = group_store("plain")
+    store = group_store(part)
     key = os.environ.get(contract.ENV_VOTE_KEY, "")
     key = key and contract.derived_key(key, store.path)
     return StoreConsensus(store, dist.get_rank(), dist.get_world_size(), key=key)

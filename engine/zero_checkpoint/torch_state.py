@@ -6,7 +6,8 @@ name, unless the caller asks for its text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
 
+STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Floating-point buffers of torch's own layers."""
+_NO_OPTIONS = frozenset({"params", "step", "foreach", "fused", "capturable", "differentiable"})
+"""Keys that are no hyperparameters: contents, a counter, and the choice of kernels."""
 _NUMBER_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64)}
 
 
@@ -88,3 +93,38 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         current.fill_(value)
     else:  # JSON has no tuples
         group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def group_record(
+    names: Sequence[str], options: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One param group in the engine's form.
+
+    Args:
+        names: Its parameters.
+        options: The group as the optimizer had it.
+        state: The state of any of its parameters; what holds one value per element is left out.
+            Some optimizers count their steps in the group instead.
+    """
+    counters = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim() > 0)}
+    if "step" in options:
+        counters.setdefault("step", options["step"])
+    record: dict[str, Any] = {
+        "params": list(names),
+        "hyperparameters": {k: plain(v, None) for k, v in options.items() if k not in _NO_OPTIONS},
+        "state": {},
+    }
+    for key, value in counters.items():
+        number = plain(value, None)
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            # torch's optimizers keep a counter as a 0-d fp32 tensor.
+            number = {"tensor": float(number), "dtype": "torch.float32", "shape": []}
+        record["state"][key] = number
+    return record
+
+
+def is_buffer(name: str, dtype: torch.dtype, patterns: Sequence[str] = ()) -> bool:
+    """Whether a tensor of a state_dict is a buffer, judged by its dtype and its name."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    return any(fnmatchcase(name, pattern) for pattern in (*STATISTICS, *patterns))

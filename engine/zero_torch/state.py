@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
-from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.torch_state import (
     device_of_number,
@@ -138,7 +138,7 @@ class TrainingState:
         parameters = self._wrapped.parameters()
         for each, info in manifest.tensors.items():
             parameter = parameters.get(each.fqn)
-            if parameter is not None and each.kind not in (PARAM, BUFFER):
+            if parameter is not None and each.kind not in (PARAM, BUFFER, OTHER):
                 made = torch.zeros_like(parameter.detach(), dtype=info.dtype)
                 self._optimizer.state[parameter][each.kind] = made
 

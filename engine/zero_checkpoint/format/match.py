@@ -16,7 +16,7 @@ import numpy as np
 from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.fragments import Ints
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import State, TensorId, TensorInfo
+from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import table_of
 
 _SHOWN = 5
@@ -34,7 +34,9 @@ def resolve(state: State, manifest: Manifest) -> Ints:
     stored = {t: stored_id(t, manifest) for t in state.tensors}
     missing = [t for t, source in stored.items() if source not in manifest.tensors]
     used = set(stored.values())
-    extra = [t for t in manifest.tensors if t not in used and t not in state.spare]
+    extra = [
+        t for t in manifest.tensors if t.kind != OTHER and t not in used and t not in state.spare
+    ]
     reshaped = [
         f"{_name(wanted)} is {_show(manifest.tensors[source])} in the checkpoint, "
         f"{_show(state.tensors[wanted])} in the model"
@@ -63,7 +65,11 @@ def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
     """The tensor of a checkpoint that a name means: its own, or the one that it is tied to."""
     if wanted in manifest.tensors:
         return wanted
-    return TensorId(wanted.kind, manifest.aliases.get(wanted.fqn, wanted.fqn))
+    name = manifest.aliases.get(wanted.fqn, wanted.fqn)
+    # A state_dict does not say which of its tensors are buffers, and a module has no name twice.
+    kinds = (PARAM, BUFFER) if wanted.kind in (PARAM, BUFFER) else ()
+    either = (TensorId(kind, name) for kind in kinds if TensorId(kind, name) in manifest.tensors)
+    return next(either, TensorId(wanted.kind, name))
 
 
 def _name(tensor: TensorId) -> str:

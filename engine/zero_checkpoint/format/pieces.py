@@ -23,6 +23,8 @@ PARAM = "param"
 """The highest-precision copy of a parameter."""
 BUFFER = "buffer"
 """A module buffer, owned whole by rank 0."""
+OTHER = "other"
+"""A tensor of neither a model nor an optimizer, under the key that its script gave it."""
 # Any other kind is an optimizer key under its own name: "exp_avg", with one value per element, or,
 # of an optimizer that is stepped whole, "row_var" or "factors.0", in another shape.
 

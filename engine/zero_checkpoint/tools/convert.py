@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
 from zero_checkpoint.tools import adopt, arguments, export, locate, output
 from zero_checkpoint.tools.deepspeed import read_deepspeed
+from zero_checkpoint.tools.export_dcp import export_dcp
 from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -51,13 +53,14 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "out",
         type=arguments.local_path,
         metavar="OUT",
-        help="file to make; with --to hf the directory to make",
+        help="file to make; with --to hf and --to dcp the directory to make",
     )
     parser.add_argument(
         "--to",
         required=True,
-        choices=("torch", "hf"),
-        help="torch: a file for torch.load; hf: a directory for from_pretrained",
+        choices=("torch", "hf", "dcp"),
+        help="torch: a file for torch.load; hf: a directory for from_pretrained; dcp: one for "
+        "torch.distributed.checkpoint, with the optimizer",
     )
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of floats in OUT (default: as stored)"
@@ -86,6 +89,9 @@ def run_export(options: argparse.Namespace) -> None:
         if getattr(options, flag) is not None and options.to != "hf":
             raise CheckpointError(f"--{flag.replace('_', '-')} is for --to hf only; leave it out")
     checkpoint = locate.one(options.checkpoint)
+    if options.to == "dcp":
+        _export_dcp(checkpoint, options)
+        return
     config: Path | None = options.hf_config
     if config is None and options.to == "hf":
         # The Trainer saves the model's config with each checkpoint. Without it, from_pretrained
@@ -113,10 +119,26 @@ def run_export(options: argparse.Namespace) -> None:
                 config=config,
                 progress=progress,
             )
-    record = {"checkpoint": checkpoint.path, "tensors": len(selection.names), "files": files}
-    output.show(
-        options.json, record, f"{checkpoint.path}: {len(selection.names)} tensors to {options.out}"
-    )
+    _show(checkpoint, len(selection.names), files, options)
+
+
+def _export_dcp(checkpoint: Candidate, options: argparse.Namespace) -> None:
+    for flag in ("dtype", "strip_prefix"):
+        if getattr(options, flag):
+            raise CheckpointError(
+                f"--{flag.replace('_', '-')} is not for --to dcp, which exports all of a training "
+                "as it was saved; leave it out"
+            )
+    with output.progress(checkpoint, quiet=options.json) as progress:
+        count, files = export_dcp(checkpoint, options.out, progress)
+    _show(checkpoint, count, files, options)
+
+
+def _show(
+    checkpoint: Candidate, count: int, files: list[Path], options: argparse.Namespace
+) -> None:
+    record = {"checkpoint": checkpoint.path, "tensors": count, "files": files}
+    output.show(options.json, record, f"{checkpoint.path}: {count} tensors to {options.out}")
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

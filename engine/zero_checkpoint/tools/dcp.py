@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint directories, with optimizer state, without running their pickles.
 
 The metadata of a DCP checkpoint is a pickle; it is read with nothing but DCP's own records
-allowed. What the user saved under which key is their choice: `dcp_layout` finds it, or the user
+allowed. What the user saved under which key is their choice: `dcp.layout` finds it, or the user
 names it. The optimizer is expected as `torch.distributed.checkpoint.state_dict` makes it, with or
 without `flatten_optimizer_state_dict`.
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import io
 import math
 import pathlib
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
+from zero_checkpoint.dcp.layout import Layout, find_layout
+from zero_checkpoint.dcp.optimizer import Optimizer
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import NAMES
-from zero_checkpoint.tools.dcp_layout import GROUPS, STATE, Layout, find_layout
-from zero_checkpoint.tools.foreign import Foreign, is_buffer
-from zero_checkpoint.tools.hyper import group_record
+from zero_checkpoint.tools.foreign import Foreign
 from zero_checkpoint.tools.pickles import load_listed, load_torch
-from zero_checkpoint.torch_state import plain
+from zero_checkpoint.torch_state import is_buffer, plain
 
 _RECORDS = (
     "Metadata",
@@ -76,9 +74,9 @@ def read_dcp(
     store = _Store.open(source, allow_pickle)
     layout = store.layout(model_key, optimizer_key)
     whole = {key.removeprefix(layout.model): store.tensor(key) for key in layout.tensors}
-    aside = {name for name, data in whole.items() if is_buffer(name, data, buffers)}
+    aside = {name for name, data in whole.items() if is_buffer(name, data.dtype, buffers)}
     params = {name: data for name, data in whole.items() if name not in aside}
-    found = _Optimizer.read(store, layout.optimizer)
+    found = Optimizer.read(store.keys, store.value, layout.optimizer)
     strange = sorted(found.state.keys() - params.keys())
     if strange:
         raise CheckpointError(
@@ -189,58 +187,3 @@ class _Store:
             ) from None
         what = f"{self.directory / name}: {index.fqn}"
         return load_torch(io.BytesIO(data), what, allow_pickle=self.allow_pickle)
-
-
-@dataclass(frozen=True)
-class _Optimizer:
-    """An optimizer's state_dict by names; its plain and its flattened form become the same."""
-
-    state: Mapping[str, Mapping[str, Any]]
-    """Parameter -> key -> value."""
-    options: Mapping[str, Mapping[str, Any]]
-    """Group number, or in the flattened form parameter, -> option -> value."""
-
-    @staticmethod
-    def read(store: _Store, prefix: str | None) -> _Optimizer:
-        """The optimizer under a prefix; empty without one."""
-        if prefix is None:
-            return _Optimizer({}, {})
-        return _Optimizer(_nested(store, prefix + STATE), _nested(store, prefix + GROUPS))
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Optimizer key -> parameter -> one value per element."""
-        moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, state in self.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    moments[key][name] = value
-        return moments
-
-    def groups(self, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """The param groups in the engine's form."""
-        groups: list[tuple[list[str], Mapping[str, Any]]] = []
-        by_options: dict[str, list[str]] = defaultdict(list)
-        for key, options in self.options.items():
-            if "params" in options:
-                groups.append((list(options["params"]), options))
-            elif key in params:  # flattened: parameters with the same options were one group
-                by_options[repr(sorted((k, plain(v, None)) for k, v in options.items()))].append(
-                    key
-                )
-        groups += [(names, self.options[names[0]]) for names in by_options.values()]
-        return [
-            group_record(
-                names, options, next((self.state[n] for n in names if n in self.state), {})
-            )
-            for names, options in groups
-        ]
-
-
-def _nested(store: _Store, prefix: str) -> dict[str, dict[str, Any]]:
-    """`PREFIX<owner>.<key>` -> owner -> key -> value; no key of an optimizer contains a dot."""
-    nested: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name in store.keys:
-        if name.startswith(prefix):
-            owner, _, key = name.removeprefix(prefix).rpartition(".")
-            nested[owner][key] = store.value(name)
-    return nested

@@ -30,9 +30,9 @@ from torch import Tensor
 from zero_checkpoint.client_state import pack
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.tools.foreign import Foreign
-from zero_checkpoint.tools.hyper import group_record
 from zero_checkpoint.tools.locate import absence
 from zero_checkpoint.tools.pickles import load_torch
+from zero_checkpoint.torch_state import group_record
 
 _INERT = (
     "deepspeed.utils.tensor_fragment.fragment_address",

@@ -117,7 +117,7 @@ def export_torch(
         DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
         OSError: Reading or writing failed.
     """
-    _must_be_new(out)
+    must_be_new(out)
     with workplace(out) as directory:
         whole = {}
         for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
@@ -126,10 +126,10 @@ def export_torch(
         # Tied names get one object: torch.save writes it once, torch.load ties it again.
         state = {name: whole[tensor] for name, tensor in selection.names.items()}
         with (directory / out.name).open("xb") as file:
-            with _errors_of_libraries(out):
+            with errors_of_libraries(out):
                 torch.save(state, file)
             DISK.sync(file)
-        _publish(directory / out.name, out)
+        publish(directory / out.name, out)
     return [out]
 
 
@@ -160,7 +160,7 @@ def export_hf(
         DamagedCheckpoint: A tensor is not what was saved; nothing is left behind.
         OSError: Reading or writing failed.
     """
-    _must_be_new(out)
+    must_be_new(out)
     companions: list[Path] = []
     if config is not None:
         if not (config / CONFIG).is_file():
@@ -179,7 +179,7 @@ def export_hf(
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         DISK.sync_directory(partial)
-        _publish(partial, out)
+        publish(partial, out)
     return sorted(out.iterdir())
 
 
@@ -210,7 +210,7 @@ def _write_shards(
             shard[name] = whole[tensor].clone() if tensor in used else whole[tensor]
             used.add(tensor)
             where[name] = path.name
-        with _errors_of_libraries(path):
+        with errors_of_libraries(path):
             save_file(shard, path, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
@@ -231,7 +231,7 @@ def _shards(sizes: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _errors_of_libraries(path: Path) -> Iterator[None]:
+def errors_of_libraries(path: Path) -> Iterator[None]:
     """Turn the errors that torch and safetensors raise for a full disk into CheckpointError."""
     try:
         yield
@@ -240,13 +240,15 @@ def _errors_of_libraries(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {problem}") from error
 
 
-def _must_be_new(out: Path) -> None:
+def must_be_new(out: Path) -> None:
+    """Raise CheckpointError if something is at `out`."""
     if out.exists():
         raise CheckpointError(f"{out} is there already; remove it, or write somewhere else")
 
 
-def _publish(partial: Path, out: Path) -> None:
-    _must_be_new(out)  # another process may have made it meanwhile
+def publish(partial: Path, out: Path) -> None:
+    """Give a finished export its name. Raises CheckpointError if the name is taken."""
+    must_be_new(out)  # another process may have made it meanwhile
     DISK.publish(partial, out)
     DISK.sync_directory(out.parent)
 

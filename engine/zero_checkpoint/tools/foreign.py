@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from torch import Tensor
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.tools.export import INDEX
 from zero_checkpoint.tools.pickles import load_torch
-
-STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Floating-point buffers of torch's own layers."""
+from zero_checkpoint.torch_state import is_buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,7 @@ def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, data in tensors.items():
-        if is_buffer(name, data, buffers):
+        if is_buffer(name, data.dtype, buffers):
             others[name] = data
             continue
         place = (
@@ -139,10 +136,3 @@ def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
         else:
             aliases[name] = first
     return Foreign(params=params, buffers=others, aliases=aliases)
-
-
-def is_buffer(name: str, data: Tensor, patterns: Sequence[str]) -> bool:
-    """Whether a tensor of a state_dict is a buffer, judged by its dtype and its name."""
-    if not (data.is_floating_point() or data.is_complex()):
-        return True
-    return any(fnmatchcase(name, pattern) for pattern in (*STATISTICS, *patterns))

@@ -20,7 +20,7 @@ from torch import nn
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import resolve
-from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
 from zero_checkpoint.torch_state import persistent_buffers, plain, set_option
 from zero_comm.collectives import Collectives
@@ -106,7 +106,7 @@ class EngineState:
         )
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)
-            if table_of(manifest.tensors).kind_names - {PARAM, BUFFER}:
+            if table_of(manifest.tensors).kind_names - {PARAM, BUFFER, OTHER}:
                 self._check_optimizer(manifest)
             # If this very table is that of the last capture, and of the state as it is, it fits.
             same_table = self._kept.get("tensors") is manifest.tensors

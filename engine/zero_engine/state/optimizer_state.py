@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint import Manifest
-from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, TensorId, TensorInfo
+from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, TensorId, TensorInfo
 from zero_checkpoint.format.table import table_of
 from zero_checkpoint.torch_state import device_of_number, number_as_json, number_from_json
 from zero_comm.collectives import Collectives, wait
@@ -129,7 +129,7 @@ class StateOfSegments:
 
     def _stored(self, manifest: Manifest) -> list[dict[str, torch.dtype]]:
         """For each param group the keys that it has in a checkpoint, as the optimizer sees them."""
-        kinds = sorted(table_of(manifest.tensors).kind_names - {PARAM, BUFFER})
+        kinds = sorted(table_of(manifest.tensors).kind_names - {PARAM, BUFFER, OTHER})
         # What rested in 16 bits is fp32 to the optimizer; `make_state` chooses what it rests in.
         low_precision = manifest.meta["engine"].get("moments", "fp32") != "fp32"
         groups = []

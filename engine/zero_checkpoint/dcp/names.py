@@ -1,0 +1,167 @@
+"""Between the keys of a DCP state and the tensors of a universal checkpoint.
+
+Must always hold: where it is clear which keys are a model and its optimizer, their tensors get the
+names and kinds that `zero_engine` and `zero_torch` give them, so each loads the checkpoints of the
+other; all other tensors keep their keys. What was saved under a key is loaded under it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_checkpoint.client_state import pack, unpack
+from zero_checkpoint.dcp.layout import GROUPS, STATE, find_layout
+from zero_checkpoint.dcp.optimizer import Optimizer
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.format.manifest import Manifest
+from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, TensorId, TensorInfo
+from zero_checkpoint.torch_state import is_buffer, number_from_json
+
+_log = logging.getLogger(__name__)
+
+META = "dcp"
+"""The key of what only DCP needs in `meta`: the prefixes, and all values that are no tensors."""
+_KERNELS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+"""Options of an optimizer that a universal checkpoint need not have: they choose a kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """How a state is saved."""
+
+    ids: Mapping[str, TensorId]
+    """Key -> its tensor in the checkpoint."""
+    groups: list[dict[str, Any]]
+    """The param groups, as the engine writes them."""
+    step: int | None
+    """The count of steps in the state, if it has one."""
+    meta: Mapping[str, Any]
+    """What is stored under `META`."""
+
+
+def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Saved:
+    """Decide how a state is saved.
+
+    Args:
+        tensors: All keys of tensors.
+        values: The values of all other keys, and of tensors without dimensions.
+    """
+    reals = {k for k, i in tensors.items() if i.dtype.is_floating_point or i.dtype.is_complex}
+    keys = [*tensors, *(key for key in values if key not in tensors)]
+    try:
+        layout = find_layout(keys, tensors, reals, model_key=None, optimizer_key=None)
+    except CheckpointError as error:
+        _log.info("saved for torch.distributed.checkpoint alone: %s", error)
+        ids = {key: TensorId(PARAM, key) for key in tensors}
+        others = {key: value for key, value in values.items() if key not in tensors}
+        return Saved(ids=ids, groups=[], step=None, meta=_meta("", None, others))
+    model, optimizer = layout.model, layout.optimizer
+    ids = {}
+    for key, info in tensors.items():
+        if key in layout.tensors:
+            name = key.removeprefix(model)
+            ids[key] = TensorId(BUFFER if is_buffer(name, info.dtype) else PARAM, name)
+        elif moment := _of_optimizer(key, optimizer):
+            # A number, such as a count of steps, unless the parameter is one, too.
+            owner = tensors.get(model + moment.fqn)
+            number = owner is None or owner.shape != info.shape or moment.kind == "step"
+            if key not in values or not number:
+                ids[key] = moment
+        elif key not in values:
+            ids[key] = TensorId(OTHER, key)
+    rest = {key: value for key, value in values.items() if key not in ids}
+    params = {tensor.fqn for tensor in ids.values() if tensor.kind == PARAM}
+    counts = {_count(rest[key]) for key in layout.steps}
+    return Saved(
+        ids=ids,
+        groups=Optimizer.read(rest, rest.__getitem__, optimizer).groups(params),
+        step=counts.pop() if len(counts) == 1 else None,
+        meta=_meta(model, optimizer, rest),
+    )
+
+
+def _count(value: Any) -> int | None:
+    """A count of steps; None if it is none."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return int(number) if isinstance(number, int | float) else None
+
+
+def _of_optimizer(key: str, optimizer: str | None) -> TensorId | None:
+    if optimizer is None or not key.startswith(optimizer + STATE):
+        return None
+    name, _, kind = key.removeprefix(optimizer + STATE).rpartition(".")
+    return TensorId(kind, name)
+
+
+def _meta(model: str, optimizer: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    packed = {key: pack(value, key) for key, value in values.items()}
+    return {"model": model, "optimizer": optimizer, "values": packed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A checkpoint by the keys of a DCP state."""
+
+    tensors: Mapping[str, TensorId]
+    values: Mapping[str, Any]
+
+
+def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
+    """The keys of a checkpoint.
+
+    Args:
+        manifest: Its manifest.
+        model: The key of the model's state_dict, if DCP has not saved it; "": the model's names
+            are keys.
+        optimizer: The same of the optimizer.
+    """
+    meta = manifest.meta.get(META)
+    if meta is None:
+        of_model, of_optimizer = (f"{key}." if key else "" for key in (model, optimizer))
+        values = _values(manifest.meta["engine"].get("groups", ()), of_optimizer)
+    else:
+        of_model, of_optimizer = meta["model"], meta["optimizer"] or ""
+        values = unpack(meta["values"])
+    tensors = {}
+    for tensor in manifest.tensors:
+        match tensor.kind:
+            case "param" | "buffer":
+                key = of_model + tensor.fqn
+            case "other":
+                key = tensor.fqn
+            case kind:
+                key = f"{of_optimizer}{STATE}{tensor.fqn}.{kind}"
+        tensors[key] = tensor
+    for other, name in manifest.aliases.items():
+        if of_model + name in tensors:
+            tensors[of_model + other] = tensors[of_model + name]
+    return Stored(tensors=tensors, values=values)
+
+
+def _values(groups: Collection[Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """The numbers and options of an optimizer under the keys of both forms of its state_dict."""
+    values: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        options = {
+            **_KERNELS,
+            **{
+                key: tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+                for key, value in group["hyperparameters"].items()
+            },
+        }
+        values[f"{prefix}{GROUPS}{number}.params"] = list(group["params"])
+        owners = [str(number), *group["params"]]
+        values |= {f"{prefix}{GROUPS}{o}.{k}": v for o in owners for k, v in options.items()}
+        numbers = {k: number_from_json(v, torch.device("cpu")) for k, v in group["state"].items()}
+        values |= {
+            f"{prefix}{STATE}{name}.{key}": value.clone() if isinstance(value, Tensor) else value
+            for name in group["params"]
+            for key, value in numbers.items()
+        }
+    return values

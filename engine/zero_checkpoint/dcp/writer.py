@@ -1,0 +1,227 @@
+"""The storage writer for `torch.distributed.checkpoint.save`: its state as a universal checkpoint.
+
+DCP decides who writes what; `commit` writes and publishes it, so a checkpoint is there whole, or
+not at all. Must always hold: a rank that cannot write votes all the same; every rank raises the
+same error, and DCP passes it on.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zero_checkpoint import commit
+from zero_checkpoint.client_state import pack, unpack
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.dcp.names import META, Saved, name_all
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.format.boxes import cut
+from zero_checkpoint.format.dtypes import DTYPES, name_of
+from zero_checkpoint.format.pieces import Piece, State, TensorInfo
+from zero_checkpoint.format.table import TensorTable
+from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
+from zero_comm.agent_link import current_round
+
+_NUMBER = re.compile(r".*?(\d+)")
+_Box = tuple[str, TensorInfo, Sequence[int], Tensor]
+"""A key, the whole tensor, where the box begins, and the box."""
+
+
+class Writer(StorageWriter):
+    """Writes universal checkpoints.
+
+    dcp.save(state, storage_writer=Writer("checkpoints", step=100))
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        tag: str | None = None,
+        keep_last: int | None = None,
+        consensus: StoreConsensus | None = None,
+    ) -> None:
+        """Write below a root.
+
+        Args:
+            root: A directory on storage that all ranks share, or a URL; None: the parent of the
+                `checkpoint_id` that `dcp.save` is given, whose name is then the tag.
+            step: Steps done; None: what the state has under a key such as "step", or the number at
+                the end of the tag.
+            tag: A name to load it by; by default global_step<N>.
+            keep_last: The number of newest checkpoints that stay, at least 2; None: all.
+            consensus: The votes of the ranks that save; None: of the default process group.
+        """
+        self.path: Place | None = None
+        """The directory of the checkpoint that was saved last."""
+        self._root = place(root) if root is not None else None
+        self._step = step
+        self._tag = tag
+        self._keep = Keep(last=keep_last)
+        self._consensus = consensus
+
+    # ---- the interface of DCP ----
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take a directory as `<root>/<tag>`."""
+        if checkpoint_id is not None:
+            named = place(checkpoint_id)
+            self._root = self._root or named.parent
+            self._tag = named.name
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse a save in which the ranks do not write together."""
+        del is_coordinator, args
+        if self._root is None:
+            raise CheckpointError("there is no directory; give Writer(root) or checkpoint_id")
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(
+                "use_collectives=False makes a checkpoint of each rank, and a universal checkpoint "
+                "is of all ranks; leave it out"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part, and commit the checkpoint of all ranks.
+
+        Raises:
+            CheckpointError: The state cannot be stored, or a rank failed: nothing was published.
+                On every rank.
+            PeerLost: A rank is lost.
+        """
+        consensus = self._consensus or group_consensus("dcp")
+        boxes, vote = _own(plan, planner)
+        agreed = consensus.ask(vote, agree)
+        root = self._root
+        assert root is not None
+        if "problem" in agreed:
+            raise CheckpointError(f"{root} was not saved: {agreed['problem']}")
+        infos = {
+            key: TensorInfo(tuple(shape), DTYPES[dtype])
+            for key, (dtype, shape) in agreed["tensors"].items()
+        }
+        saved = name_all(infos, unpack(agreed["values"]))
+        step = self._step_of(saved)
+        state = State(
+            tensors=TensorTable((tensor, infos[key]) for key, tensor in saved.ids.items()),
+            pieces=_pieces(saved, boxes),
+            meta={
+                "engine": {**UNKNOWN_RUN, "step": step, "groups": saved.groups},
+                "client": {},
+                META: saved.meta,
+            },
+        )
+        tag = self._tag or f"global_step{step}"
+        self.path = commit.save(
+            root, state, consensus, step=step, tag=tag, round=current_round(), fence=None
+        )
+        if consensus.rank == COORDINATOR:
+            tidy(root, self.path, self._keep)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, _size(item), None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: the checkpoint is committed."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path and any URL."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    # ---- the checkpoint ----
+
+    def _step_of(self, saved: Saved) -> int:
+        if self._step is not None:
+            return self._step
+        if saved.step is not None:
+            return saved.step
+        number = _NUMBER.fullmatch(self._tag or "")
+        if number is None:
+            raise CheckpointError(
+                "how many steps were done is not known, by which checkpoints are ordered: give "
+                'Writer(step=...), a "step" in the state, or a checkpoint_id that ends with it'
+            )
+        return int(number[1])
+
+
+def _pieces(saved: Saved, boxes: Sequence[_Box]) -> tuple[Piece, ...]:
+    return tuple(
+        piece
+        for key, info, offsets, box in boxes
+        if key in saved.ids
+        for piece in cut(saved.ids[key], info.shape, offsets, box)
+    )
+
+
+def _size(item: WriteItem) -> int:
+    return item.tensor_storage_size() or 0
+
+
+def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
+    """What DCP lets this rank write: its boxes, and its vote; of an error, that."""
+    boxes: list[_Box] = []
+    values: dict[str, Any] = {}
+    try:
+        for item in plan.items:
+            key, data = item.index.fqn, planner.resolve_data(item)
+            if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+                assert isinstance(data, io.BytesIO)
+                data.seek(0)
+                # This process has pickled it a moment ago: it is as safe as the object was.
+                values[key] = pack(torch.load(data, weights_only=False), key)
+                continue
+            assert isinstance(data, Tensor)
+            whole = TensorInfo(tuple(item.tensor_data.size), data.dtype)
+            boxes.append((key, whole, item.tensor_data.chunk.offsets, data.detach().contiguous()))
+            if not whole.shape:
+                values[key] = pack(data, key)
+        tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
+    except Exception as error:
+        return [], {"problem": f"{type(error).__name__}: {error}"}
+    return boxes, {"tensors": tensors, "values": values}
+
+
+def agree(votes: Sequence[Record | None]) -> Record:
+    """The tensors and values of all ranks; a pure function.
+
+    Args:
+        votes: By rank: "tensors", key -> dtype and shape, and "values", key -> packed value; or
+            "problem". None for a rank that did not answer.
+
+    Returns:
+        "tensors" and "values"; or "problem".
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for rank, vote in enumerate(votes):
+        if vote is None:
+            return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+        if "problem" in vote:
+            return {"problem": f"rank {rank}: {vote['problem']}"}
+        for key, known in vote["tensors"].items():
+            if tensors.setdefault(key, known) != known:
+                here, there = (f"{dtype} {shape}" for dtype, shape in (known, tensors[key]))
+                return {"problem": f"{key} is {here} on rank {rank} and {there} on one before it"}
+        values = {**vote["values"], **values}
+    return {"tensors": tensors, "values": values}

@@ -1,0 +1,181 @@
+"""torch.distributed.checkpoint writes and reads universal checkpoints: one process, no group."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import zero_checkpoint
+from zero_checkpoint.dcp import Reader, Writer
+from zero_checkpoint.format.boxes import cut
+from zero_checkpoint.format.manifest import file_name
+from zero_checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint.tools.cli import main
+
+
+def save(state: Any, directory: Path, **options: Any) -> Any:
+    writer = Writer(directory, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns that there is no process group
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return writer.path
+
+
+def load(state: Any, directory: Path, **options: Any) -> Any:
+    reader = Reader(directory, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return reader.path
+
+
+@st.composite
+def boxes(draw: Any) -> tuple[list[int], list[int], list[int]]:
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    offsets = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - low)) for size, low in zip(shape, offsets, strict=True)]
+    return shape, offsets, sizes
+
+
+@given(boxes())
+def test_a_box_is_runs_of_its_elements_as_long_as_they_can_be_alike(box: Any) -> None:
+    shape, offsets, sizes = box
+    whole = torch.arange(math.prod(shape)).view(shape)
+    part = whole[tuple(slice(low, low + n) for low, n in zip(offsets, sizes, strict=True))]
+    pieces = list(cut(TensorId(PARAM, "w"), shape, offsets, part.contiguous()))
+    found = [range(each.start, each.start + each.data.numel()) for each in pieces]
+    assert [i for run in found for i in run] == part.flatten().tolist()
+    if sizes == shape or sizes[1:] == shape[1:]:
+        assert len(found) == 1
+    assert len({len(run) for run in found}) == 1
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = torch.nn.Linear(4, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x)).sum() * self.scale
+
+
+def made(seed: int = 0, steps: int = 2) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+    for step in range(steps):
+        model(torch.arange(8.0).view(2, 4) + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_dcp_gets_back_what_it_has_saved(tmp_path: Path) -> None:
+    extra = {
+        "step": 7,
+        "seen": torch.tensor(12),
+        "loader": {"rank_0": b"\x00\xff", "shape": (2, 3), "name": "c4"},
+        "noise": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+    }
+    path = save({**state_of(*made()), "train": extra}, tmp_path)
+    assert path.name.startswith("step-000000007.")
+    blank = {"step": 0, "seen": torch.tensor(0), "loader": {"rank_0": 0, "shape": 0, "name": 0}}
+    state = {**state_of(*made(1, 1)), "train": {**blank, "noise": torch.zeros(2, 3)}}
+    state["train"]["noise"] = state["train"]["noise"].bfloat16()
+    load(state, tmp_path)
+    assert same(state, {**state_of(*made()), "train": extra})
+
+
+def test_a_checkpoint_of_dcp_has_the_names_and_kinds_of_the_engine(tmp_path: Path) -> None:
+    save(state_of(*made()), tmp_path, step=2)
+    (found,) = zero_checkpoint.find(tmp_path).candidates
+    kinds = {(tensor.kind, tensor.fqn) for tensor in found.manifest.tensors}
+    params = {"body.weight", "body.bias", "norm.weight", "norm.bias", "scale"}
+    buffers = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert {fqn for kind, fqn in kinds if kind == "param"} == params
+    assert {fqn for kind, fqn in kinds if kind == "buffer"} == buffers
+    assert {fqn for kind, fqn in kinds if kind == "exp_avg_sq"} == params
+    (group,) = found.manifest.meta["engine"]["groups"]
+    assert set(group["params"]) == params
+    assert group["hyperparameters"]["betas"] == [0.8, 0.9]
+    assert group["state"]["step"] == {"tensor": 2.0, "dtype": "torch.float32", "shape": []}
+
+
+def test_the_directory_may_be_named_by_checkpoint_id(tmp_path: Path) -> None:
+    for step in (10, 20):
+        state = {"w": torch.full((3,), float(step))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(
+                state,
+                checkpoint_id=tmp_path / f"step-{step}",
+                storage_writer=Writer(),
+                no_dist=True,
+            )
+    state = {"w": torch.zeros(3)}
+    load(state, tmp_path)
+    assert state["w"].tolist() == [20.0] * 3
+    load(state, tmp_path, tag="step-10")
+    assert state["w"].tolist() == [10.0] * 3
+
+
+def test_a_damaged_checkpoint_makes_dcp_load_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        path = save({"w": torch.full((3,), float(step))}, tmp_path, step=step)
+    file = path / file_name(0)
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    state = {"w": torch.zeros(3)}
+    assert load(state, tmp_path) != path
+    assert state["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "problem"),
+    [
+        ({"w": torch.zeros(2)}, {}, "how many steps were done is not known"),
+        ({"w": torch.zeros(2), "bad": {1, 2}}, {"step": 1}, "bad is a set, which no checkpoint"),
+    ],
+)
+def test_what_cannot_be_saved_is_an_error_that_says_why(
+    tmp_path: Path, state: Any, options: Any, problem: str
+) -> None:
+    with pytest.raises(CheckpointException, match=problem):
+        save(state, tmp_path, **options)
+    assert not zero_checkpoint.find(tmp_path).candidates
+
+
+def test_zero_ckpt_exports_a_plain_dcp_directory(tmp_path: Path) -> None:
+    save({**state_of(*made()), "epoch": 3}, tmp_path / "ours", step=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        main(["export", str(tmp_path / "ours"), str(tmp_path / "plain"), "--to", "dcp"])
+        state = {**state_of(*made(1, 1)), "epoch": 0}
+        dcp.load(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert same(state, {**state_of(*made()), "epoch": 3})
