@@ -50,7 +50,7 @@ ClientSource = Callable[[], Mapping[str, Any]]
 _SCRIPT_ALONE = (
     "client_state is known to the script alone; register it with engine.keep_client_state()"
 )
-NOTES = 6
+NOTES = 8
 """The number of values that `Persistence.notes` adds to the consensus of a step."""
 ROOM_WAIT_S = 3600.0
 """The time that a save which a script relies on waits for room on a full disk."""
@@ -524,10 +524,10 @@ class Persistence:
     # ---- at the end of a step ----
 
     def notes(self) -> list[float]:
-        """[NOTES] for all ranks: whether to leave, which saves are in flight, the schedule's."""
+        """[NOTES] for all ranks: whether to leave, saves in flight, times, the schedule's."""
         in_memory = self.ram is not None and self.ram.busy
-        own = [self._link.leave_asked, self.saver.busy, in_memory, *self.schedule.notes()]
-        return [float(note) for note in own]
+        own = [self._link.leave_asked, self.saver.busy, in_memory, *self._link.step_times()]
+        return [float(note) for note in (*own, *self.schedule.notes())]
 
     def take_notes(self, notes: Sequence[Sequence[float]]) -> None:
         """Use the notes of all ranks, [world][NOTES], and report a save that has ended."""
@@ -539,7 +539,8 @@ class Persistence:
             self._link.leaving = True
         self._some_rank_busy = saves
         self._some_memory_busy = in_memory
-        self.schedule.take_notes(notes[0][3:])
+        self._link.everyones_times(self.training.step, [row[3:5] for row in notes])
+        self.schedule.take_notes(notes[0][5:])
         self._take_outcome(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:

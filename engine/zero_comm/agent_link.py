@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch.distributed as dist
 
 from zero_comm.errors import LeavingNow
+from zero_comm.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_comm.waiting import Interrupt
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
@@ -119,7 +120,9 @@ class AgentLink:
         """The bytes of the node's memory that each of them has."""
         self._joined = 0
         self._shown: tuple[int, contract.Progress] | None = None
-        self._saving_s = 0.0
+        self._saving_s = self._compute_s = self._wait_s = 0.0
+        self._timer = StepTimer(WAITS)
+        self._everyones = EveryonesTimes() if rank == 0 else None
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
@@ -164,12 +167,34 @@ class AgentLink:
     def heartbeat(self) -> None:
         """Send the last progress again: this worker waits and is not hung."""
         if self._shown is not None:
-            self._send(replace(self._shown[1], saving_s=self._saving_s))
-            self._saving_s = 0.0
+            self._send(
+                replace(
+                    self._shown[1],
+                    saving_s=self._saving_s,
+                    compute_s=self._compute_s,
+                    wait_s=self._wait_s,
+                )
+            )
+            self._saving_s = self._compute_s = self._wait_s = 0.0
 
     def saved(self, stall_s: float) -> None:
         """A save has blocked training for so long; the next progress reports it."""
         self._saving_s += stall_s
+        self._timer.saved(stall_s)
+
+    def step_times(self) -> tuple[float, float]:
+        """At the end of a step: the seconds in which this rank computed and waited in it."""
+        compute_s, wait_s = self._timer.step()
+        self._compute_s += compute_s
+        self._wait_s += wait_s
+        return compute_s, wait_s
+
+    def everyones_times(self, step: int, times: Sequence[Sequence[float]]) -> None:
+        """On rank 0: report the `step_times` of all ranks in a step, from time to time."""
+        if self._everyones is not None and self.present:
+            report = self._everyones.add(step, times)
+            if report is not None:
+                self._send(report)
 
     def leave(self, step: int) -> NoReturn:
         """Exit this worker, which has left its group and saved `step`.

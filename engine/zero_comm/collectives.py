@@ -32,6 +32,7 @@ from zero_comm.comms_log import LOG
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
+from zero_comm.rank_times import WAITS
 from zero_comm.topology import Topology, alone, concluded, place_of, rail_order, relay
 from zero_comm.transport import Transport
 from zero_comm.transports import Transports
@@ -65,7 +66,11 @@ def wait(pending: Pending) -> None:
         Diverged: The ranks wait for each other: a deadlock.
     """
     if pending.group is not None:
-        with LOG.waiting(pending.kind, pending.what, pending.sent_bytes):
+        device = pending.buffers[0].device if pending.buffers else None
+        with (
+            LOG.waiting(pending.kind, pending.what, pending.sent_bytes),
+            WAITS.waiting(pending.what, pending.turn, device),
+        ):
             pending.group.finish(pending)
 
 

@@ -119,6 +119,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("rank", "symptom"),
         ),
         "hang": Event(when="A worker has taken no step for too long.", story=True),
+        "straggler": Event(
+            when="A rank computes longer than the others, which wait for it, or (`slow` is false) "
+            "no longer does.",
+            facts=("rank", "host", "slow", "factor", "since_step", "lost_s", "cause", "step"),
+            story=True,
+        ),
         "stacks": Event(when="The stacks of all ranks are written to files: one rank hangs."),
         "forkserver": Event(when="The forkserver has ended, or does not answer and is killed."),
         "unkillable": Event(

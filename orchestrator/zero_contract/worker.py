@@ -149,6 +149,24 @@ class Progress:
     """How gradients are summed, if not in the fixed order: "native", by the backend."""
     saving_s: float = 0.0
     """Seconds for which saves have blocked training since the last message of this kind."""
+    compute_s: float = 0.0
+    """Seconds in which this rank computed, since the last message of this kind."""
+    wait_s: float = 0.0
+    """Seconds in which this rank waited for other ranks, since the last message of this kind."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Of rank 0: how long each rank has computed and waited since the round's first step."""
+
+    step: int
+    """The last step that is counted."""
+    steps: int
+    """The number of steps that are counted."""
+    compute_s: tuple[float, ...]
+    """By rank; without saves."""
+    wait_s: tuple[float, ...]
+    """By rank: waits for other ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +210,7 @@ Message = (
     | PeerMemoryReply
     | Hello
     | Progress
+    | RankTimes
     | CommitRequest
     | PeerMemoryRequest
     | Left
@@ -219,8 +238,7 @@ def decode(line: bytes) -> Message:
         values = {name: value for name, value in record.items() if name in known}
         if kind is Leave:
             values["when"] = When(values["when"])
-        if kind is Hello:
-            values["can"] = tuple(values.get("can", ()))
+        values |= {name: tuple(given) for name, given in values.items() if type(given) is list}
         return kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ContractError(f"not a message of the worker contract: {line[:200]!r}") from error

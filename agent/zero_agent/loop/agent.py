@@ -33,12 +33,14 @@ from zero_agent.loop.saying import Sayings
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
+from zero_agent.loop.verdicts import Verdicts
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
 from zero_agent.node.ring import Ring
 from zero_agent.node.scratch import Scratch
 from zero_agent.node.state import BUSY, Workers
+from zero_agent.node.strain import Strain
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -114,6 +116,9 @@ class Agent:
             on_commit=self._store_writes.commit,
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
         )
+        self._verdicts = Verdicts(self._publisher, self._journal, self._post)
+        self._node_workers.on_times = self._verdicts.times
+        self._strain = Strain(clock)
         self._ram = NodeMemory(
             job,
             config.host or config.node_id,
@@ -401,8 +406,9 @@ class Agent:
         if self._node_workers.steps.begun:
             self._rdzv.stepped(self._node_workers.round)
         if (last := self._node_workers.steps.last) is not None:
-            lease, use = self._rdzv.lease, self._ram.use
-            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use)
+            lease, use, strain = self._rdzv.lease, self._ram.use, self._strain.look
+            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use, strain=strain)
+        self._verdicts.follow(job, self._rdzv.lease)
 
     def _publish_last_output(self) -> None:
         """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""

@@ -49,6 +49,7 @@ from zero_contract.worker import (
     PeerMemoryReply,
     PeerMemoryRequest,
     Progress,
+    RankTimes,
     When,
 )
 from zero_contract.writer import LONGEST_FLUSH_S
@@ -109,6 +110,8 @@ class NodeWorkers:
         self._on_port = on_port
         self._on_commit = on_commit
         self._on_peer_memory = on_peer_memory
+        self.on_times: Callable[[RankTimes], None] = lambda times: None
+        """Called with the times of all ranks, if rank 0 is here."""
         self.steps = Steps(config.hang, clock)
         self.recent = RecentOutput()
         """The last output of the workers; may be read on any thread."""
@@ -446,5 +449,7 @@ class NodeWorkers:
             case Progress():
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
+            case RankTimes():
+                self.on_times(message)
             case _:
                 pass

@@ -6,6 +6,7 @@
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
     /zero/progress/<job>/job/goodput/<node>      the node's goodput ledger, of all its agents
     /zero/progress/<job>/job/output/<node>       what its workers printed last, once the agent ends
+    /zero/progress/<job>/job/verdicts            what holds about the ranks now; leased
 
 These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
 by the store's revisions: the clocks of two nodes are never compared.
@@ -34,6 +35,7 @@ from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
+from zero_orchestrator.ctl.verdicts import Verdict, to_value
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
@@ -101,12 +103,29 @@ def output_prefix(job: str) -> str:
     return progress_prefix(job) + "job/output/"
 
 
+def verdicts_key(job: str) -> str:
+    """The key of the verdicts that hold now."""
+    return progress_prefix(job) + "job/verdicts"
+
+
 def seen_s(seen: KeyValue | None) -> float | None:
     """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
     try:
         return float(json.loads(seen.value)["time"]) if seen is not None else None
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def by_node(prefix: str, items: Sequence[KeyValue]) -> dict[str, dict[str, Any]]:
+    """The records below a prefix, by the rest of the key; empty for one of another version."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in items:
+        try:
+            record = dict(json.loads(item.value))
+        except (ValueError, TypeError):
+            record = {}
+        found[item.key.removeprefix(prefix)] = record
+    return found
 
 
 def read_goodput(item: KeyValue | None) -> dict[Use, int]:
@@ -148,7 +167,9 @@ class Publisher:
         self._prefix = events_prefix(job)
         self._writer = f"{node}.{incarnation}"
         self._progress = progress_prefix(job) + node
+        self._progress_of = progress_prefix(job)
         self._seen = seen_key(job)
+        self._verdicts = verdicts_key(job)
         self._goodput = goodput_prefix(job) + node
         self._output = output_prefix(job) + node
         self._clock = clock
@@ -186,6 +207,7 @@ class Publisher:
         lease: int,
         nodes: int,
         ram: Callable[[], MemoryUse | None] = lambda: None,
+        strain: Callable[[], Mapping[str, float]] = lambda: {},
     ) -> None:
         """Publish the progress of this node's workers if the time for it has come; call it often.
 
@@ -194,6 +216,7 @@ class Publisher:
             lease: Lease of the key, which vanishes with the agent.
             nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
             ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
+            strain: Returns what slows the node down, see `strain`; called at each write.
         """
         if self._clock.now() < self._due_s or progress == self._shown:
             return
@@ -201,8 +224,25 @@ class Publisher:
         self._shown = progress
         use = ram()
         shown = {"ram": dataclasses.asdict(use)} if use is not None else {}
+        shown["strain"] = dict(strain())
         value = json.dumps({**dataclasses.asdict(progress), "time": time.time(), **shown})
         self._enqueue(lambda: self._put(self._progress, value, lease))
+
+    def verdicts(self, verdicts: Sequence[Verdict], *, lease: int) -> None:
+        """Publish the verdicts that hold now, with the lease of this agent."""
+        value = to_value(verdicts)
+        self._enqueue(lambda: self._put(self._verdicts, value, lease))
+
+    def read_progress(self, then: Callable[[Mapping[str, Any]], None]) -> None:
+        """Call `then` on the publisher's thread with the progress of all nodes, by node."""
+
+        def read() -> None:
+            found: Mapping[str, Any] = {}
+            with contextlib.suppress(StoreError):
+                found = by_node(self._progress_of, self._store.range(self._progress_of).items)
+            then(found)
+
+        self._enqueue(read)
 
     def alive(self, *, nodes: int) -> None:
         """Write a sign of life if the time for it has come; call it often.

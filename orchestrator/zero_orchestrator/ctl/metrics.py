@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from zero_orchestrator.ctl.goodput import Use, from_record
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
+from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.membership.job_state import State
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -206,6 +207,19 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
             help="Part of the time of all nodes that useful steps took.",
         ),
         _one(lambda job: job.goodput),
+    ),
+    (
+        Definition(
+            name="zero_job_straggler_ratio",
+            help="How many times as long as the other ranks a straggler computes in a step; "
+            "without a straggler, no sample.",
+            labels=("rank", "node"),
+        ),
+        lambda job: [
+            ({"rank": str(one.rank), "node": one.node}, one.factor)
+            for one in job.verdicts
+            if one.kind is Kind.STRAGGLER
+        ],
     ),
     (
         Definition(

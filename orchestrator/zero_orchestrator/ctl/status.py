@@ -20,13 +20,16 @@ from typing import Any
 
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.events import (
+    by_node,
     goodput_prefix,
     progress_prefix,
     read_goodput,
     seen_key,
     seen_s,
+    verdicts_key,
 )
 from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
+from zero_orchestrator.ctl.verdicts import Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.failures import Exclusion, fruitless
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
@@ -144,6 +147,8 @@ class JobStatus:
     """How the engine sums gradients, if not in its fixed order: "native", by the backend."""
     time_ns: dict[str, int] = dataclasses.field(default_factory=dict)
     """Use -> time of all nodes, in nanoseconds; the keys are the names of `goodput.Use`."""
+    verdicts: tuple[Verdict, ...] = ()
+    """What holds about the ranks now: stragglers, a hang, slow storage."""
 
     @property
     def ended(self) -> bool:
@@ -171,15 +176,9 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         UnreadableJob: The keys are of another version.
     """
     found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
-    progress: dict[str, dict[str, Any]] = {}
     kept = store.range(prefix).items
     used_ns = add_up(read_goodput(i) for i in kept if i.key.startswith(goodput_prefix(job)))
-    for item in kept:
-        try:
-            record = dict(json.loads(item.value))
-        except (ValueError, TypeError):  # of another version: the job is shown without it
-            record = {}
-        progress[item.key.removeprefix(prefix)] = record
+    progress = by_node(prefix, kept)
     status = _understood(job, found, progress)
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
@@ -193,6 +192,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         },
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
+        verdicts=from_item(next((i for i in kept if i.key == verdicts_key(job)), None)),
     )
 
 

@@ -238,6 +238,8 @@ def _status_page(status: JobStatus) -> RenderableType:
         used_ns = from_record(status.time_ns)
         total = in_words(total_ns(used_ns) / 1e9)
         facts.add_row("goodput", f"{in_parts(used_ns)}; of {total} of all nodes")
+    for verdict in status.verdicts:
+        facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
     facts.add_row("command", " ".join(status.command))
     return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
 

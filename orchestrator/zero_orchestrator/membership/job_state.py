@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
 from zero_orchestrator.membership.records import FIRST_PROTOCOL
@@ -93,6 +94,11 @@ class Members:
     def first_rank(self, index: int) -> int:
         """The rank of the first worker of the node at `index`; ranks of a node are contiguous."""
         return sum(node.slots for node in self.nodes[:index])
+
+    def node_of(self, rank: int) -> Node:
+        """The node of a worker, by the worker's rank."""
+        ends = accumulate(node.slots for node in self.nodes)
+        return next(node for node, end in zip(self.nodes, ends, strict=True) if rank < end)
 
     def to_json(self) -> str:
         """The value of its key: one row for each node, since every agent is sent all of them."""

@@ -1,0 +1,135 @@
+"""What slows a node down, as its kernel counts it: CPU quota, swap, clock, temperature, steal.
+
+`Strain` reads the counts from time to time; `zero_orchestrator.ctl.strain` says which of them are
+the cause of a slow rank. Must always hold: reading raises nothing and waits for nothing; what the
+kernel does not count is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero_contract.clock import Clock
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CPUS = 8
+"""The number of CPUs whose clock is read: each of them is a file."""
+
+
+class Strain:
+    """The strain of this node since the look before."""
+
+    def __init__(self, clock: Clock, root: Path = Path("/")) -> None:
+        """Begin to measure.
+
+        Args:
+            clock: Measures the time between two looks.
+            root: The directory with proc and sys.
+        """
+        self._clock = clock
+        self._root = root
+        self._before = (clock.now(), self._counts())
+
+    def look(self) -> Mapping[str, float]:
+        """Each strain that the kernel counts, by name; see `zero_orchestrator.ctl.strain`."""
+        now_s, counts = self._clock.now(), self._counts()
+        (before_s, before), self._before = self._before, (now_s, counts)
+        if now_s <= before_s:
+            return {}
+        grown = {name: value - before[name] for name, value in counts.items() if name in before}
+        found = {
+            "throttled": _part(grown, "throttled_periods", "periods"),
+            "steal": _part(grown, "steal", "cpu_time"),
+            "cpu_pressure": _rate(grown, "cpu_waiting_us", now_s - before_s, 1e-6),
+            "swap_bytes_per_s": _rate(grown, "swapped", now_s - before_s, _PAGE_BYTES),
+            "hot_events": grown.get("hot_events"),
+            "clock": self._clock_ratio(),
+            "temperature_c": self._temperature_c(),
+        }
+        return {name: round(value, 3) for name, value in found.items() if value is not None}
+
+    def _counts(self) -> dict[str, float]:
+        """What only grows."""
+        found: dict[str, float] = {}
+        quota = _pairs(self._text(self._cpu_stat()))
+        if "nr_periods" in quota:
+            found["periods"] = quota["nr_periods"]
+            found["throttled_periods"] = quota.get("nr_throttled", 0.0)
+        memory = _pairs(self._text("proc/vmstat"))
+        if "pswpin" in memory:
+            found["swapped"] = memory["pswpin"] + memory.get("pswpout", 0.0)
+        cpu = self._text("proc/stat").partition("\n")[0].split()[1:9]
+        if len(cpu) == 8 and all(field.isdecimal() for field in cpu):
+            found["cpu_time"], found["steal"] = float(sum(map(int, cpu))), float(cpu[7])
+        pressure = self._text("proc/pressure/cpu").partition("\n")[0].rpartition("total=")[2]
+        if pressure.isdecimal():
+            found["cpu_waiting_us"] = float(pressure)
+        hot = [
+            value
+            for path in self._paths("sys/devices/system/cpu/cpu*/thermal_throttle")
+            if (value := _number(path / "core_throttle_count")) is not None
+        ]
+        if hot:
+            found["hot_events"] = sum(hot)
+        return found
+
+    def _cpu_stat(self) -> str:
+        """The file of the cgroup whose quota limits the CPU time of this process."""
+        for line in self._text("proc/self/cgroup").splitlines():
+            _, controllers, group = (*line.split(":", 2), "?", "?")[:3]
+            if controllers == "" or "cpu" in controllers.split(","):
+                top = f"sys/fs/cgroup/{controllers and 'cpu'}"
+                # In a container the path may be the host's, and the mount begins at the own cgroup.
+                for path in (f"{top}/{group.strip('/')}/cpu.stat", f"{top}/cpu.stat"):
+                    if (self._root / path).exists():
+                        return path
+        return "sys/fs/cgroup/cpu.stat"
+
+    def _clock_ratio(self) -> float | None:
+        """The clock of the CPUs, as a part of the highest possible."""
+        ratios = []
+        for path in self._paths("sys/devices/system/cpu/cpu[0-9]*/cpufreq")[:_CPUS]:
+            now, highest = _number(path / "scaling_cur_freq"), _number(path / "cpuinfo_max_freq")
+            if now is not None and highest:
+                ratios.append(now / highest)
+        return sum(ratios) / len(ratios) if ratios else None
+
+    def _temperature_c(self) -> float | None:
+        zones = [_number(path) for path in self._paths("sys/class/thermal/thermal_zone*/temp")]
+        return max((zone / 1000 for zone in zones if zone is not None), default=None)
+
+    def _paths(self, pattern: str) -> list[Path]:
+        try:
+            return sorted(self._root.glob(pattern))
+        except OSError:
+            return []
+
+    def _text(self, path: str) -> str:
+        return _read(self._root / path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> float | None:
+    text = _read(path).strip()
+    return float(text) if text.lstrip("-").isdecimal() else None
+
+
+def _pairs(text: str) -> dict[str, float]:
+    fields = (line.split() for line in text.splitlines())
+    return {f[0]: float(f[1]) for f in fields if len(f) == 2 and f[1].isdecimal()}
+
+
+def _part(grown: Mapping[str, float], some: str, of: str) -> float | None:
+    return grown[some] / grown[of] if grown.get(of) else None
+
+
+def _rate(grown: Mapping[str, float], name: str, time_s: float, unit: float) -> float | None:
+    return grown[name] * unit / time_s if name in grown else None

@@ -1,0 +1,145 @@
+"""The verdict about slow ranks: which rank computes longer than the others, which wait for it.
+
+A pure function of the times that rank 0 reports. The reports are divided into windows of at least
+`WINDOW_S` of training. A rank is a straggler if it is slow in `WINDOWS` windows in a row, and no
+straggler any more when it is not slow in as many.
+
+Must always hold: a rank is slow only if the others lose time by it. So what slows all ranks, or one
+rank for a moment, or delays nobody, is no verdict. Clocks of two nodes are never compared: each
+rank measures the length of its own computing and of its own waits.
+
+Source of the idea: NVRx's straggler detection, which compares the ranks with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zero_contract.worker import RankTimes
+
+FACTOR = 1.25
+"""A slow rank computes at least so many times as long as the median of the other ranks."""
+LOST = 0.5
+"""The part of what it computes longer that the other ranks wait longer than it, at least: half of
+them, in half of the steps."""
+WINDOW_S = 5.0
+"""The least training time of a window."""
+WINDOW_STEPS = 3
+"""The least number of steps of a window."""
+WINDOWS = 3
+"""The number of windows in a row after which a verdict is made, or withdrawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A slow rank."""
+
+    rank: int
+    factor: float
+    """How many times as long as the other ranks it computes, in the last window."""
+    since_step: int
+    """The last step before it became slow."""
+    lost_s: float
+    """The time that each step takes longer because of it, in the last window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slow:
+    """How often in a row a rank was slow, and not slow, at last."""
+
+    since_step: int
+    factor: float
+    lost_s: float
+    windows: int = 1
+    fast_windows: int = 0
+
+    @property
+    def is_verdict(self) -> bool:
+        return self.windows >= WINDOWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """The verdicts of a round, as of the last report."""
+
+    begin: RankTimes | None = None
+    """The report with which the current window begins."""
+    slow: Mapping[int, _Slow] = field(default_factory=dict)
+
+    @property
+    def verdicts(self) -> tuple[Straggler, ...]:
+        """The stragglers now, by rank."""
+        return tuple(
+            Straggler(rank=rank, factor=one.factor, since_step=one.since_step, lost_s=one.lost_s)
+            for rank, one in sorted(self.slow.items())
+            if one.is_verdict
+        )
+
+    def add(self, report: RankTimes) -> Stragglers:
+        """The verdicts after one more report."""
+        begin = self.begin
+        if begin is None or len(begin.compute_s) != len(report.compute_s):
+            return Stragglers(begin=report)
+        steps = report.steps - begin.steps
+        compute_s = _per_step(begin.compute_s, report.compute_s, steps)
+        wait_s = _per_step(begin.wait_s, report.wait_s, steps)
+        trained_s = steps * min(map(sum, zip(compute_s, wait_s, strict=True)), default=0.0)
+        if steps < WINDOW_STEPS or trained_s < WINDOW_S:
+            return self
+        found = slow_ranks(compute_s, wait_s)
+        ranks = self.slow.keys() | found.keys()
+        now = {rank: self._next(rank, found.get(rank), begin.step) for rank in ranks}
+        slow = {rank: one for rank, one in now.items() if one is not None}
+        return Stragglers(begin=report, slow=slow)
+
+    def _next(self, rank: int, found: tuple[float, float] | None, begin_step: int) -> _Slow | None:
+        """What is known of a rank after a window in which it was slow, or was not."""
+        known = self.slow.get(rank)
+        if found is None:
+            over = known is None or not known.is_verdict or known.fast_windows + 1 >= WINDOWS
+            return (
+                None
+                if over or known is None
+                else replace(known, fast_windows=known.fast_windows + 1)
+            )
+        factor, lost_s = found
+        if known is None:
+            return _Slow(since_step=begin_step, factor=factor, lost_s=lost_s)
+        windows = known.windows + 1
+        return replace(known, factor=factor, lost_s=lost_s, windows=windows, fast_windows=0)
+
+
+def _per_step(begin_s: Sequence[float], end_s: Sequence[float], steps: int) -> list[float]:
+    return [(end - begin) / max(steps, 1) for begin, end in zip(begin_s, end_s, strict=True)]
+
+
+def slow_ranks(
+    compute_s: Sequence[float], wait_s: Sequence[float]
+) -> dict[int, tuple[float, float]]:
+    """By slow rank: its factor, and the seconds that the others lose in a step.
+
+    Args:
+        compute_s: By rank, the mean time of computing in a step.
+        wait_s: By rank, the mean time of waits for others in a step.
+    """
+    found = {}
+    usual_s, others_wait_s = _others_median(compute_s), _others_median(wait_s)
+    for rank, (own_s, usual) in enumerate(zip(compute_s, usual_s, strict=True)):
+        lost_s = others_wait_s[rank] - wait_s[rank]
+        if own_s >= FACTOR * usual > 0 and lost_s >= LOST * (own_s - usual):
+            found[rank] = (own_s / usual, lost_s)
+    return found
+
+
+def _others_median(values: Sequence[float]) -> list[float]:
+    """For each rank, the median of the values of all other ranks; 0 for a single rank."""
+    if len(values) < 2:
+        return [0.0] * len(values)
+    ranks = sorted(range(len(values)), key=values.__getitem__)
+    ordered = [values[rank] for rank in ranks]
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # of the others, one fewer
+    medians = [0.0] * len(values)
+    for place, rank in enumerate(ranks):
+        medians[rank] = sum(ordered[at + (at >= place)] for at in (low, high)) / 2
+    return medians

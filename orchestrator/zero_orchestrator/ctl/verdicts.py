@@ -1,0 +1,56 @@
+"""The verdicts that hold now about the ranks of a job, as the store keeps them.
+
+The agent of rank 0 makes and writes them (`zero_agent.loop.verdicts`), with its lease, so they
+vanish with it; `zero-ctl status` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from zero_orchestrator.store.kv import KeyValue
+
+
+class Kind(StrEnum):
+    """What a verdict says."""
+
+    STRAGGLER = "straggler"
+    """A rank computes longer than the others, which wait for it."""
+    HANG = "stuck"
+    """No rank takes a step."""
+    SLOW_STORAGE = "slow storage"
+    """A rank, or all of them, write checkpoints slower than others, or than before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One verdict."""
+
+    kind: Kind
+    text: str
+    """The verdict in a sentence, with the cause where it can be seen."""
+    rank: int | None = None
+    """The rank that it names; None: all ranks."""
+    node: str = ""
+    """The node of that rank."""
+    since_step: int | None = None
+    """The last step before it began."""
+    factor: float | None = None
+    """How many times as long as others the rank computes."""
+
+
+def to_value(verdicts: Iterable[Verdict]) -> str:
+    """The value of the key of the verdicts."""
+    return json.dumps({"verdicts": [asdict(verdict) for verdict in verdicts]})
+
+
+def from_item(item: KeyValue | None) -> tuple[Verdict, ...]:
+    """The verdicts in that key; none without it, or if it is unreadable."""
+    try:
+        records = json.loads(item.value)["verdicts"] if item is not None else []
+        return tuple(Verdict(**{**record, "kind": Kind(record["kind"])}) for record in records)
+    except (ValueError, TypeError, KeyError):
+        return ()

@@ -1,0 +1,123 @@
+"""Which rank is called slow: only one that computes longer, for long, while the others wait."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_contract.worker import RankTimes, decode, encode
+from zero_orchestrator.ctl.straggler import FACTOR, Stragglers, slow_ranks
+
+REPORT_STEPS = 4
+
+
+def trained(steps_s, *, begin=None, first=0):
+    """The verdicts after steps in which each rank computes for so long and waits for the last."""
+    ranks = len(steps_s[0])
+    compute_s, wait_s, found = [0.0] * ranks, [0.0] * ranks, begin or Stragglers()
+    history = []
+    for number, step_s in enumerate(steps_s, 1):
+        for rank, own_s in enumerate(step_s):
+            compute_s[rank] += own_s
+            wait_s[rank] += max(step_s) - own_s + 0.01
+        if number % REPORT_STEPS == 0:
+            times = {"compute_s": tuple(compute_s), "wait_s": tuple(wait_s)}
+            found = found.add(RankTimes(step=first + number, steps=number, **times))
+            history.append(found.verdicts)
+    return history
+
+
+def test_a_rank_that_computes_longer_is_named_within_a_minute_with_the_step():
+    steps = [[0.5, 0.5, 0.5, 0.5]] * 40 + [[0.5, 0.5, 0.7, 0.5]] * 70
+    history = trained(steps, first=1200)
+    named = next(i for i, found in enumerate(history) if found)
+    assert (named + 1) * REPORT_STEPS - 40 <= 60 / 0.7, "steps until the verdict"
+    (found,) = history[named]
+    assert (found.rank, round(found.factor, 2), round(found.lost_s, 2)) == (2, 1.4, 0.2)
+    assert 1200 + 30 <= found.since_step <= 1200 + 40
+
+
+def test_the_verdict_is_withdrawn_when_the_rank_is_as_fast_as_the_others_again():
+    slow, even = [[0.5, 0.5, 1.0]] * 60, [[0.5, 0.5, 0.5]] * 80
+    history = trained([*slow, *even])
+    assert [found.rank for found in history[14]] == [2]
+    assert history[-1] == ()
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "wait_s", "slow"),
+    [
+        ([1.0, 1.4], [0.4, 0.0], {1}),
+        ([1.0, 1.0, 1.4, 1.5], [0.5, 0.5, 0.1, 0.0], {2, 3}),
+        ([1.0, 1.0, 1.2], [0.2, 0.2, 0.0], set()),
+        ([1.0, 1.0, 1.4], [0.0, 0.0, 0.0], set()),  # nobody waits for it
+        ([1.4, 1.4, 1.4], [0.1, 0.1, 0.1], set()),
+        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], set()),
+        ([1.0], [0.0], set()),
+        ([], [], set()),
+    ],
+)
+def test_a_rank_is_slow_only_if_others_wait_for_it(compute_s, wait_s, slow):
+    assert slow_ranks(compute_s, wait_s).keys() == slow
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=9))
+def test_each_rank_is_compared_with_the_median_of_the_others(compute_s):
+    wait_s = [max(compute_s) - each for each in compute_s]
+    slow = slow_ranks(compute_s, wait_s)
+    for rank, own_s in enumerate(compute_s):
+        others = [*compute_s[:rank], *compute_s[rank + 1 :]]
+        if rank in slow:
+            assert slow[rank][0] == pytest.approx(own_s / median(others))
+        else:
+            others_wait_s = max(compute_s) - median(others)
+            lost_s = others_wait_s - wait_s[rank]
+            assert own_s < FACTOR * median(others) or lost_s <= 0.51 * (own_s - median(others))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(2, 8),
+    step_s=st.sampled_from([0.05, 0.5, 5.0]),
+    noise=st.floats(0.0, 0.3),
+    hiccups=st.floats(0.0, 0.05),
+)
+def test_no_rank_is_named_in_noise(seed, ranks, step_s, noise, hiccups):
+    """1.5 hours in all."""
+    assert not any(trained(noisy(180, seed, ranks, step_s, noise, hiccups)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step_s", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_no_rank_is_named_in_an_hour_of_noise(ranks, step_s):
+    assert not any(trained(noisy(3600, ranks, ranks, step_s, noise=0.2, hiccups=0.05)))
+
+
+def noisy(time_s, seed, ranks, step_s, noise, hiccups):
+    """Steps that are noisy on every rank; some are several times as long, of one rank each."""
+    random.seed(seed)
+
+    def of_rank():
+        longer = random.choice((2.0, 5.0, 20.0)) if random.random() < hiccups / ranks else 1.0
+        return step_s * longer * random.lognormvariate(0.0, noise)
+
+    return [[of_rank() for _ in range(ranks)] for _ in range(int(time_s / step_s))]
+
+
+def test_a_new_world_begins_anew():
+    two = trained([[0.5, 1.0]] * 60)
+    assert two[-1]
+    begin = Stragglers().add(RankTimes(step=1, steps=1, compute_s=(1.0,) * 2, wait_s=(0.0,) * 2))
+    other = RankTimes(step=2, steps=1, compute_s=(1.0,) * 3, wait_s=(0.0,) * 3)
+    assert begin.add(other) == Stragglers(begin=other)
+
+
+def test_the_report_keeps_its_numbers_on_its_way():
+    report = RankTimes(step=3, steps=2, compute_s=(1.0, 2.0), wait_s=(0.5, 0.0))
+    assert decode(encode(report)) == report
