@@ -20,10 +20,12 @@ import queue
 import secrets
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.job_history import JobHistory
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.loop.node_time import NodeTime
@@ -45,6 +47,7 @@ from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.values import in_words
+from zero_contract.worker import Progress
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.goodput import in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
@@ -128,7 +131,9 @@ class Agent:
             advertised=config.advertised,
         )
         self._time = NodeTime(clock)
-        self._node_workers.steps.on_report = self._time.report
+        self._history = JobHistory()
+        self._store_writes.on_published = self._history.saved
+        self._node_workers.steps.on_report = self._on_step
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
@@ -235,7 +240,7 @@ class Agent:
             self._ram.close,
             self._rdzv.close,
             self._ring.close,
-            self._publish_last_time,
+            partial(self._publish_time, nodes=0, last=True),
             self._publisher.close,
             self._journal.close,
             self._scratch.close,
@@ -418,16 +423,19 @@ class Agent:
         node = self._config.node_id
         self._publisher.last_output(last_output(recent, node, incarnation, limit_bytes))
 
-    # ---- the goodput ledger ----
+    # ---- the goodput ledger, and the history of the job ----
+
+    def _on_step(self, rank: int, progress: Progress) -> None:
+        self._time.report(rank, progress)
+        self._history.report(rank, progress)
 
     def _look_at_time(self) -> None:
-        """Mark what this node does, and publish its ledger, for `zero-ctl status`."""
+        """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""
         workers = self._node_workers
         reports = workers.steps.finished is not None
         self._time.look(self._situation(), prepared=workers.prepared, reports=reports)
-        self._publisher.goodput(
-            self._time.used_ns, nodes=len(self._rdzv.snapshot.members.nodes), last=False
-        )
+        self._history.look(self._rdzv.snapshot, self._rdzv.node)
+        self._publish_time(nodes=len(self._rdzv.snapshot.members.nodes), last=False)
 
     def _log_time(self) -> None:
         used_ns = self._time.used_ns()
@@ -435,8 +443,11 @@ class Agent:
         text = f"this node's time, {total}: {in_parts(used_ns)}"
         self._journal.tell("time", text, ns=to_record(used_ns))
 
-    def _publish_last_time(self) -> None:
-        self._publisher.goodput(self._time.used_ns, nodes=0, last=True)
+    def _publish_time(self, *, nodes: int, last: bool) -> None:
+        used_ns, lane, history = self._time.used_ns, self._time.lane, self._history
+        self._publisher.goodput(used_ns, nodes=nodes, last=last, lane=lane)
+        if history.leads:
+            self._publisher.history(history.history, reign=history.reign, last=last)
 
     def _log_end_of_round(self) -> None:
         """Log, once and on every node, the failure that has ended the round, and its cost.

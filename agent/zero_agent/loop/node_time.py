@@ -9,13 +9,15 @@ its loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.clock import Clock
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl.goodput import Begins, Doing, Ledger, Stepped, Use
+from zero_orchestrator.ctl.goodput import Begins, Doing, Ledger, Mark, Stepped, Use
+from zero_orchestrator.ctl.lane import Lane, Phase
 from zero_orchestrator.membership.job_state import ENDED, State
 
 _NS = 1e9
@@ -57,11 +59,12 @@ _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
 
 
 class NodeTime:
-    """The ledger of this agent, up to now; used on the agent's thread alone."""
+    """The ledger and the lane of this agent, up to now; used on the agent's thread alone."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ledger = Ledger(at_ns=self._now_ns())
+        self._lane = Lane(until_s=time.time()).begin(Phase.STARTING, time.time())
         self._seen = (Doing.STARTING, 0)
         self._reports = False
         self._rank: int | None = None
@@ -80,9 +83,7 @@ class NodeTime:
             return
         self._seen, self._rank = seen, None
         reached = now.job.reached or 0
-        self._ledger = self._ledger.add(
-            Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports)
-        )
+        self._mark(Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports))
 
     def report(self, rank: int, progress: Progress) -> None:
         """A worker has reported its step; those of one worker count, the first that reports."""
@@ -90,9 +91,7 @@ class NodeTime:
             self._rank = rank
         if rank == self._rank:
             saving_ns = round(progress.saving_s * _NS)
-            self._ledger = self._ledger.add(
-                Stepped(at_ns=self._now_ns(), step=progress.step, saving_ns=saving_ns)
-            )
+            self._mark(Stepped(at_ns=self._now_ns(), step=progress.step, saving_ns=saving_ns))
 
     def settled_ns(self) -> Mapping[Use, int]:
         """The use of the time without a step in progress, so it only grows; for any thread."""
@@ -101,6 +100,14 @@ class NodeTime:
     def used_ns(self) -> Mapping[Use, int]:
         """The use of the time up to now."""
         return self._ledger.shown(self._now_ns(), reports=self._reports)
+
+    def lane(self) -> Lane:
+        """What the node did up to now, and when."""
+        return self._lane.shown(time.time(), reports=self._reports)
+
+    def _mark(self, mark: Mark) -> None:
+        self._ledger = self._ledger.add(mark)
+        self._lane = self._lane.add(mark, time.time())
 
     def _now_ns(self) -> int:
         return round(self._clock.now() * _NS)

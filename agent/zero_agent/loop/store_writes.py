@@ -55,6 +55,8 @@ class StoreWrites:
         self._journal = journal
         self._clock = clock
         self._on_failure = on_failure
+        self.on_published: Callable[[CommitRequest], None] = lambda request: None
+        """Called with the request of each checkpoint that may be published."""
         self._commits: list[_Commit] = []
         self._master: tuple[int, str] | None = None
         self._refused = Stopwatch(clock)
@@ -134,4 +136,6 @@ class StoreWrites:
         else:
             if self._refused.stop():
                 self._journal.tell("store", "etcd takes checkpoints again")
+            if granted:
+                self.on_published(request)
             commit.reply(granted, "" if granted else f"round {commit.round} is over", False)

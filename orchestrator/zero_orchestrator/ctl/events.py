@@ -4,9 +4,10 @@
     /zero/events/<job>/detail/<node>.<agent>.<number>   one detail, of which fewer are kept
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
-    /zero/progress/<job>/job/goodput/<node>      the node's goodput ledger, of all its agents
+    /zero/progress/<job>/job/goodput/<node>      its goodput ledger and lane, of all its agents
     /zero/progress/<job>/job/output/<node>       what its workers printed last, once the agent ends
     /zero/progress/<job>/job/verdicts            what holds about the ranks now; leased
+    /zero/progress/<job>/job/history             the steps of the job, bounded; by rank 0's agent
 
 These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
 by the store's revisions: the clocks of two nodes are never compared.
@@ -34,7 +35,11 @@ from typing import Any
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
+from zero_orchestrator.ctl import history as histories
+from zero_orchestrator.ctl import lane as lanes
 from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
+from zero_orchestrator.ctl.history import History
+from zero_orchestrator.ctl.lane import Lane
 from zero_orchestrator.ctl.verdicts import Verdict, to_value
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
@@ -108,6 +113,11 @@ def verdicts_key(job: str) -> str:
     return progress_prefix(job) + "job/verdicts"
 
 
+def history_key(job: str) -> str:
+    """The key of the steps and checkpoints of a job."""
+    return progress_prefix(job) + "job/history"
+
+
 def seen_s(seen: KeyValue | None) -> float | None:
     """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
     try:
@@ -134,6 +144,22 @@ def read_goodput(item: KeyValue | None) -> dict[Use, int]:
         return from_record(json.loads(item.value)["ns"]) if item is not None else {}
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}
+
+
+def read_lane(item: KeyValue | None) -> Lane | None:
+    """The lane in a key below `goodput_prefix`; None without one, or if it is unreadable."""
+    try:
+        return lanes.from_record(json.loads(item.value)["lane"]) if item is not None else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def read_history(item: KeyValue | None) -> History:
+    """The history in a `history_key`; empty without one, or if it is unreadable."""
+    try:
+        return histories.from_record(json.loads(item.value)) if item is not None else History()
+    except (ValueError, TypeError, KeyError):
+        return History()
 
 
 # ---- writing ----
@@ -178,8 +204,14 @@ class Publisher:
         self._due_s = clock.now()
         self._seen_due_s: float | None = None
         self._goodput_due_s = clock.now()
-        self._before: Mapping[Use, int] | None = None
-        """The ledger of this node's agents before this one; None: not read yet."""
+        self._before: tuple[Mapping[Use, int], Lane | None] | None = None
+        """Ledger and lane of this node's agents before this one; None: not read yet."""
+        self._history = history_key(job)
+        self._reign = 0
+        self._history_due_s = clock.now()
+        self._history_every_s = 0.0
+        self._history_before: tuple[int, History] | None = None
+        """A reign, and the history of the job before it; None: not read yet."""
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -260,23 +292,35 @@ class Publisher:
         value = json.dumps({"time": time.time()})
         self._enqueue(lambda: self._put(self._seen, value))
 
-    def goodput(self, used_ns: Callable[[], Mapping[Use, int]], *, nodes: int, last: bool) -> None:
+    def goodput(
+        self,
+        used_ns: Callable[[], Mapping[Use, int]],
+        *,
+        nodes: int,
+        last: bool,
+        lane: Callable[[], Lane | None] = lambda: None,
+    ) -> None:
         """Publish this node's goodput ledger if the time for it has come; call it often.
 
         Args:
             used_ns: Returns the ledger of this agent; called at each write.
             nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
             last: Whether to write in any case, because the agent ends.
+            lane: Returns the lane of this agent, or None; called at each write.
         """
         if self._clock.now() < self._goodput_due_s and not last:
             return
         self._goodput_due_s = self._clock.now() + max(GOODPUT_S, nodes * GOODPUT_PER_NODE_S)
-        used = used_ns()
+        used, shown = used_ns(), lane()
 
         def write() -> None:
             if self._before is None:
-                self._before = read_goodput(self._store.get(self._goodput))
-            record = {"ns": to_record(add_up([self._before, used])), "time": time.time()}
+                kept = self._store.get(self._goodput)
+                self._before = read_goodput(kept), read_lane(kept)
+            used_before, lane_before = self._before
+            record = {"ns": to_record(add_up([used_before, used])), "time": time.time()}
+            if shown is not None:
+                record["lane"] = lanes.to_record(shown.after(lane_before))
             self._put(self._goodput, json.dumps(record))
 
         self._enqueue(write)
@@ -284,6 +328,31 @@ class Publisher:
     def last_output(self, value: str) -> None:
         """Leave the last output of this node's workers, for an hour, because the agent ends."""
         self._enqueue(lambda: self._put(self._output, value, self._store.grant(OUTPUT_S)))
+
+    def history(self, history: History, *, reign: int, last: bool) -> None:
+        """Publish the steps of the job if the time for it has come; rank 0's agent calls it often.
+
+        Args:
+            history: The steps and checkpoints since this agent has rank 0.
+            reign: How often this agent has come to have rank 0: what another agent has written
+                meanwhile is read anew, and continued.
+            last: Whether to write in any case, because the agent ends.
+        """
+        if reign != self._reign:  # the agent of the last rank 0 may have something left to write
+            self._reign, self._history_due_s = reign, self._clock.now() + GOODPUT_S
+        if self._clock.now() < self._history_due_s and not last:
+            return
+        self._history_due_s = self._clock.now() + max(GOODPUT_S, self._history_every_s)
+
+        def write() -> None:
+            if self._history_before is None or self._history_before[0] != reign:
+                self._history_before = reign, read_history(self._store.get(self._history))
+            whole = history.after(self._history_before[1])
+            self._history_every_s = whole.resolution_s
+            self._put(self._history, json.dumps(histories.to_record(whole)))
+
+        if history.points or history.saved:
+            self._enqueue(write)
 
     def close(self) -> None:
         """Write the queued events, for up to two seconds, and end the thread."""

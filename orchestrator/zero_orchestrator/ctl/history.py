@@ -1,0 +1,183 @@
+"""The history of a job: its steps, bounded whatever their number, and its newest checkpoints.
+
+The agent of rank 0 adds what its worker reports, and writes the record of the job; the agent of the
+next rank 0 continues that record. A step counts once: steps that are repeated after a failure have
+the same loss, and the time they take is a gap before the next new step.
+
+`History` is a value, and its methods are pure functions. Times are wall clocks of nodes, in seconds
+since the epoch: for people only.
+
+Must always hold: a history has at most `POINTS` points and `CHECKPOINTS` checkpoints; each step is
+in exactly one point; points are in the order of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+POINTS = 512
+"""Most points of a history. A point covers `History.stride` steps, and that doubles when full."""
+CHECKPOINTS = 100
+"""Number of checkpoints that a history keeps: the newest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One step, or several steps in a row."""
+
+    step: int
+    """The last of its steps."""
+    time_s: float
+    """When the last of its steps ended."""
+    samples: int
+    """Samples that all steps up to this one have consumed; 0: not known."""
+    workers: int
+    """World size at the last of its steps."""
+    loss: float | None = None
+    """Mean over its steps that have a finite loss."""
+    low: float | None = None
+    high: float | None = None
+    losses: int = 0
+    """Number of its steps that have a finite loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One checkpoint that was published: its manifest is in place."""
+
+    step: int
+    tag: str
+    time_s: float
+    samples: int
+    digest: str
+    """Digest of the manifest, which holds the digest of every block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The steps of a job so far, and its newest checkpoints on disk."""
+
+    points: tuple[Point, ...] = ()
+    stride: int = 1
+    """Steps that one point covers at most."""
+    checkpoints: tuple[Saved, ...] = ()
+    saved: int = 0
+    """Number of all checkpoints so far."""
+
+    @property
+    def resolution_s(self) -> float:
+        """The mean time between two points; a history that is written as often loses nothing."""
+        if len(self.points) < 2:
+            return 0.0
+        return (self.points[-1].time_s - self.points[0].time_s) / (len(self.points) - 1)
+
+    def stepped(
+        self, step: int, *, time_s: float, samples: int, workers: int, loss: float | None
+    ) -> History:
+        """The history after one more step; unchanged by a step that is in it already."""
+        if self.points and step <= self.points[-1].step:
+            return self
+        known = loss is not None and math.isfinite(loss)
+        loss = loss if known else None
+        one = Point(
+            step=step,
+            time_s=time_s,
+            samples=samples,
+            workers=workers,
+            loss=loss,
+            low=loss,
+            high=loss,
+            losses=int(known),
+        )
+        if self.points and self._place(self.points[-1]) == self._place(one):
+            return replace(self, points=(*self.points[:-1], _merged([self.points[-1], one])))
+        return replace(self, points=(*self.points, one))._bounded()
+
+    def with_checkpoint(self, saved: Saved) -> History:
+        """The history after one more checkpoint."""
+        kept = (*self.checkpoints, saved)[-CHECKPOINTS:]
+        return replace(self, checkpoints=kept, saved=self.saved + 1)
+
+    def after(self, before: History) -> History:
+        """This history after that of the job before it."""
+        last = before.points[-1].step if before.points else 0
+        return History(
+            points=(*before.points, *(point for point in self.points if point.step > last)),
+            stride=max(before.stride, self.stride),
+            checkpoints=(*before.checkpoints, *self.checkpoints)[-CHECKPOINTS:],
+            saved=before.saved + self.saved,
+        )._bounded()
+
+    def _bounded(self) -> History:
+        now = self
+        while len(now.points) > POINTS:
+            wider = replace(now, stride=2 * now.stride)
+            merged = (_merged(list(of)) for _, of in groupby(now.points, wider._place))
+            now = replace(wider, points=tuple(merged))
+        return now
+
+    def _place(self, point: Point) -> int:
+        return (point.step - 1) // self.stride
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    """Points in a row as one."""
+    losses = sum(point.losses for point in points)
+    parts = [(p.loss, p.losses / losses) for p in points if p.loss is not None]
+    lows = [point.low for point in points if point.low is not None]
+    highs = [point.high for point in points if point.high is not None]
+    return replace(
+        points[-1],
+        loss=sum(loss * part for loss, part in parts) if parts else None,
+        low=min(lows, default=None),
+        high=max(highs, default=None),
+        losses=losses,
+    )
+
+
+# ---- the record ----
+
+_COLUMNS = ("step", "time_s", "samples", "workers", "loss", "low", "high", "losses")
+_CHECKPOINT = ("step", "tag", "time_s", "samples", "digest")
+
+
+def to_record(history: History) -> dict[str, Any]:
+    """The history as JSON: a list for each field of the points, and one for each checkpoint."""
+    columns = {name: [_short(getattr(p, name)) for p in history.points] for name in _COLUMNS}
+    saved = [[_short(getattr(one, name)) for name in _CHECKPOINT] for one in history.checkpoints]
+    return {
+        "stride": history.stride,
+        "points": columns,
+        "checkpoints": saved,
+        "saved": history.saved,
+    }
+
+
+def from_record(record: Mapping[str, Any]) -> History:
+    """The history in a record; columns that this version does not know are ignored.
+
+    Raises:
+        KeyError: The record lacks a column.
+        ValueError: A column has values of another kind, or another length.
+        TypeError: As ValueError.
+    """
+    rows = zip(*(record["points"][name] for name in _COLUMNS), strict=True)
+    return History(
+        points=tuple(Point(**dict(zip(_COLUMNS, row, strict=True))) for row in rows),
+        stride=int(record["stride"]),
+        checkpoints=tuple(
+            Saved(**dict(zip(_CHECKPOINT, one, strict=True))) for one in record["checkpoints"]
+        ),
+        saved=int(record["saved"]),
+    )
+
+
+def _short(value: Any) -> Any:
+    """Seconds and losses with as many digits as anyone can see."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 2) if abs(value) > 1e6 else float(f"{value:.6g}")

@@ -1,0 +1,240 @@
+"""The history of a job and the lanes of its nodes: bounded, and nothing that matters is lost."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import wait_for
+from zero_agent.loop.job_history import JobHistory
+from zero_contract.worker import CommitRequest, Progress
+from zero_orchestrator.ctl import history as histories
+from zero_orchestrator.ctl import lane as lanes
+from zero_orchestrator.ctl.events import (
+    GOODPUT_S,
+    Publisher,
+    goodput_prefix,
+    history_key,
+    read_goodput,
+    read_history,
+    read_lane,
+)
+from zero_orchestrator.ctl.goodput import Begins, Doing, Stepped, Use
+from zero_orchestrator.ctl.history import CHECKPOINTS, POINTS, History, Saved
+from zero_orchestrator.ctl.lane import SPANS, Lane, Phase
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot
+from zero_orchestrator.membership.spec import JobSpec
+
+
+def trained(steps: range, history: History | None = None) -> History:
+    history = history or History()
+    for step in steps:
+        history = history.stepped(step, time_s=float(step), samples=8 * step, workers=2, loss=step)
+    return history
+
+
+@pytest.mark.parametrize("steps", [0, 1, POINTS, POINTS + 1, 10_000])
+def test_a_history_of_any_length_is_bounded_and_has_each_step_once(steps):
+    history = trained(range(1, steps + 1))
+    assert len(history.points) <= POINTS
+    assert sum(point.losses for point in history.points) == steps
+    assert [point.step for point in history.points[-1:]] == [steps][: min(steps, 1)]
+    assert all(point.low <= point.loss <= point.high for point in history.points)
+    mean = sum(point.loss * point.losses for point in history.points) / max(steps, 1)
+    assert mean == pytest.approx((steps + 1) / 2 if steps else 0)
+    record = json.loads(json.dumps(histories.to_record(history)))
+    assert histories.to_record(histories.from_record(record)) == record
+
+
+def test_a_spike_of_one_step_among_thousands_is_kept():
+    history = History()
+    for step in range(1, 5000):
+        loss = 99.0 if step == 2345 else 1.0
+        history = history.stepped(step, time_s=step, samples=0, workers=1, loss=loss)
+    assert max(point.high for point in history.points) == 99.0
+
+
+def test_a_repeated_step_counts_once_and_a_loss_that_is_not_finite_is_a_gap():
+    history = trained(range(1, 5))
+    assert trained(range(3, 5), history) == history
+    history = history.stepped(5, time_s=5.0, samples=0, workers=1, loss=math.nan)
+    assert (history.points[-1].loss, history.points[-1].losses) == (None, 0)
+    json.dumps(histories.to_record(history), allow_nan=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 1500), min_size=2, max_size=2).map(sorted), st.integers(1, 700))
+def test_the_next_agent_of_rank_0_continues_the_curve(bounds, back):
+    middle, end = bounds
+    before = trained(range(1, middle + 1))
+    mine = trained(range(max(1, middle - back), end + 1))  # some steps are repeated
+    whole = mine.after(before)
+    steps = [point.step for point in whole.points]
+    assert len(steps) <= POINTS
+    assert steps == sorted(set(steps))
+    assert steps[-1] == end
+
+
+def test_the_newest_checkpoints_are_kept_and_all_are_counted():
+    history = History()
+    for step in range(CHECKPOINTS + 5):
+        saved = Saved(step=step, tag="t", time_s=1.0, samples=1, digest="d")
+        history = history.with_checkpoint(saved)
+    assert (len(history.checkpoints), history.saved) == (CHECKPOINTS, CHECKPOINTS + 5)
+    assert history.checkpoints[-1].step == CHECKPOINTS + 4
+
+
+ME = Node(id="me", incarnation="1", address="me", slots=2)
+OTHER = replace(ME, id="other")
+
+
+def test_an_agent_adds_the_steps_of_rank_0_while_it_has_it():
+    def job(*nodes):
+        return Snapshot(JobSpec(min_nodes=1, max_nodes=2), n=1, members=Members(nodes))
+
+    mine = JobHistory()
+    mine.look(job(OTHER, ME), ME)
+    mine.report(2, Progress(step=1, loss=3.0))
+    assert (mine.leads, mine.history) == (False, History())
+    mine.look(job(ME), ME)
+    mine.report(1, Progress(step=2, loss=2.0))
+    mine.report(0, Progress(step=2, loss=2.0, samples=16))
+    mine.saved(CommitRequest(request=1, step=2, tag="a", digest="d", samples=16, in_memory=True))
+    mine.saved(CommitRequest(request=2, step=2, tag="b", digest="d", samples=16))
+    (point,) = mine.history.points
+    assert (point.step, point.loss, point.samples, point.workers) == (2, 2.0, 16, 2)
+    assert [saved.tag for saved in mine.history.checkpoints] == ["b"]
+    mine.look(job(OTHER, ME), ME)
+    mine.look(job(ME), ME)
+    assert (mine.reign, mine.history) == (2, History())
+
+
+def test_a_history_is_written_as_rarely_as_its_points_allow():
+    store, clock = MemoryStore(), ManualClock()
+    pen = Publisher(store, "gpt", "a", "1", clock)
+
+    def kept(history):
+        pen.history(history, reign=1, last=False)
+        pen.event(json.dumps({"text": "written"}))
+        wait_for(lambda: len(store.range("/zero/events/gpt/").items) == kept.count, 60, "the write")
+        kept.count += 1
+        return len(read_history(store.get(history_key("gpt"))).points)
+
+    kept.count = 1
+    hundreds = History()
+    for step in range(1, 4):
+        hundreds = hundreds.stepped(step, time_s=100.0 * step, samples=0, workers=1, loss=None)
+    assert kept(hundreds) == 0  # the agent of the last rank 0 may still write
+    clock.advance(GOODPUT_S)
+    assert kept(hundreds) == 3
+    clock.advance(GOODPUT_S)
+    more = hundreds.stepped(4, time_s=400.0, samples=0, workers=1, loss=None)
+    assert kept(more) == 4  # decided before the first write was done
+    clock.advance(99.0)
+    more = more.stepped(5, time_s=500.0, samples=0, workers=1, loss=None)
+    assert kept(more) == 4
+    clock.advance(1.0)
+    assert kept(more) == 5
+    pen.close()
+
+
+# ---- lanes ----
+
+
+def lane_of(*marks: tuple[float, Doing | int | tuple[int, float]], reports=True) -> Lane:
+    lane = Lane(until_s=0.0).begin(Phase.STARTING, 0.0)
+    for at_s, what in marks:
+        if isinstance(what, Doing):
+            mark = Begins(at_ns=0, doing=what, reports=reports)
+        else:
+            step, saving_s = what if isinstance(what, tuple) else (what, 0.0)
+            mark = Stepped(at_ns=0, step=step, saving_ns=round(saving_s * 1e9))
+        lane = lane.add(mark, at_s)
+    return lane
+
+
+def phases(lane: Lane) -> list[tuple[float, str]]:
+    return [(span.from_s, str(span.phase)) for span in lane.spans]
+
+
+def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
+    lane = lane_of(
+        (1, Doing.RUNNING),
+        (3, 1),
+        (4, 2),
+        (6, (2, 1.5)),
+        (7, 3),
+        (8, Doing.FORMING),
+        (8.5, Doing.RUNNING),
+        (9, 4),
+        (10, Doing.ENDING),
+    )
+    assert phases(lane) == [
+        (0.0, "starting"),
+        (3, "training"),
+        (4.5, "saving"),
+        (6, "training"),
+        (8, "recovering"),
+        (9, "training"),
+        (10, "starting"),
+    ]
+    assert lanes.from_record(json.loads(json.dumps(lanes.to_record(lane)))).spans == lane.spans
+
+
+def test_workers_that_report_no_steps_train_as_long_as_they_run():
+    lane = lane_of((1, Doing.RUNNING), (5, Doing.FORMING), (6, Doing.RUNNING), reports=False)
+    assert phases(lane.shown(9, reports=False)) == [
+        (0.0, "starting"),
+        (1, "training"),
+        (5, "starting"),
+        (6, "training"),
+    ]
+
+
+def test_between_two_agents_a_node_was_gone():
+    before = replace(lane_of((1, Doing.RUNNING), (2, 1)), until_s=5.0)
+    now = Lane(until_s=9.0).begin(Phase.STARTING, 9.0)
+    assert phases(now.after(before))[-2:] == [(5.0, "gone"), (9.0, "starting")]
+
+
+def test_a_lane_is_bounded_and_loses_saves_first():
+    lane = lane_of((0.5, Doing.RUNNING), (1, 1))
+    for hour in range(1, 500):
+        at_s = 3600.0 * hour
+        lane = lane.add(Stepped(at_ns=0, step=hour, saving_ns=20 * 10**9), at_s)
+        if hour in (10, 100, 400):
+            lane = lane.add(Begins(at_ns=0, doing=Doing.FORMING), at_s + 60)
+            lane = lane.add(Stepped(at_ns=0, step=hour), at_s + 61)
+    assert len(lane.spans) <= SPANS
+    found = [span.phase for span in lane.spans]
+    assert found.count(Phase.RECOVERING) == 3
+    assert found.count(Phase.SAVING) > 20
+
+
+def test_the_lane_is_written_with_the_ledger_and_continued_by_the_next_agent():
+    store, clock = MemoryStore(), ManualClock()
+    for incarnation in "12":
+        pen = Publisher(store, "gpt", "a", incarnation, clock)
+        lane = lane_of((1, Doing.RUNNING), (2, 1))
+        if incarnation == "2":
+            lane = Lane(until_s=30.0).begin(Phase.STARTING, 30.0)
+        pen.goodput(lambda: {Use.USEFUL: 7}, nodes=1, last=True, lane=lambda lane=lane: lane)
+        pen.event(json.dumps({"text": incarnation}))
+        count = int(incarnation)
+        wait_for(
+            lambda count=count: len(store.range("/zero/events/gpt/").items) == count, 60, "write"
+        )
+        pen.close()
+    kept = store.get(goodput_prefix("gpt") + "a")
+    assert read_goodput(kept) == {Use.USEFUL: 14}
+    assert [str(span.phase) for span in read_lane(kept).spans] == [
+        "starting",
+        "training",
+        "gone",
+        "starting",
+    ]
