@@ -29,6 +29,8 @@ from rich.table import Table
 from zero_agent.etcd.local_etcd import private_server
 from zero_agent.node.process_control import children
 from zero_data.ledger import Report, read_ledger, verify
+from zero_orchestrator.ctl import report_command
+from zero_orchestrator.store.etcd.client import EtcdStore
 
 HERE = Path(__file__).resolve().parent
 JOB = "demo"
@@ -274,6 +276,15 @@ def show_claims(demo: Demo, gap_s: float, alone: str) -> bool:
     return all(true for _, _, true in claims)
 
 
+def write_report(endpoint: str) -> None:
+    """Write the report of the disturbed run, and say where it is."""
+    path = Path.cwd() / "build" / "demo.html"
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.closing(EtcdStore(endpoint)) as store:
+        report_command.write(store, JOB, path)
+    console.print(f"What happened, with charts: [bold]{path}[/]; open it in any browser")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and checkpoints here")
@@ -290,6 +301,7 @@ def main() -> int:
         try:
             gap_s = disturbed_run(demo)
             true = show_claims(demo, gap_s, undisturbed_run(directory))
+            write_report(endpoint)
         except DemoFailed as failure:
             console.print(f"[bold red]failed:[/] {failure}")
             return 1

@@ -30,7 +30,14 @@ from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
-from zero_orchestrator.ctl import events_command, logs_command, requests, stack_command, status
+from zero_orchestrator.ctl import (
+    events_command,
+    logs_command,
+    report_command,
+    requests,
+    stack_command,
+    status,
+)
 from zero_orchestrator.ctl import gc as collect
 from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
 from zero_orchestrator.ctl.views import JsonView, TableView, View
@@ -156,6 +163,9 @@ def make_parser() -> argparse.ArgumentParser:
     logs_command.add_flags(command("logs", "show what the workers of a job print, on all nodes"))
     stack_command.add_flags(
         command("stack", "show the stacks of all workers of a job, equal ones once")
+    )
+    report_command.add_flags(
+        command("report", "write what happened in a job into one HTML file, with charts")
     )
     numbers = command(
         "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
@@ -411,6 +421,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "events": events_command.run,
     "logs": logs_command.run,
     "stack": stack_command.run,
+    "report": report_command.run,
     "metrics": _metrics,
     "drain": _drain,
     "stop": _stop,

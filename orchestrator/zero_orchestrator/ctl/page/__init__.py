@@ -1,0 +1,1 @@
+"""The page that shows a job: `document` makes it, of the files beside it."""

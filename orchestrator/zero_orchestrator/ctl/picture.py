@@ -1,0 +1,388 @@
+"""The picture of a job: what the dashboard and the report draw, from the job's records.
+
+`picture` is a pure function: records -> plain JSON. The page draws it and decides nothing.
+
+Must always hold: a picture has no secret of the job (neither its environment nor its command line),
+no number that is not finite, and a bounded size; times are wall clocks of nodes, in seconds since
+the epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from zero_contract.values import in_words
+from zero_orchestrator.ctl import status as statuses
+from zero_orchestrator.ctl.events import (
+    GOODPUT_PER_NODE_S,
+    GOODPUT_S,
+    Event,
+    goodput_prefix,
+    history_key,
+    read_history,
+    read_lane,
+)
+from zero_orchestrator.ctl.events import read as read_events
+from zero_orchestrator.ctl.goodput import USES, from_record, total_ns
+from zero_orchestrator.ctl.history import History, Point
+from zero_orchestrator.ctl.lane import Lane, Phase
+from zero_orchestrator.ctl.status import JobStatus, NodeRow
+from zero_orchestrator.ctl.story import ENDS, Recovery, recoveries
+from zero_orchestrator.store.kv import KeyValueStore
+
+WINDOWS = 100
+"""Throughput is a mean over so many parts of the history, so that single steps do not hide it."""
+NOTICE_S = 15.0
+"""A lost node is noticed within this time: its lane ends where its round did."""
+TONES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("interrupt", "fail", "give up", "exit", "dead", "hang"), "bad"),
+        **dict.fromkeys(("unkillable", "failed"), "bad"),
+        **dict.fromkeys(("straggler", "health", "lease", "ring", "store", "commit"), "warn"),
+        **dict.fromkeys(("drain", "yield", "leave", "forkserver", "halt", "form"), "warn"),
+        **dict.fromkeys(("open", "activate", "finish", "done"), "good"),
+    }
+)
+"""Event -> how the page shows it; any other event is plain."""
+
+NOTHING = "-"
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """All records of a job that the picture is made of."""
+
+    status: JobStatus
+    events: Sequence[Event]
+    history: History
+    lanes: Mapping[str, Lane]
+    """Node -> its lane."""
+
+
+def read(store: KeyValueStore, job: str) -> Records:
+    """The records of a job, as they are now.
+
+    Raises:
+        NoSuchJob: The job has no keys.
+        UnreadableJob: The keys are of another version.
+    """
+    prefix = goodput_prefix(job)
+    kept = {item.key.removeprefix(prefix): read_lane(item) for item in store.range(prefix).items}
+    return Records(
+        status=statuses.read(store, job),
+        events=read_events(store, job),
+        history=read_history(store.get(history_key(job))),
+        lanes={node: lane for node, lane in kept.items() if lane is not None and lane.spans},
+    )
+
+
+def picture(records: Records, *, now_s: float) -> Json:
+    """What the page shows, section by section.
+
+    Args:
+        records: The records of the job.
+        now_s: The time now, by the clock of the machine that asks.
+    """
+    job, history = records.status, records.history
+    end_s = _end_s(records, now_s)
+    lanes = [_lane(records, row, end_s) for row in _rows(records)]
+    first_steps_s = sorted(
+        from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase == Phase.TRAINING
+    )
+    recovered = [_recovery(one, first_steps_s, end_s) for one in recoveries(records.events)]
+    sections = {
+        "job": _job(job, now_s),
+        "tiles": _tiles(records, end_s),
+        "range": [_start_s(records, end_s), end_s],
+        "curve": _curve(history),
+        "lanes": lanes,
+        "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
+        "recoveries": recovered,
+        "checkpoints": _checkpoints(history),
+        "stragglers": [_event(e) for e in records.events if e.record.get("event") == "straggler"],
+        "uses": _uses(job),
+        "events": [_event(event) for event in records.events],
+    }
+    return {**sections, "words": _in_words(history, lanes, recovered)}
+
+
+# ---- time ----
+
+
+def _end_s(records: Records, now_s: float) -> float:
+    """Where the picture ends: now, or when the job ended, or when it was last seen."""
+    job = records.status
+    if not job.ended and job.live_nodes:
+        return now_s
+    last_s = [lane.until_s for lane in records.lanes.values()]
+    last_s += [_time_s(event) for event in records.events[-1:]]
+    last_s += [point.time_s for point in records.history.points[-1:]]
+    return max(last_s, default=job.state_time_s or now_s)
+
+
+def _start_s(records: Records, end_s: float) -> float:
+    first_s = [lane.spans[0].from_s for lane in records.lanes.values()]
+    first_s += [point.time_s for point in records.history.points[:1]]
+    if not first_s:
+        first_s = [_time_s(event) for event in records.events[:1]]
+    return min(first_s, default=end_s)
+
+
+def _time_s(event: Event) -> float:
+    return _number(event.record.get("time")) or 0.0
+
+
+def _number(value: object) -> float | None:
+    """A finite number, or None."""
+    finite = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if finite else None  # type: ignore[arg-type]
+
+
+# ---- sections ----
+
+
+def _job(job: JobStatus, now_s: float) -> Json:
+    return {
+        "name": job.job,
+        "state": job.state or "not begun",
+        "ended": job.ended,
+        "now": job.now,
+        "cause": job.cause,
+        "stop": "" if job.ended else job.stop or "",
+        "round": job.round,
+        "made_s": now_s,
+    }
+
+
+def _tiles(records: Records, end_s: float) -> list[Json]:
+    """The numbers at the head of the page: label, value, and a note."""
+    job, points = records.status, records.history.points
+    step, loss = _last_step(job, points)
+    rates, unit = _rates(points)
+    rate = next((value for value in reversed(rates) if value is not None), None)
+    nodes = len(records.lanes) if job.ended else len(job.members)
+    wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {job.world_size} workers"
+    return [
+        _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
+        _tile("Loss", _loss(loss), "mean of the last step"),
+        _tile("Throughput", _short(rate), unit),
+        _tile("Goodput", _percent(job.goodput), "of all nodes' time"),
+        _tile("Nodes", str(nodes), wanted),
+        _tile("Restarts", f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"),
+        _checkpoint_tile(job, end_s),
+    ]
+
+
+def _last_step(job: JobStatus, points: Sequence[Point]) -> tuple[int | None, float | None]:
+    """The last step that is known, from a node's progress or from the history, and its loss."""
+    known = [(row.step, row.loss) for row in job.members if row.step is not None]
+    known += [(point.step, point.loss) for point in points[-1:]]
+    return max(known, key=lambda one: one[0], default=(None, None))
+
+
+def _checkpoint_tile(job: JobStatus, end_s: float) -> Json:
+    saved = job.checkpoint
+    if saved is None or "step" not in saved:
+        return _tile("Checkpoint at step", NOTHING, "on disk")
+    saved_s = _number(saved.get("time"))
+    ago = "before the end" if job.ended else "ago"
+    note = "on disk" if saved_s is None else f"{in_words(end_s - saved_s)} {ago}"
+    return _tile("Checkpoint at step", f"{saved['step']:,}", note)
+
+
+def _tile(label: str, value: str, note: str) -> Json:
+    return {"label": label, "value": value, "note": note}
+
+
+def _loss(loss: float | None) -> str:
+    if loss is None:
+        return NOTHING
+    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(part: float | None) -> str:
+    return NOTHING if part is None else f"{100 * part:.1f} %"
+
+
+def _curve(history: History) -> Json:
+    """The columns of the charts; a value that is not known is None."""
+    points = history.points
+    rate, unit = _rates(points)
+    return {
+        "step": [point.step for point in points],
+        "time": [point.time_s for point in points],
+        "loss": [_number(point.loss) for point in points],
+        "low": [_number(point.low) for point in points],
+        "high": [_number(point.high) for point in points],
+        "rate": rate,
+        "unit": unit,
+        "workers": [point.workers for point in points],
+        "stride": history.stride,
+    }
+
+
+def _rates(points: Sequence[Point]) -> tuple[list[float | None], str]:
+    """The throughput at each point, over the points before it, and its unit."""
+    back = max(1, len(points) // WINDOWS)
+    in_samples = any(point.samples for point in points)
+    rates: list[float | None] = []
+    for place, point in enumerate(points):
+        before = points[max(0, place - back)]
+        took_s = point.time_s - before.time_s
+        done = point.samples - before.samples if in_samples else point.step - before.step
+        rates.append(float(f"{done / took_s:.4g}") if took_s > 0 and done >= 0 else None)
+    return rates, "samples per second" if in_samples else "steps per second"
+
+
+def _rows(records: Records) -> list[tuple[str, NodeRow | None]]:
+    """All nodes: those of the status, in rank order, then those that are gone, by name."""
+    job = records.status
+    there: dict[str, NodeRow | None] = {row.node: row for row in (*job.members, *job.spares)}
+    return [*there.items(), *((n, None) for n in sorted(records.lanes) if n not in there)]
+
+
+def _pace_s(nodes: int) -> float:
+    """How old the lane of a node may be."""
+    return max(GOODPUT_S, nodes * GOODPUT_PER_NODE_S)
+
+
+def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> Json:
+    node, row = named
+    lane, spans = records.lanes.get(node), []
+    if lane is not None:
+        starts = [(span.from_s, span.phase) for span in lane.spans]
+        alive = row is not None and row.alive and not records.status.ended
+        if not alive and lane.until_s < end_s - 1:
+            starts.append((lane.until_s, Phase.GONE))
+        starts = [
+            (_lost_s(records, from_s) if phase is Phase.GONE else from_s, phase)
+            for from_s, phase in starts
+        ]
+        ends = [from_s for from_s, _ in starts[1:]] + [end_s]
+        spans = [
+            [from_s, to_s, str(phase)]
+            for (from_s, phase), to_s in zip(starts, ends, strict=True)
+            if to_s > from_s
+        ]
+    return {
+        "node": node,
+        "spans": spans,
+        "condition": "gone" if row is None else str(row.condition),
+        "alive": row is not None and row.alive,
+        "ranks": "" if row is None else _ranks(row),
+        "address": "" if row is None else row.address,
+        "step": None if row is None else row.step,
+        "loss": None if row is None else _number(row.loss),
+        "told_s": None if row is None else _number(row.step_time_s),
+    }
+
+
+def _lost_s(records: Records, written_s: float) -> float:
+    """When a node was lost that wrote its lane last at this time: the end of its round, if near."""
+    within_s = _pace_s(len(records.lanes)) + NOTICE_S
+    ended = (_time_s(e) for e in records.events if e.record.get("event") in ENDS)
+    return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
+
+
+def _ranks(row: NodeRow) -> str:
+    if row.first_rank is None:
+        return ""
+    last = row.first_rank + row.slots - 1
+    return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
+
+
+def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> Json:
+    """A recovery, up to the first step of any node after it; `first_steps_s` is sorted."""
+    from_s, told_s = _time_s(found.events[0]), _time_s(found.events[-1])
+    end = next(event for event in found.events if event.record.get("event") in ENDS)
+    place = bisect_left(first_steps_s, told_s)
+    to_s = first_steps_s[place] if place < len(first_steps_s) else None
+    return {
+        "round": found.round,
+        "failure": end.record.get("event") == "interrupt",
+        "cause": str(end.record.get("text", "")),
+        "from_s": from_s,
+        "to_s": end_s if to_s is None else to_s,
+        "over": to_s is not None,
+        "events": [
+            [round(offset_s, 3), *_event(event)[2:]]
+            for event, offset_s in zip(found.events, found.offsets_s, strict=True)
+        ],
+    }
+
+
+def _checkpoints(history: History) -> Json:
+    rows = [[c.step, c.time_s, c.samples, c.tag, c.digest] for c in history.checkpoints]
+    return {"rows": rows, "saved": history.saved}
+
+
+def _uses(job: JobStatus) -> list[Json]:
+    used_ns = from_record(job.time_ns)
+    all_ns = total_ns(used_ns) or 1
+    return [
+        {
+            "use": str(use),
+            "meaning": meaning,
+            "time_s": used_ns[use] / 1e9,
+            "part": used_ns[use] / all_ns,
+        }
+        for use, meaning in USES.items()
+        if used_ns.get(use)
+    ]
+
+
+def _event(event: Event) -> list[Any]:
+    """Time, round, node, kind, sentence, tone."""
+    record, kind = event.record, str(event.record.get("event", "?"))
+    told = [str(record.get(name, "")) for name in ("round", "node")]
+    tone = "" if record.get("symptom") else TONES.get(kind, "")
+    return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
+
+
+# ---- the same in words, for whoever does not see the charts ----
+
+
+def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) -> Json:
+    took_s = [one["to_s"] - one["from_s"] for one in found if one["failure"]]
+    lost = "no failure" if not took_s else f"failures: {len(took_s)}, longest {max(took_s):.1f} s"
+    return {
+        "loss": _curve_in_words("Loss", [(p.step, p.loss) for p in history.points]),
+        "rate": _rate_in_words(history),
+        "lanes": f"{len(lanes)} nodes, a lane each; {lost} from the first sign to the next step."
+        if took_s
+        else f"{len(lanes)} nodes, a lane each; {lost}.",
+    }
+
+
+def _curve_in_words(name: str, values: Sequence[tuple[int, float | None]]) -> str:
+    known = [(step, value) for step, value in values if value is not None]
+    if not known:
+        return f"{name}: not reported."
+    (first_step, first), (last_step, last) = known[0], known[-1]
+    least_step, least = min(known, key=lambda one: one[1])
+    return (
+        f"{name}: {first:.4g} at step {first_step:,}, {last:.4g} at step {last_step:,}, "
+        f"least {least:.4g} at step {least_step:,}."
+    )
+
+
+def _rate_in_words(history: History) -> str:
+    rates, unit = _rates(history.points)
+    known = sorted(rate for rate in rates if rate is not None)
+    if not known:
+        return "Throughput: not known yet."
+    middle = known[len(known) // 2]
+    return f"Throughput: median {_short(middle)}, most {_short(known[-1])} {unit}."

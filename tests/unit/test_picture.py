@@ -1,0 +1,190 @@
+"""What the dashboard and the report show of a job, made of its records."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.support.pictured import T0, disturbed, loss_at
+from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.ctl import cli, report_command
+from zero_orchestrator.ctl import history as histories
+from zero_orchestrator.ctl import lane as lanes
+from zero_orchestrator.ctl.events import Event, events_prefix, goodput_prefix, history_key
+from zero_orchestrator.ctl.goodput import to_record
+from zero_orchestrator.ctl.history import History
+from zero_orchestrator.ctl.page import document
+from zero_orchestrator.ctl.picture import Records, picture
+from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.views import TableView
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.membership.job_state import State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
+
+
+def shown(records: Records, **changes) -> dict:
+    return picture(
+        dataclasses.replace(records, **changes), now_s=records.status.members[0].step_time_s
+    )
+
+
+def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
+    found = shown(disturbed())
+    assert found["range"][0] == T0
+    assert (found["curve"]["step"][0], found["curve"]["step"][-1]) == (1, 76)
+    assert found["curve"]["loss"][-1] == pytest.approx(loss_at(76))
+    assert (found["curve"]["rate"][9], found["curve"]["unit"]) == (128, "samples per second")
+    assert {4, 3} == set(found["curve"]["workers"])
+    values = {tile["label"]: tile["value"] for tile in found["tiles"]}
+    assert (values["Step"], values["Nodes"], values["Restarts"]) == ("76", "4", "1 of 3")
+    assert values["Checkpoint at step"] == "70"
+    assert [row[0] for row in found["checkpoints"]["rows"]] == [10, 20, 30, 40, 50, 60, 70]
+    assert [row[4] for row in found["stragglers"]] == [
+        "rank 2 on node-c computes 1.4 x slower since step 67"
+    ]
+    assert sum(use["part"] for use in found["uses"]) == pytest.approx(1)
+
+
+def test_the_lanes_cover_the_run_without_gaps_and_show_who_was_gone():
+    found = shown(disturbed())
+    for lane in found["lanes"]:
+        spans = lane["spans"]
+        assert spans[0][0] == T0
+        assert spans[-1][1] == found["range"][1]
+        assert [span[1] for span in spans[:-1]] == [span[0] for span in spans[1:]]
+    phases = {lane["node"]: [span[2] for span in lane["spans"]] for lane in found["lanes"]}
+    assert "gone" in phases["node-b"]
+    assert "recovering" in phases["node-a"]
+    assert "gone" not in phases["node-a"]
+
+
+def test_a_recovery_lasts_from_the_first_sign_to_the_first_step_of_the_next_round():
+    failure, join = shown(disturbed())["recoveries"]
+    assert (failure["failure"], failure["cause"]) == (True, "lost node node-b; restart 1 of 3")
+    assert failure["to_s"] - failure["from_s"] == pytest.approx(1.85, abs=0.02)
+    assert (join["failure"], join["over"], join["round"]) == (False, True, 2)
+    assert [event[2] for event in failure["events"]][:3] == ["exit", "dead", "interrupt"]
+
+
+def test_the_lane_of_a_node_that_is_lost_ends_where_its_round_did():
+    records = disturbed()
+    gone = dataclasses.replace(records.lanes["node-b"], spans=records.lanes["node-b"].spans[:3])
+    gone = dataclasses.replace(gone, until_s=gone.spans[-1].from_s)
+    rows = tuple(row for row in records.status.members if row.node != "node-b")
+    status = dataclasses.replace(records.status, members=rows)
+    found = shown(records, status=status, lanes={**records.lanes, "node-b": gone})
+    lane = next(lane for lane in found["lanes"] if lane["node"] == "node-b")
+    lost_s = next(e.record["time"] for e in records.events if e.record["event"] == "interrupt")
+    assert lane["spans"][-1] == [lost_s, found["range"][1], "gone"]
+    assert lane["condition"] == "gone"
+
+
+def test_a_job_that_has_ended_ends_where_its_records_do():
+    records = disturbed()
+    status = dataclasses.replace(records.status, state=State.DONE)
+    found = picture(dataclasses.replace(records, status=status), now_s=T0 + 9e6)
+    assert found["range"][1] < T0 + 100
+    assert all(lane["spans"][-1][2] == "training" for lane in found["lanes"])
+    assert found["job"]["ended"] is True
+
+
+def test_a_job_that_has_only_begun_has_a_picture():
+    status = JobStatus(job="new", state="", now="waiting")
+    found = picture(Records(status=status, events=(), history=History(), lanes={}), now_s=T0)
+    assert (found["range"], found["lanes"], found["recoveries"]) == ([T0, T0], [], [])
+    assert found["words"]["loss"] == "Loss: not reported."
+    document.page(found, live=False)
+
+
+def test_a_loss_that_is_not_finite_is_named_and_spoils_nothing():
+    row = NodeRow(
+        node="a",
+        condition=Condition.RUNNING,
+        alive=True,
+        first_rank=0,
+        slots=8,
+        address="x",
+        step=7,
+        loss=math.nan,
+    )
+    status = JobStatus(job="gpt", state="ACTIVE", now="", members=(row,))
+    event = Event(1, {"time": math.inf, "event": None, "text": None})
+    records = Records(status=status, events=(event,), history=History(), lanes={})
+    found = picture(records, now_s=T0)
+    assert next(t for t in found["tiles"] if t["label"] == "Loss")["value"] == "not finite"
+    assert found["lanes"][0]["ranks"] == "0-7"
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_page_has_neither_the_command_line_nor_markup_of_the_job():
+    records = disturbed()
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    event = Event(99, {"time": T0, "node": evil, "round": 1, "event": "dead", "text": evil})
+    status = dataclasses.replace(records.status, job=evil, now=evil)
+    text = document.page(shown(records, status=status, events=(*records.events, event)), live=False)
+    assert "hunter2" not in text
+    assert "<img" not in text
+    assert text.count("<script") == text.count("</script") == 2
+    assert "alert(1)" in text  # as data
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+
+
+def test_10_000_steps_of_200_nodes_fit_in_a_page():
+    found = shown(disturbed(nodes=200, steps=10_000, every=500, fails_at=4000))
+    assert len(found["curve"]["step"]) <= histories.POINTS
+    assert len(document.page(found, live=False)) < 1_000_000
+
+
+# ---- zero-ctl report ----
+
+
+def stored(records: Records) -> MemoryStore:
+    """A store with these records of a job."""
+    store, job = MemoryStore(ManualClock()), "demo"
+    spec = JobSpec(min_nodes=1, max_nodes=4, max_restarts=3, command=("train.py",))
+    store.put(Keys(job).spec, spec.to_json())
+    for event in records.events:
+        store.put(f"{events_prefix(job)}a.1.{event.revision:06d}", json.dumps(event.record))
+    for node, lane in records.lanes.items():
+        ledger = {"ns": to_record({}), "lane": lanes.to_record(lane), "time": lane.until_s}
+        store.put(goodput_prefix(job) + node, json.dumps(ledger))
+    store.put(history_key(job), json.dumps(histories.to_record(records.history)))
+    return store
+
+
+def report(store, *flags: str) -> int:
+    args = cli.make_parser().parse_args(["report", *flags])
+    return report_command.run(args, store, TableView())
+
+
+def test_a_report_is_one_file_with_the_records_of_the_job(tmp_path, capsys):
+    path = tmp_path / "report.html"
+    assert report(stored(disturbed()), "demo", "-o", str(path)) == CtlExit.OK
+    assert f"the report of job demo is {path}" in capsys.readouterr().out
+    text = path.read_text()
+    data = text.partition('id="picture">')[2].partition("</script>")[0]
+    found = json.loads(data)
+    assert found["curve"]["step"][-1] == 76
+    assert [lane["node"] for lane in found["lanes"]] == ["node-a", "node-b", "node-c", "node-d"]
+    assert len(found["recoveries"]) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path):
+    with pytest.raises(SpecError, match=r"--output=.*cannot be written \(No such file"):
+        report(stored(disturbed()), "demo", "-o", str(tmp_path / "missing" / "report.html"))
+
+
+def test_unreadable_records_leave_out_only_what_they_hold(tmp_path):
+    store = stored(disturbed())
+    store.put(history_key("demo"), "[1]")
+    store.put(goodput_prefix("demo") + "node-a", '{"ns": {}, "lane": {"spans": 7}}')
+    report(store, "demo", "-o", str(tmp_path / "r.html"))
+    text = (tmp_path / "r.html").read_text()
+    assert '"node":"node-b"' in text
+    assert '"node":"node-a"' not in text
