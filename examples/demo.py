@@ -282,7 +282,7 @@ def write_report(endpoint: str) -> None:
     path.parent.mkdir(exist_ok=True)
     with contextlib.closing(EtcdStore(endpoint)) as store:
         report_command.write(store, JOB, path)
-    console.print(f"What happened, with charts: [bold]{path}[/]; open it in any browser")
+    console.print(f"What happened, with charts: [bold]{path}[/]", soft_wrap=True)
 
 
 def main() -> int:

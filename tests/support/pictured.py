@@ -160,7 +160,7 @@ def disturbed(
         if step == back_at:
             job.join(job.names[1])
     text = f"rank 2 on {job.names[2]} computes 1.4 x slower since step {steps - 9}"
-    job.tell(job.names[2], "straggler", text, rank=2)
+    job.tell(job.names[0], "straggler", text, rank=2, host=job.names[2], slow=True)
     lanes = {name: replace(lane, until_s=job.now_s) for name, lane in job.lanes.items()}
     return Records(
         status=job.status(steps), events=tuple(job.events), history=job.history, lanes=lanes

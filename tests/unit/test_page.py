@@ -83,7 +83,7 @@ def test_everything_can_be_reached_and_read_with_a_keyboard(page, report):
     page.press("ArrowRight")
     told = page.run("document.getElementById('charts').getAttribute('aria-valuetext')")
     assert ", step 2, loss 4.405, " in told
-    assert told.endswith("4 workers")
+    assert told.endswith("world size 4")
     page.press("End")
     shown = page.run("document.getElementById('readout').textContent")
     assert "step 76 · loss 3.92" in shown

@@ -43,9 +43,9 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     assert (values["Step"], values["Nodes"], values["Restarts"]) == ("76", "4", "1 of 3")
     assert values["Checkpoint at step"] == "70"
     assert [row[0] for row in found["checkpoints"]["rows"]] == [10, 20, 30, 40, 50, 60, 70]
-    assert [row[4] for row in found["stragglers"]] == [
-        "rank 2 on node-c computes 1.4 x slower since step 67"
-    ]
+    (straggler,) = found["stragglers"]
+    assert (straggler["node"], straggler["slow"]) == ("node-c", True)
+    assert straggler["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
     assert sum(use["part"] for use in found["uses"]) == pytest.approx(1)
 
 
@@ -54,7 +54,7 @@ def test_the_lanes_cover_the_run_without_gaps_and_show_who_was_gone():
     for lane in found["lanes"]:
         spans = lane["spans"]
         assert spans[0][0] == T0
-        assert spans[-1][1] == found["range"][1]
+        assert spans[-1][1] is None  # until now
         assert [span[1] for span in spans[:-1]] == [span[0] for span in spans[1:]]
     phases = {lane["node"]: [span[2] for span in lane["spans"]] for lane in found["lanes"]}
     assert "gone" in phases["node-b"]
@@ -188,3 +188,19 @@ def test_unreadable_records_leave_out_only_what_they_hold(tmp_path):
     text = (tmp_path / "r.html").read_text()
     assert '"node":"node-b"' in text
     assert '"node":"node-a"' not in text
+
+
+# ---- what the dashboard sends ----
+
+
+def test_only_what_has_changed_is_sent_and_of_lists_only_their_changed_items():
+    server = pytest.importorskip("zero_orchestrator.ctl.page.server")
+    before = {"tiles": [1, 2, 3], "job": {"now": "x"}, "events": [1], "same": [7]}
+    after = {"tiles": [1, 9, 3], "job": {"now": "y"}, "events": [1, 2], "same": [7]}
+    assert server.changes({}, before) == before
+    assert server.changes(before, before) == {}
+    assert server.changes(before, after) == {
+        "job": {"now": "y"},
+        "events": [1, 2],
+        "patches": {"tiles": [[1, 9]]},
+    }

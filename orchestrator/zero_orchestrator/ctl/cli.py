@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import getpass
 import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +29,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
+    dashboard_command,
     events_command,
     logs_command,
     report_command,
@@ -166,6 +165,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     report_command.add_flags(
         command("report", "write what happened in a job into one HTML file, with charts")
+    )
+    dashboard_command.add_flags(
+        command("dashboard", "serve a page that shows a job as it runs, until Ctrl-C")
     )
     numbers = command(
         "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
@@ -337,7 +339,7 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
-    requests.ask_to_drain(store, job, args.node, _who())
+    requests.ask_to_drain(store, job, args.node, requests.who())
     view.report(f"node {args.node} will leave job {job} at its next step boundary")
     key = Keys(job).node(args.node)
     text = f"node {args.node} has left job {job}"
@@ -349,7 +351,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if job.ended:
         view.report(f"job {job.job} has ended already: {job.now}")
         return CtlExit.OK
-    asked = requests.ask_to_stop(store, job.job, _who(), args.reason)
+    asked = requests.ask_to_stop(store, job.job, requests.who(), args.reason)
     if not job.live_nodes:
         view.report(
             f"no agent of job {job.job} is alive; the first agent that starts will end the job"
@@ -363,7 +365,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
-    why = f"asked for by {_who()}" + (f" ({args.reason})" if args.reason else "")
+    why = f"asked for by {requests.who()}" + (f" ({args.reason})" if args.reason else "")
     found = requests.exclude(store, job, args.node, why, round(args.for_s))
     view.report(f"job {job} continues without the host: {found}")
     return CtlExit.OK
@@ -422,6 +424,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "logs": logs_command.run,
     "stack": stack_command.run,
     "report": report_command.run,
+    "dashboard": dashboard_command.run,
     "metrics": _metrics,
     "drain": _drain,
     "stop": _stop,
@@ -429,12 +432,3 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]
     "include": _include,
     "gc": _gc,
 }
-
-
-def _who() -> str:
-    """`USER@HOST` of the operator, which the request records."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without such a user
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"

@@ -41,9 +41,11 @@ NOTICE_S = 15.0
 """A lost node is noticed within this time: its lane ends where its round did."""
 TONES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("interrupt", "fail", "give up", "exit", "dead", "hang"), "bad"),
+        **dict.fromkeys(("interrupt", "fail", "give up", "dead", "hang"), "bad"),
         **dict.fromkeys(("unkillable", "failed"), "bad"),
-        **dict.fromkeys(("straggler", "health", "lease", "ring", "store", "commit"), "warn"),
+        **dict.fromkeys(
+            ("straggler", "exit", "health", "lease", "ring", "store", "commit"), "warn"
+        ),
         **dict.fromkeys(("drain", "yield", "leave", "forkserver", "halt", "form"), "warn"),
         **dict.fromkeys(("open", "activate", "finish", "done"), "good"),
     }
@@ -90,7 +92,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         records: The records of the job.
         now_s: The time now, by the clock of the machine that asks.
     """
-    job, history = records.status, records.history
+    job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
     lanes = [_lane(records, row, end_s) for row in _rows(records)]
     first_steps_s = sorted(
@@ -106,9 +108,9 @@ def picture(records: Records, *, now_s: float) -> Json:
         "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
         "checkpoints": _checkpoints(history),
-        "stragglers": [_event(e) for e in records.events if e.record.get("event") == "straggler"],
+        "stragglers": [_straggler(e) for e in told if e.record.get("event") == "straggler"],
         "uses": _uses(job),
-        "events": [_event(event) for event in records.events],
+        "events": [_event(event) for event in told],
     }
     return {**sections, "words": _in_words(history, lanes, recovered)}
 
@@ -168,7 +170,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     rates, unit = _rates(points)
     rate = next((value for value in reversed(rates) if value is not None), None)
     nodes = len(records.lanes) if job.ended else len(job.members)
-    wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {job.world_size} workers"
+    wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {_count(job.world_size, 'worker')}"
     return [
         _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
         _tile("Loss", _loss(loss), "mean of the last step"),
@@ -271,11 +273,11 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
             (_lost_s(records, from_s) if phase is Phase.GONE else from_s, phase)
             for from_s, phase in starts
         ]
-        ends = [from_s for from_s, _ in starts[1:]] + [end_s]
+        ends = [*(from_s for from_s, _ in starts[1:]), None if alive else end_s]
         spans = [
             [from_s, to_s, str(phase)]
             for (from_s, phase), to_s in zip(starts, ends, strict=True)
-            if to_s > from_s
+            if to_s is None or to_s > from_s
         ]
     return {
         "node": node,
@@ -349,7 +351,20 @@ def _event(event: Event) -> list[Any]:
     record, kind = event.record, str(event.record.get("event", "?"))
     told = [str(record.get(name, "")) for name in ("round", "node")]
     tone = "" if record.get("symptom") else TONES.get(kind, "")
+    if record.get("slow") is False:  # a straggler no longer
+        tone = "good"
     return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
+
+
+def _straggler(event: Event) -> Json:
+    """A verdict about a rank: that it is slow, or that it is no longer."""
+    record = event.record
+    return {
+        "time_s": _time_s(event),
+        "node": str(record.get("host", record.get("node", ""))),
+        "slow": record.get("slow") is not False,
+        "text": str(record.get("text", "")),
+    }
 
 
 # ---- the same in words, for whoever does not see the charts ----
@@ -357,14 +372,21 @@ def _event(event: Event) -> list[Any]:
 
 def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) -> Json:
     took_s = [one["to_s"] - one["from_s"] for one in found if one["failure"]]
-    lost = "no failure" if not took_s else f"failures: {len(took_s)}, longest {max(took_s):.1f} s"
+    lost = "no failure"
+    if took_s:
+        lost = (
+            f"failures: {len(took_s)}, longest {max(took_s):.1f} s from the first sign to the next "
+            "step"
+        )
     return {
         "loss": _curve_in_words("Loss", [(p.step, p.loss) for p in history.points]),
         "rate": _rate_in_words(history),
-        "lanes": f"{len(lanes)} nodes, a lane each; {lost} from the first sign to the next step."
-        if took_s
-        else f"{len(lanes)} nodes, a lane each; {lost}.",
+        "lanes": f"{_count(len(lanes), 'node')}, a lane each; {lost}.",
     }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _curve_in_words(name: str, values: Sequence[tuple[int, float | None]]) -> str:

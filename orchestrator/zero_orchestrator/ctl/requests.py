@@ -6,7 +6,10 @@ Must always hold: a request is written only for the job and the agent that were 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
+import os
+import socket
 
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.status import NoSuchJob, NoSuchNode
@@ -119,3 +122,12 @@ def _host(view: Snapshot, name: str) -> str:
             return node.machine
     there = ", ".join(dict.fromkeys(node.id for node in known)) or "none"
     raise NoSuchNode(f"there is no node or host {name}; there are: {there}")
+
+
+def who() -> str:
+    """`USER@HOST` of the operator, which the request records."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without such a user
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

@@ -24,6 +24,9 @@ function svg(name, attributes = {}, text = null) {
 }
 function setText(id, text) { $(id).textContent = text; }
 
+/** The spans of a lane; the last one of a live node lasts until now. */
+function spans(lane) { return lane.spans.map(([from, to, phase]) => [from, to === null ? picture.range[1] : to, phase]); }
+
 // ---- words ----
 
 const pad = (number) => String(number).padStart(2, "0");
@@ -50,6 +53,7 @@ function since(seconds) { // of a tick
   if (s < 86400) return s % 3600 ? `${Math.floor(s / 3600)} h ${pad(Math.round((s % 3600) / 60))}` : `${s / 3600} h`;
   return s % 86400 ? `${Math.floor(s / 86400)} d ${Math.round((s % 86400) / 3600)} h` : `${s / 86400} d`;
 }
+const after = (seconds) => `${seconds < 0 ? "" : "+"}${seconds.toFixed(3)} s`;
 function amount(value) {
   if (value === null || value === undefined) return "-";
   const size = Math.abs(value);
@@ -215,11 +219,12 @@ function bands(root, where, top, bottom) {
 
 function drawCharts() {
   const where = geometry(), { curve } = picture;
-  const loss = 24, rate = loss + TALL.loss + TALL.gap + 6, below = rate + TALL.rate;
+  const high = curve.loss.some((v) => v !== null) ? TALL.loss : 40;
+  const loss = 24, rate = loss + high + TALL.gap + 6, below = rate + TALL.rate;
   const tall = below + TALL.axis + 2 * TALL.strip + 6;
   const root = svg("svg", { width: where.wide, height: tall, "aria-hidden": "true" });
   bands(root, where, loss, below);
-  chart(root, where, loss, TALL.loss, curve.stride > 1 ? `Loss, mean and range of ${curve.stride} steps` : "Loss", [curve.loss, curve.low, curve.high], "loss");
+  chart(root, where, loss, high, curve.stride > 1 ? `Loss, mean and range of ${curve.stride} steps` : "Loss", [curve.loss, curve.low, curve.high], "loss");
   chart(root, where, rate, TALL.rate, `Throughput, ${curve.unit}`, [curve.rate, curve.rate, curve.rate], "rate");
   axis(root, where, below);
   strips(root, where, below + TALL.axis);
@@ -247,15 +252,15 @@ function drawLanes(where) {
       const name = lane.node.length > most ? `…${lane.node.slice(1 - most)}` : lane.node;
       root.append(svg("text", { x: left - 8, y: top + Math.max(bar, 8) / 2 + 4, "text-anchor": "end" }, name));
     }
-    for (const [from, to, phase] of lane.spans) {
+    for (const [from, to, phase] of spans(lane)) {
       const start = Math.min(x(from), right - 1.5), width = Math.max(x(to) - start, phase === "training" ? 0.2 : 1.5);
       paths[phase in paths ? phase : "idle"] += `M${start.toFixed(1)} ${top}h${width.toFixed(1)}v${bar}h${(-width).toFixed(1)}z`;
     }
   });
   for (const phase of PHASES) if (paths[phase]) root.append(svg("path", { d: paths[phase], class: `phase-${phase}` }));
   const rows = new Map(lanes.map((lane, row) => [lane.node, row]));
-  for (const [time_s, , node] of picture.stragglers) {
-    if (!rows.has(node)) continue;
+  for (const { time_s, node, slow } of picture.stragglers) {
+    if (!slow || !rows.has(node)) continue;
     const px = x(time_s), top = rows.get(node) * tall + 3;
     root.append(svg("path", { d: `M${px} ${top + bar}l5 -${Math.max(bar, 8)}h-10z`, class: "straggler" }));
   }
@@ -308,12 +313,12 @@ function point(time_s, row) {
     parts.push(`step ${curve.step[i].toLocaleString("en")}`);
     if (curve.loss[i] !== null) parts.push(`loss ${amount(curve.loss[i])}`);
     if (curve.rate[i] !== null) parts.push(`${amount(curve.rate[i])} ${curve.unit}`);
-    if (curve.workers[i]) parts.push(`${curve.workers[i]} workers`);
+    if (curve.workers[i]) parts.push(`world size ${curve.workers[i]}`);
     $("charts").setAttribute("aria-valuenow", i);
   }
   const lane = row === null ? null : picture.lanes[row];
   if (lane) {
-    const span = lane.spans.find(([from, to]) => time_s >= from && time_s <= to);
+    const span = spans(lane).find(([from, to]) => time_s >= from && time_s <= to);
     parts.push(`${lane.node}: ${span ? `${span[2]} for ${length(span[1] - span[0])}` : "not there"}`);
   } else {
     const one = picture.recoveries.find((r) => time_s >= r.from_s && time_s <= r.to_s);
@@ -363,7 +368,7 @@ function curveTable() {
   ]), [0, 2, 3, 4]);
 }
 function laneTable() {
-  const rows = picture.lanes.flatMap((lane) => lane.spans.map(([from, to, phase]) => [tight(lane.node), phase, tight(clock(from)), length(to - from)]));
+  const rows = picture.lanes.flatMap((lane) => spans(lane).map(([from, to, phase]) => [tight(lane.node), phase, tight(clock(from)), length(to - from)]));
   const shown = table(["node", "phase", "from", "for"], rows.slice(0, 1000), [3]);
   return rows.length > 1000 ? el("div", {}, shown, el("p", { class: "empty" }, `The first 1,000 of ${rows.length.toLocaleString("en")} spans.`)) : shown;
 }
@@ -419,8 +424,8 @@ function drawRecoveries() {
       el("span", { class: "took" }, one.over ? length(one.to_s - one.from_s) : "not over")));
     made.addEventListener("toggle", () => {
       if (!made.open || made.children.length > 1) return;
-      const rows = one.events.map(([offset, node, kind, text]) => [`+${offset.toFixed(3)} s`, node, kind, text]);
-      if (one.over) rows.push([`+${(one.to_s - one.from_s).toFixed(3)} s`, "", "step", "the first step of the next round has ended"]);
+      const rows = one.events.map(([offset, node, kind, text]) => [tight(after(offset)), tight(node), tight(kind), text]);
+      if (one.over) rows.push([tight(after(one.to_s - one.from_s)), "", "step", "the first step of the next round has ended"]);
       made.append(el("div", { class: "scroll" }, table(["after", "node", "event", ""], rows)));
     });
     return made;
@@ -454,7 +459,7 @@ function drawCheckpoints() {
 function drawStragglers() {
   $("stragglers-panel").hidden = !picture.stragglers.length;
   fill("stragglers", picture.stragglers.length, "", () => table(["time", "node", "what"],
-    [...picture.stragglers].reverse().map(([time_s, , node, , text]) => [tight(clock(time_s)), tight(node), text])));
+    [...picture.stragglers].reverse().map(({ time_s, node, text }) => [tight(clock(time_s)), tight(node), text])));
 }
 function drawEvents() {
   const word = $("find").value.trim().toLowerCase(), matters = $("matters").checked;
@@ -487,19 +492,29 @@ function draw(changed) {
 
 // ---- the live page ----
 
-let heard_s = Date.now() / 1000;
+let heard_s = Date.now() / 1000, trouble = "", lost = false;
 function listen() {
   const source = new EventSource("stream");
   source.addEventListener("picture", (message) => {
     heard_s = Date.now() / 1000;
     const changed = JSON.parse(message.data);
-    $("trouble").hidden = !changed.trouble;
-    setText("trouble", changed.trouble || "");
+    if ("trouble" in changed || lost) {
+      trouble = "trouble" in changed ? changed.trouble : trouble;
+      lost = false;
+      $("trouble").hidden = !trouble;
+      setText("trouble", trouble);
+    }
+    for (const [name, values] of Object.entries(changed.patches || {})) {
+      for (const [where, value] of values) picture[name][where] = value;
+      changed[name] = picture[name];
+    }
+    delete changed.patches;
     delete changed.trouble;
     Object.assign(picture, changed);
     draw(changed);
   });
   source.onerror = () => {
+    lost = true;
     $("trouble").hidden = false;
     setText("trouble", "The dashboard does not answer. The page shows the job as it was, and tries again.");
   };

@@ -1,0 +1,116 @@
+"""`zero-ctl dashboard`: the page of a job, kept up to date, with drain and stop behind a token."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.addresses import host_port
+from zero_orchestrator.ctl import picture as pictures
+from zero_orchestrator.ctl import requests, status
+from zero_orchestrator.ctl.picture import Json
+from zero_orchestrator.ctl.views import View
+from zero_orchestrator.errors import SpecError
+from zero_orchestrator.store.kv import KeyValueStore
+
+PORT = 8780
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+"""Names of this machine alone, under which a browser may ask in any case."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument(
+        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
+    )
+    text = f"port of the page (default {PORT}; 0: a free one)"
+    parser.add_argument("--port", type=int, default=PORT, metavar="PORT", help=text)
+    text = (
+        "address on which the page is served (default: the loopback); whoever reaches another one "
+        "may read the page without a token"
+    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
+    text = "file with the token for drain and stop (default: a new one, which is printed)"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
+
+
+def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        NoSuchJob: There is no such job.
+        SpecError: The port is taken, the token's file cannot be read, or the extra is missing.
+    """
+    try:
+        import uvicorn
+
+        from zero_orchestrator.ctl.page.server import Server
+    except ImportError as error:
+        raise SpecError(
+            f"the dashboard needs {error.name}, which is not installed: "
+            "pip install 'zero-elastic[dashboard]'; `zero-ctl report` works without it"
+        ) from error
+    job = args.job or status.newest_job(status.read_all(store)).job
+    status.find(store, job)  # raises NoSuchJob, which names the jobs there are
+    token = secrets.token_urlsafe(24) if args.token_file is None else _token(args.token_file)
+
+    def look() -> Json:
+        return pictures.picture(pictures.read(store, job), now_s=time.time())
+
+    def drain(asked: Mapping[str, str]) -> str:
+        node = asked.get("node", "")
+        status.choose_node((status.find(store, job),), node, job)
+        requests.ask_to_drain(store, job, node, requests.who())
+        return f"Node {node} will leave job {job} at its next step boundary."
+
+    def stop(asked: Mapping[str, str]) -> str:
+        requests.ask_to_stop(store, job, requests.who(), "on the dashboard")
+        return f"Job {job} is asked to stop; its workers leave at the next step boundary."
+
+    app = Server(look, token, {"drain": drain, "stop": stop}).app([*LOOPBACK, args.host])
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=1,  # a stream ends only when its reader leaves
+    )
+    with contextlib.closing(_listen(args.host, args.port)) as listener:
+        port = listener.getsockname()[1]
+        view.report(f"job {job}: http://{host_port(args.host, port)}/ until Ctrl-C")
+        if args.token_file is None:
+            view.report(f"the token for drain and stop is {token}")
+        uvicorn.Server(config).run(sockets=[listener])
+    return CtlExit.OK
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise SpecError(
+            f"--port={port}: cannot listen on {host} ({error}); choose another port, or another "
+            "--host"
+        ) from error
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--token-file={path}: cannot be read: {error}") from error
+    if len(token) < 16:
+        raise SpecError(
+            f"--token-file={path}: its first line is shorter than 16 characters; write a random "
+            "token, such as that of `openssl rand -hex 16`"
+        )
+    return token
