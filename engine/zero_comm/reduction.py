@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+from torch.nn.functional import pad
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, has_ended, wait
@@ -31,6 +32,9 @@ from zero_comm.reduction_plan import Plan
 
 NORM_BLOCK = 1024
 """Elements; the interval of each rank begins on a multiple of it."""
+NORM_ROWS = 16
+"""Blocks that are normed together at least: for fewer rows a GPU adds the elements of one in
+another order, and how many rows a rank has depends on the world size."""
 
 
 # ---- sums ----
@@ -205,7 +209,7 @@ class BlockNorm:
 
     def of_own(self, shares: Sequence[Tensor]) -> Tensor:
         """The norms of this rank's blocks, tensor after tensor: one row of the table."""
-        return torch.cat([vector_norm(share.view(-1, NORM_BLOCK), dim=1) for share in shares])
+        return torch.cat([block_norms(share) for share in shares])
 
     def in_order(self, table: Tensor) -> Tensor:
         """The norms of all blocks in the order of the tensors, from everybody's [world, blocks]."""
@@ -219,6 +223,17 @@ class BlockNorm:
                 return number, block * NORM_BLOCK
             block -= blocks
         raise AssertionError("a block beyond the last tensor")
+
+
+def block_norms(flat: Tensor) -> Tensor:
+    """The norm of each block of a flat tensor, whose last block is filled up with zeros.
+
+    The bits of a norm depend on its block alone, not on how many others there are.
+    """
+    blocks = -(-flat.numel() // NORM_BLOCK)
+    missing = max(blocks, NORM_ROWS) * NORM_BLOCK - flat.numel()
+    rows = pad(flat, (0, missing)) if missing else flat
+    return vector_norm(rows.view(-1, NORM_BLOCK), dim=1)[:blocks]
 
 
 def total_norm(ordered: Tensor) -> float:

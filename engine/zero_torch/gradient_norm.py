@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from zero_comm.collectives import Collectives, wait
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, block_norms, total_norm
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -125,14 +124,7 @@ class ShardNorm:
 
 def whole_norm(gradients: Sequence[Tensor]) -> float:
     """The same norm of gradients that this rank has whole."""
-    norms = []
-    for gradient in gradients:
-        flat = gradient.reshape(-1).float()
-        whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
-        norms.append(vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1))
-        if rest := flat[whole:].numel():
-            block = torch.nn.functional.pad(flat[whole:], (0, NORM_BLOCK - rest))
-            norms.append(vector_norm(block.view(1, -1), dim=1))
+    norms = [block_norms(gradient.reshape(-1).float()) for gradient in gradients]
     return total_norm(torch.cat(norms))
 
 

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zero_comm.reduction import NORM_ROWS
+
 CHUNK = 64
 """Elements per norm; parameters begin at multiples of it in their units."""
 
@@ -88,11 +90,12 @@ class Itself:
 
 
 def chunk_norms(tensor: Tensor) -> Tensor:
-    """The norm of every 64 elements, the last of which may be fewer."""
+    """The norm of every 64 elements, the last of which may be fewer; see `reduction.NORM_ROWS`."""
     flat = tensor.flatten()
-    if missing := -flat.numel() % CHUNK:
+    chunks = -(-flat.numel() // CHUNK)
+    if missing := max(chunks, NORM_ROWS) * CHUNK - flat.numel():
         flat = torch.nn.functional.pad(flat, (0, missing))
-    return torch.linalg.vector_norm(flat.view(-1, CHUNK), dim=1)
+    return torch.linalg.vector_norm(flat.view(-1, CHUNK), dim=1)[:chunks]
 
 
 def total(chunks: Tensor) -> float:
