@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
 
+from zero_comm.distributed import leave_group
 from zero_comm.errors import LeavingNow
 from zero_comm.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_comm.waiting import Interrupt
@@ -203,7 +204,7 @@ class AgentLink:
             SystemExit: Always, with the exit code of a worker that has left.
         """
         self._send(contract.Left(round=self.round, step=step))
-        _forget_group()
+        leave_group()
         raise SystemExit(ExitCode.LEFT)
 
     def request_commit(
@@ -380,11 +381,5 @@ def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
         if not (link.present if link is not None else contract.ENV_SOCKET in os.environ):
             raise
         _log.error("leaving a broken group: %s", error)
-        _forget_group()
+        leave_group()
         raise SystemExit(ExitCode.PEER_LOST) from error
-
-
-def _forget_group() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # a broken group may refuse; the process ends anyway
-            dist.destroy_process_group()

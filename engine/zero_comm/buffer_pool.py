@@ -12,13 +12,13 @@ class BufferPool:
     """Flat buffers that are used again within a backward: fresh ones cost page faults."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._idle: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer with undefined contents."""
         idle = self._idle[numel, dtype]
-        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self._device)
+        return idle.pop() if idle else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that nobody reads any more."""

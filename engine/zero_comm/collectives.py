@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,12 @@ from zero_comm.comms_log import LOG
 from zero_comm.deadlock import DeadlockDetector
 from zero_comm.distributed import group_store
 from zero_comm.errors import Diverged, LeavingNow
+from zero_comm.issue_order import IssueOrder, difference
+from zero_comm.objects import gather_objects
 from zero_comm.rank_times import WAITS
 from zero_comm.topology import Topology, alone, concluded, place_of, rail_order, relay
 from zero_comm.transport import Transport
-from zero_comm.transports import Transports
+from zero_comm.transports import Transports, timeout_of
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
 from zero_contract.errors import PeerLost
 
@@ -77,9 +80,10 @@ def wait(pending: Pending) -> None:
 def has_ended(pending: Pending) -> bool:
     """Whether a `wait` would return at once.
 
-    False for what goes over sockets from rank to rank, unless the group is `watched`.
+    False for what goes over sockets from rank to rank, unless the group is `watched`; true where a
+    device's stream waits.
     """
-    return all(work.is_completed() for work in pending.works)
+    return pending.transport is None or pending.transport.have_ended(pending.works)
 
 
 class Collectives:
@@ -91,7 +95,7 @@ class Collectives:
         interrupt: Interrupt | None = None,
         name: str = "deadlock",
         *,
-        detector: DeadlockDetector | None = None,
+        beside: Collectives | None = None,
         watched: bool = False,
     ) -> None:
         """Use a process group.
@@ -100,8 +104,8 @@ class Collectives:
             group: The process group; None: the default group.
             interrupt: Ends every wait.
             name: The name of the group among those of one run.
-            detector: That of another group of the same ranks; ranks that wait for each other in
-                two groups are then found, too.
+            beside: The exchanges in another group of the same ranks; ranks that wait for each
+                other in two groups are then found, too, and orders are compared together.
             watched: Whether `has_ended` tells the end of every exchange, also over sockets; they
                 then end in the order in which they have begun.
         """
@@ -111,11 +115,18 @@ class Collectives:
         self.lay_out(alone(self.world))
         self.transports = Transports(group, self.rank, self.world)
         group = group or dist.group.WORLD
-        timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-        self.timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout_of(group)
         self._watched = watched
         self._waiter = Waiter(group, interrupt, self.timeout_s)
-        self.detector = detector or DeadlockDetector(group_store(name), self.rank, self.world)
+        self.order: IssueOrder = beside.order if beside is not None else IssueOrder()
+        self._lane = self.order.lane()
+        self._ordered = False
+        """Whether exchanges are matched by their order alone; known after `meet`."""
+        self.detector: DeadlockDetector = (
+            beside.detector
+            if beside is not None
+            else DeadlockDetector(group_store(name), self.rank, self.world)
+        )
 
     def lay_out(self, topology: Topology) -> None:
         """Divide what is divided from now on by nodes; every rank with the same topology."""
@@ -142,11 +153,61 @@ class Collectives:
         Raises:
             PeerLost: A peer is lost.
         """
+        self._ordered = not self.any_order(device)
         if self.world > 1:
             try:
-                self.transports.of(device).meet(self.everybodys, self._waiter.interrupt.changed)
+                with transport_failures("meeting the other ranks"):
+                    self.transports.of(device).meet(self.everybodys, self._waiter.interrupt.changed)
             except OSError as error:
                 raise PeerLost(f"meeting the ranks of this host: {error}") from error
+
+    def any_order(self, device: torch.device) -> bool:
+        """Whether ranks may begin exchanges of tensors on `device` in different orders."""
+        return self.transports.of(device).any_order
+
+    def to_host(self, tensor: Tensor, what: str) -> Tensor:
+        """A small tensor in host memory: the one wait of a step in which the host waits.
+
+        Args:
+            tensor: The result of an exchange, or what was computed from it.
+            what: Names it in messages.
+
+        Raises:
+            PeerLost: A peer is lost, or has not answered within the group's timeout.
+            LeavingNow: This rank was asked to leave.
+            Diverged: The ranks wait for each other.
+        """
+        pending = Pending(what, turn=self.detector.begun[what] - 1)
+        if self._waiter.interrupt.reason:
+            self._leave(pending)
+        with transport_failures(what):
+            copied = self.transports.of(tensor.device).to_host(
+                tensor, self._waiter, lambda: self._look(pending)
+            )
+        if copied is None:
+            self._leave(pending)
+        self.detector.end_wait()
+        return copied
+
+    def check_order(self, checksums: Sequence[float]) -> None:
+        """Compare the orders in which the ranks have begun exchanges since the last comparison.
+
+        Args:
+            checksums: `order.checksum()` of every rank, by rank, before any later exchange.
+
+        Raises:
+            Diverged: They are not the same. Every rank raises it.
+        """
+        names = self.order.names()
+        self.order.clear()
+        if all(each == checksums[0] for each in checksums):
+            return
+        by_rank = gather_objects(names, "what was exchanged", self.everybodys)
+        raise Diverged(
+            "the ranks did not exchange the same in the same order, and may have mixed up weights "
+            f"or gradients: {difference(by_rank)}. Run the same modules in the same order on every "
+            "rank; the weights have not been changed"
+        )
 
     def everybodys(self, own: Tensor, what: str) -> Tensor:
         """The rows [n] of all ranks: [world, n]. Collective."""
@@ -158,21 +219,22 @@ class Collectives:
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
-
-        def look() -> None:
-            if circle := self.detector.look(pending.what, pending.turn):
-                raise Diverged(circle)
-
         if self._waiter.interrupt.reason:
             self._leave(pending)
         if pending.transport is not None:
             with transport_failures(pending.what):
-                ended = pending.transport.finish(pending.works, self._waiter, look)
+                ended = pending.transport.finish(
+                    pending.works, self._waiter, lambda: self._look(pending)
+                )
             if not ended:
                 self._leave(pending)
         self.detector.end_wait()  # a wait that was given up stays posted: the rank never begins it
 
-    def _leave(self, pending: Pending) -> None:
+    def _look(self, pending: Pending) -> None:
+        if circle := self.detector.look(pending.what, pending.turn):
+            raise Diverged(circle)
+
+    def _leave(self, pending: Pending) -> NoReturn:
         raise LeavingNow(f"{pending.what}: asked to leave: {self._waiter.interrupt.reason}")
 
     def _begin(
@@ -194,6 +256,8 @@ class Collectives:
         """
         transport = self.transports.of(buffers[0].device) if buffers else None
         works: list[Work] = []
+        if self._ordered and (transport is None or not transport.any_order):
+            self._lane.note(what)
         if transport is not None:
             with transport_failures(what):
                 works = start(transport, self.detector.begun[what])

@@ -1,12 +1,15 @@
 """The process group and the device of this worker.
 
 Owns how a worker finds its rank: from the environment of torchrun and zero-agent, or of mpirun and
-srun (`discovery`), or as a world of one.
+srun (`discovery`), or as a world of one; and how it leaves its group. Must always hold: leaving
+waits for no peer, and the process can join another group afterwards.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from datetime import timedelta
 
 import torch
@@ -16,9 +19,17 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from zero_comm.discovery import discover
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError
+from zero_contract.worker import ENV_SOCKET
+
+_log = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 600.0
 """The timeout of a collective; DeepSpeed's default as well."""
+ABORT_TIMEOUT_S = 5.0
+"""How long an abort may take; then the process ends, or continues, without its end."""
+UNDER_AN_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables with which torch's threads do not end a process because of what its peers do: the agent
+decides that, and a process that is told to leave aborts its group by itself."""
 MPI_PORT = 29500
 """The port of rank 0's store under mpirun and srun; DeepSpeed's default as well."""
 
@@ -43,17 +54,20 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         mpi_port: The port of rank 0's store under mpirun and srun; None: ignore these launchers.
 
     Raises:
-        ConfigError: mpirun has started this worker, and the host of rank 0 is unknown.
+        ConfigError: mpirun has started this worker, and the host of rank 0 is unknown. Or this
+            worker's number on its node is larger than its devices allow.
         PeerLost: A rank, or the host of the store, is lost.
     """
+    if torch.cuda.is_available():
+        _use_device()
     if dist.is_initialized():
         return
+    if ENV_SOCKET in os.environ:
+        for name, value in UNDER_AN_AGENT.items():
+            os.environ.setdefault(name, value)
     if mpi_port is not None and "RANK" not in os.environ:
         os.environ |= discover(os.environ, mpi_port)
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
-        backend = "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         with transport_failures("meeting the other ranks"):
@@ -61,6 +75,35 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
+    """Leave all process groups, also if exchanges are under way that never end.
+
+    `destroy_process_group` would wait for them.
+
+    Args:
+        timeout_s: Of the abort.
+
+    Returns:
+        Whether everything has been aborted in time.
+    """
+    if not dist.is_initialized():
+        return True
+    # In a thread of its own: an abort that waits for a device must not keep the process.
+    thread = threading.Thread(target=_abort, daemon=True, name="zero-abort")
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        _log.warning("the process group has not been aborted within %g s", timeout_s)
+    return not thread.is_alive()
+
+
+def _abort() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except (RuntimeError, ValueError) as error:  # it is broken, or left by another thread
+        _log.debug("aborting the process group: %s", error)
 
 
 class GroupStore(PrefixStore):
@@ -87,7 +130,34 @@ def local_rank() -> int:
 
 
 def local_device() -> torch.device:
-    """The device that this worker computes on."""
+    """The device that this worker computes on; the current one, after `init_distributed`."""
     if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_index(local: int, visible: int, current: int) -> int:
+    """Which of its devices a worker uses.
+
+    Args:
+        local: Its number on its node.
+        visible: The devices that it sees.
+        current: The one that is current; a script may have chosen it. 0 unless anybody has.
+
+    Raises:
+        ConfigError: There are fewer devices than workers.
+    """
+    if current or visible == 1:  # the script's choice; or the launcher's, one for each worker
+        return current
+    if local >= visible:
+        raise ConfigError(
+            f"LOCAL_RANK={local}, but this worker sees {visible} devices: start at most {visible} "
+            "workers on this node (--nproc-per-node), or let CUDA_VISIBLE_DEVICES name one device "
+            "for each worker"
+        )
+    return local
+
+
+def _use_device() -> None:
+    current = torch.cuda.current_device()
+    torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))

@@ -1,9 +1,10 @@
 """The ordered reduction inside of nodes first: between nodes only sums travel.
 
-Owns the two exchanges of a micro-step. In the first each rank gets, of all micro-batches of its
-node, the slice that it adds up; in the second the owners get what their shards are in the pieces of
-all nodes. Must always hold: a rank adds siblings alone (`form_pieces`, `HeldPieces`), so the bits
-are those of the flat reduction; what travels follows from the plan of the step, or without one from
+Owns the two exchanges of a micro-step, each in a group of its own. In the first each rank gets, of
+all micro-batches of its node, the slice that it adds up; in the second the owners get what their
+shards are in the pieces of all nodes. Must always hold: a rank adds siblings alone (`form_pieces`,
+`HeldPieces`), so the bits are those of the flat reduction; what travels follows from the plan of
+the step, or without one from
 the number of micro-batches and the topology, so every rank knows what it is sent.
 
 `reduction` is the flat one, and the interface of both.
@@ -45,7 +46,7 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
         PeerLost: A peer is lost.
     """
     group = dist.new_group(timeout=timedelta(seconds=collectives.timeout_s))
-    sums = Collectives(group, interrupt, detector=collectives.detector, watched=True)
+    sums = Collectives(group, interrupt, beside=collectives, watched=True)
     sums.lay_out(collectives.topology)
     sums.meet(device)
     return sums
@@ -64,17 +65,21 @@ class _Held:
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
 
-    def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
-        """Reduce over a group that is laid out by nodes.
+    def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
+        """Reduce over groups of the same ranks, laid out by nodes.
+
+        Nothing else may exchange in them: a rank that waits here for a sum must not keep another
+        exchange waiting. They may be one where ranks may begin exchanges in any order.
 
         Args:
-            collectives: The group; nothing else may exchange in it, because a rank that waits here
-                for a sum must not keep another exchange waiting.
+            inside: The group of the first exchange.
+            between: That of the second.
             pool: Of what is received, formed and held.
         """
-        self.collectives = collectives
+        self.collectives = inside
+        self.between = between
         self.pool = pool
-        topology = collectives.topology
+        topology = inside.topology
         self.nodes = [topology.ranks(node) for node in range(len(topology.nodes))]
         self._held: defaultdict[OrderedSum, _Held] = defaultdict(_Held)
         self._schedule: tuple[Turn, int, int, _Schedule] | None = None
@@ -256,7 +261,8 @@ class _Divided(Reducing):
             for pieces, sources in zip(by_node, self._slices.sources(group.rank), strict=True):
                 if turn < len(pieces):
                     self._expect(pieces[turn], sources, held, wanted)
-            pending.append(group.exchange_pieces(held, wanted, f"{self._what}, sums, {turn}"))
+            what = f"{self._what}, sums, {turn}"
+            pending.append(self._via.between.exchange_pieces(held, wanted, what))
         self.pending = tuple(pending)
 
     def _expect(

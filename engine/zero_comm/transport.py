@@ -4,8 +4,8 @@ Owns those calls. Must always hold: every exchange that is begun here is returne
 caller waits for it, and no call waits by itself. Ranks of `near` are left out: this rank, and those
 that a subclass reaches in another way.
 
-GPUs use this class over NCCL; `cpu.transport` is the subclass for CPUs, over gloo. `transports`
-chooses.
+Devices with streams use this class over NCCL. `cpu.transport` has the subclasses for CPUs, and
+`staged` the one for devices that only gloo connects. `transports` chooses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,14 +32,18 @@ class Transport:
     """
 
     any_order = False
-    """Whether the ranks of a group may begin its exchanges in different orders."""
+    """Whether the ranks of a group may begin its exchanges in different orders. If not, they are
+    matched by their order alone: what has the same size is mixed up without an error."""
     crosses_once = True
     """Whether `gather` by itself sends each shard to each other node once. NCCL's rings and trees
     do."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        """Exchange within a process group; None: the default group."""
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, world: int, device: torch.device
+    ) -> None:
+        """Exchange tensors of one kind of device within a group; None: the default group."""
         self._group = group
+        self.device = device
         self._rank = rank
         self._world = world
         self.near = range(rank, rank + 1)
@@ -47,7 +52,10 @@ class Transport:
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
     ) -> None:
-        """Find the fastest ways between the ranks. Collective; here there is one way.
+        """Find the fastest ways between the ranks. Collective.
+
+        Here there is one way, which begins with an exchange of all ranks: NCCL connects them in
+        the first one, and what only some of them begin would never end.
 
         Args:
             everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
@@ -56,6 +64,31 @@ class Transport:
         Raises:
             OSError: A rank of this host is gone.
         """
+        del everybodys, changed
+        own = torch.zeros(1, device=self.device)
+        _gather_into(own.new_empty(self._world), own, group=self._group)
+
+    def have_ended(self, works: Sequence[Work]) -> bool:
+        """Whether `finish` would return at once; a wait of a stream costs the host no time."""
+        del works
+        return True
+
+    def to_host(self, tensor: Tensor, waiter: Waiter, look: Callable[[], None]) -> Tensor | None:
+        """A copy in host memory; None if the wait for it was interrupted.
+
+        The host asks for the end of the copy instead of blocking inside the driver: exchanges of a
+        lost peer never end, and nothing reaches a thread that blocks there.
+
+        Args:
+            tensor: On the device.
+            waiter: Waits.
+            look: Called now and then; what it raises ends the wait.
+        """
+        copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copied.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return copied if waiter.poll(event.query, look) else None
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
         """Wait for what was begun here; raises what the transport raises.

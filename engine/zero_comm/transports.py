@@ -1,12 +1,64 @@
-"""The transport of each kind of device."""
+"""The transport of each kind of device: chosen by the backend that connects such devices."""
 
 from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from zero_comm.cpu.transport import CpuTransport
+from zero_comm.cpu.transport import CpuTransport, HostTransport
+from zero_comm.distributed import GROUP_TIMEOUT_S
+from zero_comm.staged import StagedTransport
 from zero_comm.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+_CONTROL: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+"""By group, the one of the same ranks that reaches host memory, where the group does not."""
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend of a group for each kind of device that it connects."""
+    pairs = (each.partition(":") for each in dist.get_backend_config(group).split(","))
+    return {kind: backend for kind, _, backend in pairs}
+
+
+def way(kind: str, backends: Mapping[str, str]) -> tuple[type[Transport], str]:
+    """The transport of a kind of device, and why.
+
+    Args:
+        kind: Of the device: cpu, cuda, ...
+        backends: See `backends_of`.
+    """
+    backend = backends.get(kind)
+    if kind == "cpu":
+        if backend in (None, "gloo"):
+            return CpuTransport, "over gloo"
+        return HostTransport, f"over {backend}"
+    if backend in (None, "gloo"):
+        return StagedTransport, (
+            f"tensors on {kind} travel through host memory, which is slow: the process group has "
+            f"no other backend for them; initialize it with cpu:gloo,{kind}:nccl, or let "
+            "initialize() do it"
+        )
+    return Transport, f"over {backend}"
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds that a group waits for an exchange."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    for kind in backends_of(group):
+        options = getattr(group._get_backend(torch.device(kind)), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return GROUP_TIMEOUT_S
 
 
 class Transports:
@@ -14,9 +66,35 @@ class Transports:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
         """Exchange within a group; None is the default one."""
-        self._by_kind: dict[str, Transport] = {"cpu": CpuTransport(group, rank, world)}
-        self._of_devices = Transport(group, rank, world)
+        self._group = group
+        self._rank = rank
+        self._world = world
+        self._by_kind: dict[str, Transport] = {}
 
     def of(self, device: torch.device) -> Transport:
-        """That of tensors on `device`."""
-        return self._by_kind.get(device.type, self._of_devices)
+        """That of tensors on `device`. Collective when it is asked for the first time."""
+        if device.type not in self._by_kind:
+            backends = backends_of(self._group)
+            kind, reason = way(device.type, backends)
+            if kind is StagedTransport and self._rank == 0 and self._world > 1:
+                _log.warning("%s", reason)
+            # What is not gloo's own goes over the group itself.
+            over_gloo = issubclass(kind, CpuTransport | StagedTransport)
+            group = self._control(backends) if over_gloo else self._group
+            self._by_kind[device.type] = kind(group, self._rank, self._world, device)
+        return self._by_kind[device.type]
+
+    def _control(self, backends: Mapping[str, str]) -> dist.ProcessGroup | None:
+        """The group itself if gloo connects its CPUs, else one of the same ranks where it does."""
+        if backends.get("cpu") == "gloo":
+            return self._group
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        if group not in _CONTROL:
+            _CONTROL[group] = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_of(group)),
+                use_local_synchronization=True,
+            )
+        return _CONTROL[group]

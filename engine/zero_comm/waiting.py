@@ -63,6 +63,8 @@ def transport_failures(what: str) -> Iterator[None]:
 
 LOOK_S = 3.0
 """The interval at which a wait checks for a deadlock."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+"""Between two questions to a device: a step must not wait for the host, nor a wait use a core."""
 
 
 class Interrupt:
@@ -235,6 +237,32 @@ class Waiter:
             if work.is_completed():
                 work.wait()
         return _ended(watched)
+
+    def poll(self, reached: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """Block until a device has reached something, or until there is an interrupt.
+
+        Args:
+            reached: Whether it has; asked again and again, so it must not block.
+            look: As for `wait`.
+
+        Returns:
+            False if the wait was interrupted. Raises RuntimeError after the timeout.
+        """
+        begun = looked = time.monotonic()
+        pause_s = _SHORTEST_PAUSE_S
+        while not reached():
+            with self.interrupt.changed:
+                if self.interrupt.reason:
+                    return False
+                self.interrupt.changed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if now - begun > self._timeout_s:
+                raise RuntimeError(f"timed out waiting for {self._timeout_s:g} s")
+            if now - looked > LOOK_S:
+                look()
+                looked = now
+        return not self.interrupt.reason
 
     def _wait_until_settled(self, watched: Sequence[Watched], look: Callable[[], None]) -> None:
         def settled() -> bool:

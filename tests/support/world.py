@@ -73,16 +73,17 @@ class WorldPool:
         *args: Any,
         deadline_s: float = 120.0,
         grace_s: float = 20.0,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Call `job(*args)` on each rank inside a process group; results in rank order.
 
         `job` must be a module-level function. After the first error or death the other ranks may
-        go on for `grace_s`, to tell their own. Raises WorldError.
+        go on for `grace_s`, to tell their own. `backend`: of the group. Raises WorldError.
         """
         self._calls += 1
         workers = self._workers[:world]
         for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps((self._calls, rank, world, job, args)))
+            worker.pipe.send_bytes(pickle.dumps((self._calls, rank, world, backend, job, args)))
         answers = _collect(workers, time.monotonic() + deadline_s, grace_s)
         stories = [_story(rank, workers[rank], answers.get(rank)) for rank in range(world)]
         for rank in range(world):
@@ -134,6 +135,7 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch.distributed as dist
 
     import zero_deepspeed  # noqa: F401 - so that all imports are frozen
+    from tests.support import queued
 
     # Loaders' processes start as those of a script do, and import nothing again.
     multiprocessing.set_start_method("fork", force=True)
@@ -143,11 +145,12 @@ def _serve(pipe: Connection, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         try:
-            call, rank, world, job, args = pickle.loads(pipe.recv_bytes())
+            call, rank, world, backend, job, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        queued.register()
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.PrefixStore(f"call{call}", store),
             rank=rank,
             world_size=world,
@@ -161,6 +164,8 @@ def _serve(pipe: Connection, port: int) -> None:
         except BaseException as error:
             answer = (False, "".join(traceback.format_exception(error)))
             sys.stdout.flush()
+            if backend == queued.BACKEND and dist.is_initialized():  # nothing else ends its waits
+                dist.distributed_c10d._abort_process_group()
         if dist.is_initialized():  # the job may have ended it
             dist.destroy_process_group()
         # Engines are cycles, and each keeps the threads of its group, which poll: hundreds of them

@@ -117,3 +117,16 @@ def test_the_thread_keeps_no_exchange_and_ends_with_its_waiter() -> None:
     del waiter
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_device_is_asked_again_and_again_until_it_has_got_there_or_an_interrupt_comes() -> None:
+    asked = iter([False, False, True])
+    assert Waiter(None).poll(lambda: next(asked), nothing)
+    interrupt = Interrupt()
+    threading.Timer(0.02, interrupt.request, ["lost node b"]).start()
+    assert not Waiter(None, interrupt).poll(lambda: False, nothing)
+
+
+def test_a_device_that_never_gets_there_is_an_error_after_the_groups_timeout() -> None:
+    with pytest.raises(RuntimeError, match=r"timed out waiting for 0\.02 s"):
+        Waiter(None, timeout_s=0.02).poll(lambda: False, nothing)

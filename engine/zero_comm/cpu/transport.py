@@ -1,7 +1,8 @@
-"""The transport between ranks that compute on CPUs: gloo, and same-host reads.
+"""The transports of tensors in host memory.
 
-gloo's all-gather moves more bytes than pairwise sends and takes 2.5 to 3 times as long. Ranks of
-one host read from each other's memory (`same_host`) after `meet`.
+`HostTransport` is that of any backend; what it keeps waiting is this process, not a stream.
+`CpuTransport` uses gloo, whose all-gather moves more bytes than pairwise sends and takes 2.5 to 3
+times as long. Ranks of one host read from each other's memory (`same_host`) after `meet`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,14 +19,29 @@ from zero_comm.transport import Transport, tag_of
 from zero_comm.waiting import Waiter, Work
 
 
-class CpuTransport(Transport):
+class HostTransport(Transport):
+    """A transport of tensors in host memory, in the order in which exchanges are begun."""
+
+    def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
+        """As `Transport` says; an interrupt ends the wait at once."""
+        return waiter.wait(works, look)
+
+    def to_host(self, tensor: Tensor, waiter: Waiter, look: Callable[[], None]) -> Tensor | None:
+        """The tensor itself."""
+        del waiter, look
+        return tensor
+
+
+class CpuTransport(HostTransport):
     """A transport that reaches the ranks `near` by memory and the others over sockets."""
 
     any_order = True
     crosses_once = False
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        super().__init__(group, rank, world)
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, world: int, device: torch.device
+    ) -> None:
+        super().__init__(group, rank, world, device)
         self._same_host: SameHostPeers | None = None
 
     def meet(
@@ -41,9 +58,9 @@ class CpuTransport(Transport):
         """
         self.near, self._same_host = meet(self._rank, self._world, everybodys, changed)
 
-    def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
-        """As `Transport` says; an interrupt ends the wait at once."""
-        return waiter.wait(works, look)
+    def have_ended(self, works: Sequence[Work]) -> bool:
+        """As in `Transport`; false for what goes over sockets, unless it is watched."""
+        return all(work.is_completed() for work in works)
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """As in `Transport`."""

@@ -192,7 +192,7 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
     stage, device = STAGES[config.zero_optimization.stage], local_device()
     collectives = Collectives(interrupt=link.interrupt)
     collectives.meet(device)
-    _find_nodes(config, stage, collectives, device)
+    _find_nodes(config, collectives)
     return _Shared(
         config=config,
         stage=stage,
@@ -204,24 +204,13 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
     )
 
 
-def _find_nodes(
-    config: Config, stage: Stage, collectives: Collectives, device: torch.device
-) -> None:
+def _find_nodes(config: Config, collectives: Collectives) -> None:
     """Let sums begin inside of nodes, where they can."""
     if config.elastic.is_native:
         if dist.get_rank() == 0:
             _log.warning("%s", _NATIVE_RUN)
         return
     if config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
-        return
-    if stage.shards_parameters and not collectives.transports.of(device).any_order:
-        # Nothing is waited for while weights are gathered in backward, so a sum begins to travel
-        # when its parts have come: not in the same order on all ranks.
-        if config.elastic.accumulate != Where.OWNER:
-            raise ConfigError(
-                f'elastic.accumulate: "{config.elastic.accumulate}" is not there at stage 3 on '
-                'GPUs, whose sums are formed by their owners alone; use stage 2, or "owner"'
-            )
         return
     collectives.lay_out(collectives.find_nodes(os.environ))
     if collectives.topology.divides and dist.get_rank() == 0:
@@ -295,11 +284,6 @@ def _make_stepper(
         whole=whole,
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
-    has_group = (
-        shared.collectives.topology.divides
-        or shared.accumulation.where is not Where.OWNER
-        or (native and shared.collectives.world > 1)
-    )
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -307,12 +291,30 @@ def _make_stepper(
         stage,
         zero.wholes,
         coordinator.release_trained if stage.shards_parameters else None,
-        apart(shared.collectives, shared.device, shared.interrupt) if has_group else None,
+        _apart(shared),
         shared.guard,
         quantized=config.zero_optimization.zero_quantized_gradients,
         native=DTYPES[config.travelling] if native else None,
     )
+    coordinator.on_skipped = reducer.skip
     return zero, reducer
+
+
+def _apart(shared: _Shared) -> list[Collectives]:
+    """The groups that the exchanges of sums have for themselves.
+
+    Exchanges that travel at the same time need one each where they are matched by their order: at
+    stage 3 also those of weights and of gradients.
+    """
+    collectives, device = shared.collectives, shared.device
+    any_order = collectives.any_order(device)
+    alone = shared.config.elastic.is_native or (shared.stage.shards_parameters and not any_order)
+    count = int(alone and collectives.world > 1)
+    two = collectives.topology.divides or shared.accumulation.where is not Where.OWNER
+    if two:
+        count = 1 if any_order else 2
+    groups = [apart(collectives, device, shared.interrupt) for _ in range(count)]
+    return groups * 2 if two and any_order else groups
 
 
 def _make_scheduler(

@@ -187,9 +187,7 @@ class StepByOwners:
                     except CheckpointError as error:  # a save raises it; training need not end
                         own[each.slot.fqn] = {PROBLEM: str(error)}
             self.know(
-                gather_objects(
-                    own, "tree specs of optimizer state", self._collectives, self._device
-                )
+                gather_objects(own, "tree specs of optimizer state", self._collectives.everybodys)
             )
             self.marks = marks
             # Warn at once, and not only at the first save, of what no checkpoint can hold.

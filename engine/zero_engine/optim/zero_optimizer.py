@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zero_comm.collectives import Collectives, wait
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, total_norm
+from zero_comm.reduction import NORM_BLOCK, BlockNorm
 from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_engine.optim.loss_scaler import LossScaling
@@ -243,12 +243,9 @@ class ZeroOptimizer:
         """
         for each in self.sums:
             each.settle()
-        blocks = self._norm.of_own(self.totals)
-        everybodys = self._exchange(torch.cat([blocks, notes]))
-        ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
-        everybodys_notes = everybodys[:, blocks.numel() :].cpu()
+        ordered, unscaled, everybodys_notes = self._agree(notes)
         factor = correction(everybodys_notes) / self.scale
-        norm = total_norm(ordered) * factor
+        norm = unscaled * factor
         applied = math.isfinite(norm)
         culprit = "" if applied else self._culprit(ordered)
         if applied:
@@ -273,6 +270,22 @@ class ZeroOptimizer:
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
+
+    def _agree(self, notes: Tensor) -> tuple[Tensor, float, Tensor]:
+        """What all ranks know after an exchange: block norms, the norm, and the notes of all."""
+        blocks = self._norm.of_own(self.totals)
+        order = notes.new_tensor([self._collectives.order.checksum()])
+        everybodys = self._exchange(torch.cat([blocks, order, notes]))
+        ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
+        small = everybodys[:, blocks.numel() :].double()
+        summed = ordered.double().square().sum()
+        # The host waits here, once in a step, and for a few numbers.
+        known = self._collectives.to_host(
+            torch.cat([summed.view(1), small.flatten()]), "gradient norms"
+        )
+        rows = known[1:].view(small.shape)
+        self._collectives.check_order(rows[:, 0].tolist())
+        return ordered, math.sqrt(float(known[0])), rows[:, 1:].float()
 
     def _exchange(self, own: Tensor) -> Tensor:
         return self._collectives.everybodys(own, "gradient norms")

@@ -6,6 +6,9 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
   unit that is ready early waits for its turn; one that lacks gradients when backward ends is
   completed with zeros. So a rank that skipped a branch stays in step with the others.
 - Each unit has one reduction in each micro-step, whose sum is `zero_comm.reduction`'s.
+- A bounded number of them is under way, if a device's stream does the waiting: the host cannot
+  tell what has ended, because it runs ahead. A unit that the backward will not meet on this rank
+  (`skip`) is then reduced in its turn, so that no stream waits for the end of another's backward.
 
 A backward pass is announced by `begin` and ended by `finish`. A gradient of an unannounced one
 calls `on_plain_backward`, which announces it.
@@ -111,7 +114,7 @@ class GradReducer:
         stage: Stage,
         wholes: Sequence[Tensor] = (),
         on_ready: Callable[[FlatUnit], None] | None = None,
-        apart: Collectives | None = None,
+        apart: Sequence[Collectives] = (),
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         quantized: bool = False,
@@ -128,8 +131,8 @@ class GradReducer:
             wholes: For each unit the tensor [padded] that the total of its sum is an interval of,
                 if every rank has it.
             on_ready: Called when this backward pass does not need a unit's weights any more.
-            apart: The group in which sums begin inside of nodes, or in which the backend makes
-                them; None: owners add everything.
+            apart: Groups for these exchanges alone: none, or one, in which owners add everything,
+                or the backend does; or two, and then sums begin inside of nodes.
             guard: A context around exchanges, which may find that a peer is lost.
             quantized: Send the gradients of micro-batches as int8.
             native: The dtype in which the backend sums gradients; None: they are summed in order.
@@ -160,12 +163,18 @@ class GradReducer:
         self._in_flight: deque[tuple[UnitGradient, Reducing]] = deque()
         self._pool = BufferPool(sums[0].total.device)
         self._reduction: OrderedReduction | NodeReduction | NativeReduction
+        alone = apart[0] if apart else collectives
         if native is not None:
-            self._reduction = NativeReduction(apart or collectives, self._pool, native)
-        elif apart is None:
-            self._reduction = OrderedReduction(collectives, self._pool, quantized=quantized)
+            self._reduction = NativeReduction(alone, self._pool, native)
+        elif len(apart) > 1:
+            self._reduction = NodeReduction(apart[0], apart[1], self._pool)
         else:
-            self._reduction = NodeReduction(apart, self._pool)
+            self._reduction = OrderedReduction(alone, self._pool, quantized=quantized)
+        # Where parameters are gathered in backward, a process that waits here for another rank
+        # could keep it waiting there (a deadlock), since one whose branch left a unit out sends
+        # its zeros at the end. A stream can wait: such a rank sends them in their turn.
+        self._bounded = not alone.any_order(self._pool.device)
+        self._waits = self._bounded or not stage.shards_parameters
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
@@ -226,6 +235,16 @@ class GradReducer:
         """The hook of a loss: note that the current backward pass is of this engine's loss."""
         self._graph_task = torch._C._current_graph_task_id()
 
+    def skip(self, unit: FlatUnit) -> None:
+        """Expect no gradient of a unit in this backward pass: its module has not run here."""
+        gradient = next((each for each in self._order if each.unit is unit), None)
+        if gradient is None or not self._bounded or not self.running:
+            return
+        self._ensure_buffer(gradient)
+        gradient.fill_missing()
+        with self._guard():
+            self._issue_ready()
+
     def finish(self) -> None:
         """Complete the units that lack gradients and end every exchange."""
         for gradient in self._order[self._next :]:
@@ -277,11 +296,8 @@ class GradReducer:
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
             gradient = self._order[self._next]
-            # More under way would take memory and save no time: the network is busy with these. But
-            # where parameters are gathered in backward nothing is waited for: a rank that waits
-            # here for another could keep it waiting there (a deadlock), since one whose branch left
-            # this unit out sends its zeros at the end.
-            self._advance(waits=not self._stage.shards_parameters)
+            # More under way would take memory and save no time: the network is busy with these.
+            self._advance(waits=self._waits)
             microbatches = gradient.buffer
             assert microbatches is not None
             if self._weight != 1:

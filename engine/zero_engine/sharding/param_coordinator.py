@@ -67,6 +67,11 @@ class ParamCoordinator:
         self._collectives = collectives
         self._prefetch = prefetch or Prefetch()
         self._in_backward = False
+        self._ran: set[FlatUnit] = set()
+        """The units whose modules have run in forward since the last backward but one has ended."""
+        self._backward_ended = False
+        self.on_skipped: Callable[[FlatUnit], None] = _nothing
+        """Called in backward for a unit whose turn has passed, and whose module has not run."""
         self.on_plain_backward: Callable[[], None] | None = None
         """Called by an unannounced backward pass, before it gathers."""
         self._root_units = tuple(unit for unit in units if unit.is_root)
@@ -125,7 +130,7 @@ class ParamCoordinator:
 
     def end_backward(self) -> None:
         """Release all units, the root included; after the first step, settle the order."""
-        self._in_backward = False
+        self._in_backward, self._backward_ended = False, True
         self._release(self._units)
         if not self._units or self._traces is None:
             return
@@ -156,7 +161,14 @@ class ParamCoordinator:
 
     # ---- hooks ----
 
+    def _forget_ran(self) -> None:
+        """At the first forward after a backward: what ran before that has had its gradients."""
+        if self._backward_ended and not self._in_backward:
+            self._ran.clear()
+            self._backward_ended = False
+
     def _before_root(self, _module: nn.Module, _args: Any) -> None:
+        self._forget_ran()
         self._gather(self._root_units)
         if not self._in_backward:
             self._begin(self._forward)
@@ -178,7 +190,10 @@ class ParamCoordinator:
             if not torch.is_grad_enabled():
                 self._release(self._root_units)
 
-    def _before_forward(self, units: Sequence[FlatUnit], _module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, units: Sequence[FlatUnit], module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled() or module.training:  # a reentrant checkpoint has no gradients
+            self._forget_ran()
+            self._ran.update(units)
         self._gather(units)
 
     def _after_forward(
@@ -227,6 +242,8 @@ class ParamCoordinator:
             if not unit.gathered:  # by a script's GatheredParameters, perhaps
                 unit.gather()
                 unit.release()
+                if self._in_backward and unit not in self._ran:
+                    self.on_skipped(unit)
 
     def _look_ahead(self) -> None:
         live = sum(unit.padded for unit in self._units if unit.gathered)
@@ -238,6 +255,10 @@ class ParamCoordinator:
         for unit in units:
             if not unit.holders:
                 unit.release()
+
+
+def _nothing(_unit: FlatUnit) -> None:
+    """There is no reducer."""
 
 
 def _differentiable(structure: Any) -> Iterator[Tensor]:

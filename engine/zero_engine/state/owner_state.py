@@ -141,7 +141,7 @@ def fetch(
             own = [tree_spec(owned.get(key), name)]
         except CheckpointError:
             own = [None]
-    gathered = gather_objects(own, f"tree spec of {key}", collectives, device)
+    gathered = gather_objects(own, f"tree spec of {key}", collectives.everybodys)
     source = next(rank for rank, known in enumerate(gathered) if known is not None)
     known = gathered[source][0]
     nest = blank(known, device, device)

@@ -1,0 +1,71 @@
+"""Which transport connects which devices, which device a worker uses, and whose order differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_comm.cpu.transport import CpuTransport, HostTransport
+from zero_comm.distributed import device_index
+from zero_comm.issue_order import IssueOrder, difference
+from zero_comm.staged import StagedTransport
+from zero_comm.transport import Transport
+from zero_comm.transports import way
+from zero_contract.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "transport"),
+    [
+        ("cpu", {"cpu": "gloo", "cuda": "nccl"}, CpuTransport),
+        ("cuda", {"cpu": "gloo", "cuda": "nccl"}, Transport),
+        ("cpu", {"cuda": "nccl"}, CpuTransport),
+        ("cuda", {"cuda": "nccl"}, Transport),
+        ("cuda", {"cpu": "gloo", "cuda": "gloo"}, StagedTransport),
+        ("cuda", {"cpu": "gloo"}, StagedTransport),
+        ("cpu", {"cpu": "mpi"}, HostTransport),
+    ],
+)
+def test_the_backend_decides_how_tensors_of_a_device_travel(
+    kind: str, backends: dict[str, str], transport: type[Transport]
+) -> None:
+    assert way(kind, backends)[0] is transport
+
+
+@pytest.mark.parametrize(
+    ("local", "visible", "current", "expected"),
+    [
+        (0, 8, 0, 0),
+        (5, 8, 0, 5),
+        (5, 1, 0, 0),  # the launcher shows each worker one device
+        (2, 8, 7, 7),  # the script has chosen
+    ],
+)
+def test_a_worker_uses_the_device_of_its_number_unless_somebody_has_chosen(
+    local: int, visible: int, current: int, expected: int
+) -> None:
+    assert device_index(local, visible, current) == expected
+
+
+def test_more_workers_than_devices_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="LOCAL_RANK=4, but this worker sees 4 devices"):
+        device_index(4, 4, 0)
+
+
+def test_orders_of_exchange_are_equal_if_and_only_if_each_communicators_is() -> None:
+    first, second = IssueOrder(), IssueOrder()
+    lanes = [(order.lane(), order.lane()) for order in (first, second)]
+    for gathers, _ in lanes:
+        gathers.note("parameters of a")
+    lanes[0][0].note("parameters of b")
+    lanes[0][1].note("gradients of a")
+    lanes[1][1].note("gradients of a")  # earlier than b here: another communicator
+    lanes[1][0].note("parameters of b")
+    assert first.checksum() == second.checksum()
+    lanes[0][0].note("parameters of c")
+    assert first.checksum() != second.checksum()
+    assert difference([first.names(), second.names()]) == (
+        "as exchange 3 of the step rank 0 began parameters of c and rank 1 nothing"
+    )
+    for order in (first, second):
+        order.clear()
+    assert first.checksum() == second.checksum()
