@@ -41,10 +41,10 @@ class HeldPieces:
         Args:
             given: What the plan takes, in its order; used up, and not held afterwards.
             formed: What the plan says of this micro-step.
-            pool: Of the memory of what is held, and of sums of what is narrower than fp32.
+            pool: Of the memory of sums, and of what is held.
 
         Returns:
-            What is passed on; each in memory of the pool, or of what was given.
+            What is passed on: sums in memory of the pool, single gradients also where they were.
         """
         before = [tensor for _, tensor in self._held.values()]
         memory: dict[Memory, Tensor] = {}
@@ -63,9 +63,9 @@ class HeldPieces:
         for piece in (*formed.gives, *formed.keeps):
             source = at[piece.start]
             is_sum = any(addition.target == source for addition in additions)
-            widens = is_sum and memory[source].dtype != torch.float32
             is_given = source.kind == "given" and piece.start not in self._held
-            if widens or (is_given and piece in formed.keeps):
+            # Not where the gradient was, whose memory can be used again.
+            if (is_sum and source.kind == "given") or (is_given and piece in formed.keeps):
                 at[piece.start] = home = Memory("kept", piece.start)
                 dtype = torch.float32 if is_sum else memory[source].dtype
                 memory[home] = pool.take(memory[source].numel(), dtype)

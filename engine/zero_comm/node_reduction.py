@@ -169,6 +169,7 @@ class _Divided(Reducing):
         self._taken: list[Tensor] = []
         self._arrived: list[tuple[Piece, Tensor]] | None = None
         self._dtype = gradient.dtype
+        self._gradient = gradient.untyped_storage().data_ptr()
         group = via.collectives
         topology = group.topology
         self._node, _ = topology.place(group.rank)
@@ -245,7 +246,19 @@ class _Divided(Reducing):
             start = self._schedule.by_rank[self._ranks.start][0].start
             formed = form_pieces(self._of_node, start, self._into.block, pool)
         self._note_taken(formed, self._of_node)
+        self._give_back(formed)
         return formed
+
+    def _give_back(self, formed: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Free what no piece lies in, before the pieces travel."""
+        used = {each.untyped_storage().data_ptr() for _, each in formed}
+        taken, self._taken, self._of_node = self._taken, [], []
+        for each in taken:
+            if each.untyped_storage().data_ptr() in used:
+                self._taken.append(each)
+            else:
+                self._via.pool.give(each)
+        self.holds_gradient = self._gradient in used
 
     def _exchange_between(self) -> None:
         group, by_node = self._via.collectives, self._schedule.by_node

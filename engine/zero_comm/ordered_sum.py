@@ -151,7 +151,7 @@ def lead(additions: list[Addition], source: Memory, home: Memory) -> None:
 
 @lru_cache(maxsize=1024)
 def next_pieces(
-    start: int, count: int, block: int, *, in_place: bool
+    start: int, count: int, block: int
 ) -> tuple[tuple[Addition, ...], tuple[tuple[Piece, Memory], ...]]:
     """How the gradients of consecutive micro-batches become as few pieces as possible.
 
@@ -159,17 +159,17 @@ def next_pieces(
         start: The first micro-batch.
         count: How many there are.
         block: B, a power of two.
-        in_place: A sum may lie where a gradient was.
 
     Returns:
-        What is to be done, and where each piece lies then.
+        What is to be done, and where each piece lies then: a sum not where a gradient was, whose
+        memory can be used again.
     """
     stack = _Stack(block, [], None)
     for index in range(count):
         stack.push(Piece(start + index, 0), Memory("given", index))
     pieces = []
     for number, (piece, memory) in enumerate(stack.pending):
-        home = memory if in_place or piece.level == 0 else Memory("kept", number)
+        home = memory if piece.level == 0 else Memory("kept", number)
         if home != memory:
             lead(stack.additions, memory, home)
         pieces.append((piece, home))
@@ -188,18 +188,18 @@ def form_pieces(
         gradients: Of [n], at least one; used up.
         start: The first micro-batch.
         block: B, a power of two.
-        pool: Of memory for pieces that are wider than gradients.
+        pool: Of the memory of sums.
 
     Returns:
-        Sums in fp32, and single gradients as they are; each in memory of the pool or of a gradient.
+        Sums in fp32, in memory of the pool, and single gradients where and as they are.
     """
-    narrow = gradients[0].dtype != torch.float32
-    additions, pieces = next_pieces(start, len(gradients), block, in_place=not narrow)
+    additions, pieces = next_pieces(start, len(gradients), block)
     memory = {Memory("given", number): each for number, each in enumerate(gradients)}
     for _, home in pieces:
         if home not in memory:
             memory[home] = pool.take(gradients[0].numel(), torch.float32)
-    run_additions(additions, memory, torch.float32, pool)
+    if additions:
+        run_additions(additions, memory, torch.float32, pool)
     return [(piece, memory[home]) for piece, home in pieces]
 
 

@@ -62,6 +62,8 @@ class Reducing(ABC):
 
     pending: tuple[Pending, ...]
     """The exchanges under way."""
+    holds_gradient = True
+    """Whether the gradient that was given is still needed; its memory can be used again if not."""
 
     def has_arrived(self) -> bool:
         """Whether `advance` would not wait."""
@@ -114,7 +116,8 @@ class OrderedReduction:
         """Send the gradient of one micro-batch; all ranks in the same order.
 
         Args:
-            gradient: [world * n]; to be left alone until the sum is made, which uses it up.
+            gradient: [world * n]; to be left alone while it `holds_gradient` and until the sum is
+                made, which uses it up.
             what: Names the exchanges in messages.
             into: The sum of the step, of n elements.
             turn: Which micro-step it is.

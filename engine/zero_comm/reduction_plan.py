@@ -264,6 +264,29 @@ class Plan:
         )
         return parts * elements * SUM_BYTES // self.parts
 
+    def most_under_way(self, gradient_bytes: int) -> float:
+        """The most bytes on a rank, for each element of a gradient, while it is on its way.
+
+        One gradient is in the exchange inside of nodes, with what has come of others; the pieces of
+        the one before travel to their owners.
+        """
+        most = 0.0
+        for step in self.micro_steps:
+            owned = sum(self._bytes(node.gives, gradient_bytes) for node in step.nodes) / self.world
+            first = 0
+            for size, node in zip(self.nodes, step.nodes, strict=True):
+                given = [
+                    self._bytes(rank.gives, gradient_bytes)
+                    for rank in step.ranks[first : first + size]
+                ]
+                first += size
+                received = (sum(given) - min(given)) / size
+                sums = [piece for piece in node.gives if not self.expression.is_single(piece)]
+                is_held = len(sums) < len(node.gives)  # a single one travels from where it was
+                formed = len(sums) * SUM_BYTES / size + is_held * gradient_bytes
+                most = max(most, gradient_bytes + received + formed + owned)
+        return most
+
     def traffic(self, elements: int, gradient_bytes: int) -> Traffic:
         """What the gradients of one step cost.
 

@@ -47,6 +47,17 @@ class Accumulation:
         """That of a step; None if owners add what comes in every micro-step."""
         return None if self.where is Where.OWNER else _plan(self, micro_batches)
 
+    def most_under_way(self, micro_batches: int, gradient_bytes: int) -> float | None:
+        """As `Plan.most_under_way`; None if gradients are sent to their owners directly."""
+        if self.where is Where.OWNER and not self.topology.divides:
+            return None
+        plan = self.plan(micro_batches)
+        if plan is None:
+            count = min(micro_batches, 2 * self.block * self.topology.world)  # it repeats then
+            rows = self.assignment.rows(count)
+            plan = plan_reduction(rows, block=self.block, nodes=self.topology.nodes)
+        return plan.most_under_way(gradient_bytes)
+
     def most_kept_bytes(self, micro_batches: int, rank: int, elements: int) -> int:
         """The most that a rank keeps between the micro-steps of a step, beside the sums it owns."""
         plan = self.plan(micro_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
+from zero_comm import ordered_sum
 from zero_comm.buffer_pool import BufferPool
+from zero_comm.reduction_plan import plan_reduction
+from zero_comm.topology import ENV_NODE_RANKS
+from zero_data.global_batch import strided
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
 from zero_engine.observe.memory import estimate
@@ -33,9 +38,9 @@ PRECISIONS: dict[str, dict[str, bool]] = {
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -138,6 +143,65 @@ def test_at_stage_0_in_fp32_leaves_lie_where_their_sums_will_be(worlds: WorldPoo
         assert rank == received
     for rank in worlds.run(2, buffers_of_one_step, 2):
         assert sorted(rank) == [*received, *sent]
+
+
+class Counted(BufferPool):
+    """Counts the memory that it takes of the system, until it gives all back."""
+
+    now_bytes = most_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        fresh = not self._idle[numel, dtype]
+        taken = super().take(numel, dtype)
+        self.now_bytes += fresh * taken.nbytes
+        self.most_bytes = max(self.most_bytes, self.now_bytes)
+        return taken
+
+    def free(self) -> None:
+        super().free()
+        self.now_bytes = 0
+
+
+def most_under_way(nodes: str, stage: int, compute: str, depth: int) -> tuple[int, int]:
+    """The memory of gradients under way in a step of one micro-step, and elements of a unit."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": compute == "bf16"},
+    }
+    try:
+        engine, *_ = zero_deepspeed.initialize(model=Stack(depth), config=settings)
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+    assert engine._core.reducer is not None
+    reducer = engine._core.reducer
+    reducer._pool = reducer._reduction.pool = pool = Counted(torch.device("cpu"))
+    batch = torch.ones(1, WIDTH, dtype=torch.float32 if compute == "fp32" else torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordered_sum, "_PIECE", 1 << 12)  # as little beside units as of real ones
+        engine.backward(engine(batch))
+    engine.step()
+    return pool.most_bytes, engine._core.units[0].padded
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.corners(nodes=[(2, 2)], compute=["bf16"])
+def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
+    worlds: WorldPool, nodes: tuple[int, ...], compute: str
+) -> None:
+    """At stage 2, of more units than are ever under way; a rank of the worst place meets it."""
+    plan = plan_reduction(strided(4).rows(4), block=8, nodes=nodes)
+    size = {"bf16": 2, "fp32": 4}[compute]
+    described = ",".join(map(str, nodes))
+    found = worlds.run(4, most_under_way, described, 2, compute, 8)
+    (_, unit), *_ = found
+    expected = (size + plan.most_under_way(size)) * unit
+    most = max(bytes_ for bytes_, _ in found)
+    assert most <= expected
+    assert most == pytest.approx(expected, rel=0.15)
 
 
 def secondary_shards() -> int:

@@ -58,8 +58,10 @@ def explain(
     yield f"\nPer rank, {parameters:,} trained parameters, stage {config.zero_optimization.stage}:"
     largest = largest or -(-parameters // _MODULES)
     yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
+    in_flight = 0
     for world in WORLDS:
         memory = estimate_for(config, parameters, world, largest, node_ranks)
+        in_flight = max(in_flight, memory.in_flight)
         columns = (getattr(memory, name) for name in _COLUMNS)
         numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)
         # The micro-steps of a step, and the part of them in which a rank is not idle.
@@ -73,11 +75,10 @@ def explain(
             except ConfigError:
                 work = "this world does not divide the batch"
         yield f"  {world:5d} {numbers}   {work}"
-    flight = estimate_for(config, parameters, 1, largest).in_flight / _GIB
     yield (
         "The first five columns are the device's memory; without a GPU it is the host's as well.\n"
         "On top come activations, and modules being gathered and reduced: at most "
-        f"{flight:.2f} GiB,\nif the largest module has {largest:,} parameters."
+        f"{in_flight / _GIB:.2f} GiB,\nif the largest module has {largest:,} parameters."
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.topology import described
+from zero_comm.reduction_plan import Where
+from zero_comm.topology import Topology, alone, described
 from zero_engine.accumulation import choose
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
@@ -51,6 +52,8 @@ _GATHERED = 2
 """Units that are gathered at a time: the one that computes and the next one."""
 _REDUCED = 3
 """Gradients of units at a time: being filled, being sent, being received."""
+_FILLED = 1
+"""Of those, the ones that are being filled."""
 _PUTS = 2
 """Writes of stepped weights that may be under way; see `tiers.nvme`."""
 
@@ -99,6 +102,7 @@ def estimate(  # noqa: PLR0913 - a fact each
     gpu: bool = True,
     whole: bool = False,
     kept: int = 0,
+    travelling: float | None = None,
 ) -> Estimate:
     """The bytes on one rank for the state of training.
 
@@ -117,6 +121,8 @@ def estimate(  # noqa: PLR0913 - a fact each
         whole: Whether the optimizer is given whole parameters.
         kept: Bytes of gradient sums that are kept between micro-steps, beside the sums themselves;
             see `Accumulation.most_kept_bytes`.
+        travelling: Bytes for each element of a gradient on its way, where sums begin inside of
+            nodes, see `Accumulation.most_under_way`; None: gradients are sent to their owners.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for the tiers.
@@ -126,9 +132,10 @@ def estimate(  # noqa: PLR0913 - a fact each
     stepped = shard if policy.shards_optimizer else parameters
     unit = largest or parameters
     # In elements. The root is reduced last, when the buffers of the units are still held.
-    under_way = _REDUCED * unit + (_REDUCED - 1) * root
+    reduced = _REDUCED if travelling is None else _FILLED + travelling / size
+    under_way = reduced * unit + (reduced - 1) * root
     if policy.shards_parameters:
-        under_way = max((_GATHERED + _REDUCED) * unit + 2 * root, under_way + root)
+        under_way = max((_GATHERED + reduced) * unit + 2 * root, under_way + root)
     zero = zero or ZeroOptimization(stage=stage)
     plan = _Resting(zero, compute, stepped, *resting, gpu=gpu)
     places = plan.master() + plan.moments(states) + plan.weights()
@@ -146,7 +153,7 @@ def estimate(  # noqa: PLR0913 - a fact each
         host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=max(
-            size * under_way,
+            round(size * under_way),
             plan.at(NONE, plan.widened(states, part)),
             _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
@@ -265,6 +272,15 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
     return optimizer is not None and optimizer.type.lower() in _STEPPED_WHOLE
 
 
+def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
+    """The nodes inside of which gradients are added, on GPUs."""
+    zero, elastic = config.zero_optimization, config.elastic
+    by_owners = STAGES[zero.stage].shards_parameters and elastic.accumulate == Where.OWNER
+    if elastic.is_native or zero.zero_quantized_gradients or by_owners:
+        return alone(world)
+    return described(str(node_ranks), world)
+
+
 def estimate_for(
     config: Config,
     parameters: int,
@@ -281,7 +297,7 @@ def estimate_for(
         largest: Parameters of the largest unit; None: all of the model.
         node_ranks: Ranks of each node, the last of which may have fewer; None: there is one node.
     """
-    topology = described(str(node_ranks or world), world)
+    topology = _nodes(config, world, node_ranks or world)
     accumulation = choose(config, topology)
     states = optimizer_states(config.optimizer)
     batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
@@ -299,6 +315,7 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
+        travelling=accumulation.most_under_way(micro_batches, _BYTES[config.compute]),
         kept=max(
             accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
             for node in range(len(topology.nodes))

@@ -330,14 +330,19 @@ class GradReducer:
             if not reducing.advance():
                 self._in_flight.popleft()
                 self._release(gradient)
+            elif not reducing.holds_gradient:
+                self._give_back(gradient)
 
     def _release(self, gradient: UnitGradient) -> None:
         """Expect the gradient of the next micro-step."""
-        assert gradient.buffer is not None
-        if gradient.buffer is not gradient.whole:
+        self._give_back(gradient)
+        gradient.reset()
+
+    def _give_back(self, gradient: UnitGradient) -> None:
+        """Free the memory of a gradient that nobody reads any more."""
+        if gradient.buffer is not None and gradient.buffer is not gradient.whole:
             self._pool.give(gradient.buffer)
         gradient.buffer = None
-        gradient.reset()
 
 
 def _refuse() -> None:
