@@ -530,6 +530,30 @@ def _schedule_drawn() -> Iterator[str]:
         yield ""
 
 
+# ---- reference-json
+
+
+def json_output() -> str:
+    """What `zero-ctl --json` prints, with its schemas."""
+    from zero_orchestrator.ctl import schemas
+
+    lines = [_JSON.rstrip()]
+    for commands, (meaning, schema) in schemas.outputs(attribute_docs).items():
+        names = ", ".join(f"`zero-ctl {name}`" for name in commands.split(", "))
+        shown = json.dumps({"$schema": schemas.DIALECT, **schema}, indent=2)
+        lines += [f"\n## {commands}\n", f"{names}: {meaning}\n", "```json", shown, "```"]
+    return _page(*lines)
+
+
+_JSON = """# JSON output
+
+With `--json`, `zero-ctl` prints JSON for other programs: one object a line on stdout. Sentences
+for people go to stderr. A later version may add keys, and values to an `enum`: a program must
+ignore what it does not know. An error is a message on stderr and an
+[exit code](exit-codes.md#zero-ctl).
+"""
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "exit-codes.md": exit_codes,
     "reference-api.md": api,
@@ -537,6 +561,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference-environment.md": environment,
     "reference-events.md": events,
     "reference-flags.md": flags,
+    "reference-json.md": json_output,
     "reference-metrics.md": metrics,
     "reduction.md": reduction,
 }

@@ -70,7 +70,7 @@ def read(job: Job) -> status.JobStatus:
 def shown(now: status.JobStatus) -> str:
     console = Console(width=200)
     with console.capture() as text:
-        console.print(views._status_page(now))
+        console.print(views.status_page(now))
     return text.get()
 
 

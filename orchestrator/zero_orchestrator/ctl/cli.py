@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -21,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
@@ -36,6 +38,7 @@ from zero_orchestrator.ctl import (
     requests,
     stack_command,
     status,
+    top_command,
 )
 from zero_orchestrator.ctl import gc as collect
 from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
@@ -158,6 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     look.add_argument("--watch", action="store_true", help="refresh until the job ends")
     look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
     command("jobs", "list all jobs of this etcd, as `zero-ctl status --all`")
+    top_command.add_flags(command("top", "show a job live: its status, speed and last events"))
     events_command.add_flags(command("events", "show the events of a job, each with its cause"))
     logs_command.add_flags(command("logs", "show what the workers of a job print, on all nodes"))
     stack_command.add_flags(
@@ -319,6 +323,10 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
             return metrics.of_jobs([status.find(store, args.job)])
         return metrics.of_jobs(status.read_each(store))
 
+    if args.port is None and args.json:
+        for sample in metrics.samples(now()):
+            view.record(dataclasses.asdict(sample))
+        return CtlExit.OK
     if args.port is None:
         print(metrics.exposition(now).decode(), end="")
         return CtlExit.OK
@@ -340,41 +348,44 @@ def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
     requests.ask_to_drain(store, job, args.node, requests.who())
-    view.report(f"node {args.node} will leave job {job} at its next step boundary")
+    say = partial(_say, view, command="drain", job=job, target=args.node)
+    say(f"node {args.node} will leave job {job} at its next step boundary", done=False)
     key = Keys(job).node(args.node)
     text = f"node {args.node} has left job {job}"
-    return _wait(view, args.wait, lambda: store.get(key) is None, text)
+    return _wait(say, args.wait, lambda: store.get(key) is None, text)
 
 
 def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = status.find(store, args.job)
+    say = partial(_say, view, command="stop", job=job.job)
     if job.ended:
-        view.report(f"job {job.job} has ended already: {job.now}")
+        say(f"job {job.job} has ended already: {job.now}", done=True)
         return CtlExit.OK
     asked = requests.ask_to_stop(store, job.job, requests.who(), args.reason)
     if not job.live_nodes:
-        view.report(
-            f"no agent of job {job.job} is alive; the first agent that starts will end the job"
-        )
+        text = "no agent of job {} is alive; the first agent that starts will end the job"
+        say(text.format(job.job), done=False)
     else:
         how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
-        view.report(f"job {job.job} {how}; its workers leave at the next step boundary")
+        say(f"job {job.job} {how}; its workers leave at the next step boundary", done=False)
     text = f"job {job.job} has ended"
-    return _wait(view, args.wait, lambda: status.read(store, job.job).ended, text)
+    return _wait(say, args.wait, lambda: status.read(store, job.job).ended, text)
 
 
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     why = f"asked for by {requests.who()}" + (f" ({args.reason})" if args.reason else "")
     found = requests.exclude(store, job, args.node, why, round(args.for_s))
-    view.report(f"job {job} continues without the host: {found}")
+    text = f"job {job} continues without the host: {found}"
+    _say(view, text, command="exclude", job=job, target=found.host, done=True)
     return CtlExit.OK
 
 
 def _include(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     host = requests.include(store, job, args.node)
-    view.report(f"{host} may take part in job {job} again")
+    text = f"{host} may take part in job {job} again"
+    _say(view, text, command="include", job=job, target=host, done=True)
     return CtlExit.OK
 
 
@@ -389,7 +400,9 @@ def _gc(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     verb = "would be" if args.dry_run else "is"
     for doomed in found:
         gone += 1
-        view.report(f"job {doomed.remains.job} {verb} deleted: {doomed.reason}")
+        job = doomed.remains.job
+        text = f"job {job} {verb} deleted: {doomed.reason}"
+        _say(view, text, command="gc", job=job, done=not args.dry_run)
     if not gone:
         view.report("nothing is to be deleted: --older-than, --keep and --lost say what is")
     return CtlExit.OK
@@ -403,23 +416,32 @@ def _running(store: KeyValueStore, name: str | None) -> str:
     return job.job
 
 
-def _wait(view: View, wait_s: float, happened: Callable[[], bool], sentence: str) -> int:
+def _say(view: View, text: str, **facts: Any) -> None:
+    """Print what has become of a request, in words and for tools."""
+    view.record(dataclasses.asdict(requests.Outcome(text=text, **facts)))
+    view.report(text)
+
+
+def _wait(
+    say: Callable[..., None], wait_s: float, happened: Callable[[], bool], sentence: str
+) -> int:
     """Wait up to `wait_s` seconds until `happened`; without --wait (0 seconds) do nothing."""
     if wait_s == 0:
         return CtlExit.OK
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if happened():
-            view.report(sentence)
+            say(sentence, done=True)
             return CtlExit.OK
         time.sleep(0.1)
-    view.report(f"not within {wait_s:g} s; `zero-ctl status` shows more")
+    say(f"not within {wait_s:g} s; `zero-ctl status` shows more", done=False)
     return CtlExit.TOO_LATE
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
     "status": _status,
     "jobs": _jobs,
+    "top": top_command.run,
     "events": events_command.run,
     "logs": logs_command.run,
     "stack": stack_command.run,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,25 @@ def _asked(job: JobStatus, rank: int | None) -> Sequence[str]:
     return job.live_nodes if rank is None else status.choose_members(job, rank)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line that a worker has printed."""
+
+    job: str
+    """Name of the job."""
+    node: str
+    time: float
+    """Clock of the node when it read the line, in seconds since the epoch."""
+    round: int
+    """Round in which the worker ran."""
+    rank: int
+    """Rank of the worker in that round."""
+    stream: str
+    """`stdout` or `stderr`."""
+    text: str
+    """The line without its end."""
+
+
 @dataclass(frozen=True)
 class _Cursor:
     """What has been shown of a node's output."""
@@ -166,7 +186,8 @@ class _Reader:
         rank = chunk["rank"]
         facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
         for line in chunk["text"].splitlines():
-            self._view.record({"job": self._job, "node": node, **facts, "text": line})
+            its = Line(job=self._job, node=node, **facts, text=line)
+            self._view.record(dataclasses.asdict(its))
             colour = _COLOURS[rank % len(_COLOURS)]
             self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))
 

@@ -45,6 +45,23 @@ class Definition:
     """Names of its labels beside `JOB`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One value of a metric, for `zero-ctl metrics --json`."""
+
+    name: str
+    """Name of the metric; that of a counter ends in `_total`."""
+    labels: dict[str, str]
+    value: float
+
+
+def samples(metrics: Iterable[Metric]) -> Iterator[Sample]:
+    """All values of some metrics."""
+    for metric in metrics:
+        for one in metric.samples:
+            yield Sample(name=one.name, labels=dict(one.labels), value=one.value)
+
+
 def family(definition: Definition, values: Values, *, per: str = "") -> Metric | None:
     """A metric with its samples; None without one. `per`: one more label, which all have."""
     kind: type[CounterMetricFamily | GaugeMetricFamily]

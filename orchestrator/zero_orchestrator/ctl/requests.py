@@ -10,6 +10,7 @@ import getpass
 import json
 import os
 import socket
+from dataclasses import dataclass
 
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.status import NoSuchJob, NoSuchNode
@@ -20,6 +21,22 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What has become of a request."""
+
+    command: str
+    """The command of `zero-ctl`: drain, stop, exclude, include or gc."""
+    job: str
+    """Name of the job; empty if there is none."""
+    target: str | None = None
+    """The node or the host; None: the whole job."""
+    done: bool
+    """Whether it is complete. False: the agents of the job carry it out, or it was not done."""
+    text: str
+    """The outcome in words."""
 
 
 class TooFewNodes(ZeroError):

@@ -121,7 +121,7 @@ class TableView:
 
     def status(self, status: JobStatus) -> None:
         """As `View.status`."""
-        self._console.print(_status_page(status))
+        self._console.print(status_page(status))
 
     def watch(self, statuses: Iterable[JobStatus]) -> None:
         """As `View.watch`; a terminal shows only the last status, with ages that grow."""
@@ -131,24 +131,11 @@ class TableView:
             return
         with Live(console=self._console, auto_refresh=False) as live:
             for status in statuses:
-                live.update(_status_page(status), refresh=True)
+                live.update(status_page(status), refresh=True)
 
     def event(self, event: Event, offset_s: float | None = None) -> None:
         """As `View.event`."""
-        record = event.record
-        at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
-        name = str(record.get("event", "?"))
-        self._console.print(
-            Text.assemble(
-                (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
-                ("" if offset_s is None else f"  {offset_s:+9.3f} s", "bold"),
-                f"  round {record.get('round', '-')!s:3}",
-                (f" {record.get('node', '-')!s:12}", "cyan"),
-                (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
-                f" {record.get('text', '')}",
-            ),
-            soft_wrap=True,
-        )
+        self._console.print(event_line(event, offset_s), soft_wrap=True)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """As `View.record`."""
@@ -160,6 +147,21 @@ class TableView:
     def report(self, sentence: str) -> None:
         """As `View.report`."""
         self._console.print(sentence, soft_wrap=True)
+
+
+def event_line(event: Event, offset_s: float | None = None) -> Text:
+    """An event for people; with an offset, the time since the first event of its recovery."""
+    record = event.record
+    at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
+    name = str(record.get("event", "?"))
+    return Text.assemble(
+        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+        ("" if offset_s is None else f"  {offset_s:+9.3f} s", "bold"),
+        f"  round {record.get('round', '-')!s:3}",
+        (f" {record.get('node', '-')!s:12}", "cyan"),
+        (f" {name:10}", _EVENT_STYLES.get(name, "bold")),
+        f" {record.get('text', '')}",
+    )
 
 
 def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
@@ -205,7 +207,8 @@ def _now(status: JobStatus) -> str:
     return f"{status.now}; one was alive {age(status.seen_time_s)}"
 
 
-def _status_page(status: JobStatus) -> RenderableType:
+def status_page(status: JobStatus) -> RenderableType:
+    """The status of a job for people."""
     title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
     facts = _table("", "")
     facts.show_header = False

@@ -1,0 +1,111 @@
+"""What `zero-ctl --json` prints is what docs/reference-json.md says: every key, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.unit.test_status import Job
+from zero_agent.loop.answers import Answers
+from zero_orchestrator.ctl import cli
+from zero_orchestrator.ctl.events import events_prefix, progress_prefix
+from zero_orchestrator.ctl.views import JsonView
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference-json.md"
+BLOCKS = re.findall(r"^## (.*?)\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+SCHEMAS = {name: json.loads(text) for names, text in BLOCKS for name in names.split(", ")}
+CHUNK = {"number": 1, "time": 1.5, "round": 3, "rank": 0, "stream": "stdout", "text": "a\nb\n"}
+STACK = 'Thread 0x01 (most recent call first):\n  File "/x.py", line 7 in f\n'
+RANKS = [{"rank": 0, "pid": 7, "text": STACK}, {"rank": 1, "pid": 8, "problem": "gone"}]
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, which allows no key that it does not name."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    return {**found, "additionalProperties": False} if "properties" in schema else found
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """A job that runs on two nodes, with all that a job can have."""
+    made = MemoryStore(ManualClock())
+    job = Job(made)
+    job.live("abc")
+    job.round(3, "ACTIVE", "ab")
+    latest = {"step": 5, "samples": 40, "tag": "t", "digest": "d", "time": 1.5}
+    made.put(job.keys.latest, json.dumps(latest))
+    made.put(job.keys.excluded("host"), json.dumps({"host": "host", "why": "me", "for_s": 0}))
+    progress = {"step": 7, "loss": 1.25, "time": 2.0, "ram": {"used_bytes": 1, "budget_bytes": 2}}
+    made.put(progress_prefix("gpt") + "a", json.dumps(progress))
+    event = {"time": 1.0, "node": "a", "round": 3, "event": "start", "text": "x"}
+    made.put(events_prefix("gpt") + "a.1.1", json.dumps(event))
+    kinds = {
+        "stack": lambda query: {"host": "h", "ranks": RANKS},
+        "logs": lambda query: {"agent": "1", "chunks": [CHUNK], "number": 1, "lost": False},
+    }
+    agents = [Answers(made, "gpt", node, kinds) for node in "abc"]
+    yield made
+    for agent in agents:
+        agent.close()
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Those that print JSON."""
+    groups = cli.make_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    found = groups[0].choices.items()
+    return {name: one for name, one in found if "--json" in one._option_string_actions}
+
+
+def test_every_command_that_prints_json_is_on_the_page():
+    assert set(SCHEMAS) == set(commands()) - {"top"}
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("status gpt", 1),
+        ("jobs", 1),
+        ("events gpt", 1),
+        ("logs gpt", 6),
+        ("stack gpt", 4),
+        ("metrics gpt", None),
+        ("drain a gpt", 1),
+        ("drain b gpt --wait=0.1", 2),
+        ("exclude c gpt", 1),
+        ("include host gpt", 1),
+        ("stop gpt", 1),
+    ],
+)
+def test_what_is_printed_has_the_keys_of_the_page_and_no_other(store, capsys, line, count):
+    args = cli.make_parser().parse_args([*line.split(), "--json"])
+    cli._COMMANDS[args.command](args, store, JsonView())
+    found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert len(found) == count if count else found
+    schema = closed(SCHEMAS[args.command])
+    for record in found:
+        jsonschema.validate(record, schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_what_gc_deletes_is_a_record(capsys):
+    store = MemoryStore(ManualClock())
+    Job(store).round(3, "DONE", "a")
+    args = cli.make_parser().parse_args(["gc", "--keep=0", "--json", "--dry-run"])
+    cli._COMMANDS["gc"](args, store, JsonView())
+    (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+    jsonschema.validate(record, closed(SCHEMAS["gc"]), cls=jsonschema.Draft202012Validator)
+    assert (record["job"], record["done"]) == ("gpt", False)
