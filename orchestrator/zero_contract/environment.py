@@ -28,6 +28,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "the forkserver).",
             "CUDA_VISIBLE_DEVICES": "GPUs that the agent counts, checks and divides among its "
             "workers.",
+            "_ARGCOMPLETE": "Set by a shell that asks for completions; see `zero-ctl completion`.",
             "NO_COLOR": "If it is set, --log-format=rank and --tee show no colours.",
             "TERM": "Type of the terminal; `dumb` shows no colours.",
             "TORCHELASTIC_HEALTH_CHECK_PORT": "Sets --health-port if that flag is not given.",
@@ -93,6 +94,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ZERO_JOIN_TOKEN": "Join token of a job: gives `zero-ctl` access to the etcd that the "
             "job runs for itself. `zero-ctl launch` generates a token if none is set; "
             "`zero-ctl certs` derives certificates from the token.",
+            "_ARGCOMPLETE": "Set by a shell that asks for completions; see `zero-ctl completion`.",
             "DS_ENV_FILE": "File with variables for the hosts of `zero-ctl launch`, besides "
             ".deepspeed_env and .zero_env.",
             "PDSH_SSH_ARGS_APPEND": "Further arguments of ssh for `zero-ctl launch "

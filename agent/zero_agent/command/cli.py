@@ -61,6 +61,10 @@ _FAILED = (AgentExit.JOB_FAILED, AgentExit.NO_PROGRESS)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
+    if "_ARGCOMPLETE" in os.environ:  # a TAB in the user's shell; `zero-ctl completion` sets it up
+        import argcomplete
+
+        argcomplete.autocomplete(command_line.make_parser())
     logging.raiseExceptions = False  # a closed terminal must not end a job
     log.addHandler(output.Log())
     log.setLevel(logging.INFO)

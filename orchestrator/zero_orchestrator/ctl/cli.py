@@ -31,6 +31,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
+    completion,
     dashboard_command,
     events_command,
     logs_command,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ENDPOINT = "127.0.0.1:2379"
 """Endpoint of etcd if none is given: the same as that of agents on one machine."""
+CALL_S = 5.0
 WATCH_S = 1.0
 OUTAGE_S = 30.0
 """`status --watch` continues through an outage of etcd of up to this many seconds."""
@@ -72,6 +74,21 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Command -> the module that replaces this process, and its help. Neither reads etcd here."""
+_MODULES: Mapping[str, tuple[Any, str]] = {
+    "top": (top_command, "show a job live: its status, speed and last events"),
+    "events": (events_command, "show the events of a job, each with its cause"),
+    "logs": (logs_command, "show what the workers of a job print, on all nodes"),
+    "stack": (stack_command, "show the stacks of all workers of a job, equal ones once"),
+    "report": (
+        report_command,
+        "write what happened in a job into one HTML file, with charts",
+    ),
+    "dashboard": (
+        dashboard_command,
+        "serve a page that shows a job as it runs, until Ctrl-C",
+    ),
+}
+"""Command -> the module with its `add_flags` and `run`, and its help."""
 _FOR = "duration of the exclusion, such as 30, 10m or 2h (default: until `zero-ctl include`)"
 _ETCD_FILES = {
     "etcd-ca": "certificate authority of etcd (PEM)",
@@ -92,7 +109,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _HANDED_OVER:
         os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
-    args = make_parser().parse_args([with_dashes(word) for word in words])
+    parser = make_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        completion.complete(parser, open_store=_open)
+    args = parser.parse_args([with_dashes(word) for word in words])
     logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are printed here
     try:
         code = _run(args)
@@ -161,18 +181,8 @@ def make_parser() -> argparse.ArgumentParser:
     look.add_argument("--watch", action="store_true", help="refresh until the job ends")
     look.add_argument("--all", action="store_true", help="list all jobs of this etcd")
     command("jobs", "list all jobs of this etcd, as `zero-ctl status --all`")
-    top_command.add_flags(command("top", "show a job live: its status, speed and last events"))
-    events_command.add_flags(command("events", "show the events of a job, each with its cause"))
-    logs_command.add_flags(command("logs", "show what the workers of a job print, on all nodes"))
-    stack_command.add_flags(
-        command("stack", "show the stacks of all workers of a job, equal ones once")
-    )
-    report_command.add_flags(
-        command("report", "write what happened in a job into one HTML file, with charts")
-    )
-    dashboard_command.add_flags(
-        command("dashboard", "serve a page that shows a job as it runs, until Ctrl-C")
-    )
+    for name, (module, text) in _MODULES.items():
+        module.add_flags(command(name, text))
     numbers = command(
         "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
     )
@@ -219,6 +229,7 @@ def make_parser() -> argparse.ArgumentParser:
         text = f"seconds to wait until {event} (default 0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
     job_files.add_to(commands)
+    completion.add_to(commands)
     for name, (_, text) in _HANDED_OVER.items():  # listed here; `main` starts them
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -236,8 +247,8 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _open(args: argparse.Namespace) -> EtcdStore:
-    """The etcd that the flags name.
+def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
+    """The etcd that the flags name; each call ends within `timeout_s`.
 
     Raises:
         SpecError: A flag is wrong, or its file cannot be read; the message names the flag, or the
@@ -277,7 +288,11 @@ def _open(args: argparse.Namespace) -> EtcdStore:
             key=Path(key) if key else None,
         )
         try:
-            return EtcdStore(args.rdzv_endpoint or DEFAULT_ENDPOINT, credentials=credentials)
+            return EtcdStore(
+                args.rdzv_endpoint or DEFAULT_ENDPOINT,
+                timeout_s=timeout_s,
+                credentials=credentials,
+            )
         except SpecError as error:
             raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
 
@@ -439,14 +454,9 @@ def _wait(
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, KeyValueStore, View], int]] = {
+    **{name: module.run for name, (module, _) in _MODULES.items()},
     "status": _status,
     "jobs": _jobs,
-    "top": top_command.run,
-    "events": events_command.run,
-    "logs": logs_command.run,
-    "stack": stack_command.run,
-    "report": report_command.run,
-    "dashboard": dashboard_command.run,
     "metrics": _metrics,
     "drain": _drain,
     "stop": _stop,
