@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training_model import GPT
+from training_model import GPT, Shape
 
 Tokens = tuple[Tensor, Tensor]
 Step = Callable[[Sequence[Tokens]], float]
@@ -30,7 +30,7 @@ class Setting:
 
     nodes: tuple[int, ...]
     """Ranks of each node."""
-    micro: int
+    shape: Shape
     accumulation: int
     """Micro-batches of this rank in one step."""
     bf16: bool
@@ -57,7 +57,7 @@ def floor(model: GPT, setting: Setting) -> Step:
     keep_freed_memory()
     if setting.bf16:
         return _with_masters(model)
-    return _torch_step(model, adamw(model.parameters()), autocast=False)
+    return torch_step(model, adamw(model.parameters()), autocast=False)
 
 
 def _with_masters(model: GPT) -> Step:
@@ -85,7 +85,7 @@ def _with_masters(model: GPT) -> Step:
     return step
 
 
-def _torch_step(
+def torch_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -133,7 +133,7 @@ def _drop_gradient(param: Tensor) -> None:
 def ddp(model: GPT, setting: Setting) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = adamw(wrapped.parameters())
-    return _torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
+    return torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
 
 
 def zro(model: GPT, setting: Setting) -> Step:
@@ -143,7 +143,7 @@ def zro(model: GPT, setting: Setting) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), torch.optim.AdamW, fused=True, **_ADAMW
     )
-    return _torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
+    return torch_step(wrapped, optimizer, autocast=setting.bf16, unsent=wrapped.no_sync)
 
 
 def fsdp2(
@@ -165,7 +165,7 @@ def fsdp2(
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return _torch_step(model, adamw(model.parameters()), autocast=False)
+    return torch_step(model, adamw(model.parameters()), autocast=False)
 
 
 # ---- ours and DeepSpeed: one API ----
@@ -203,8 +203,8 @@ def _engine_step(
     optimizer: Any = None,
 ) -> Step:
     config = {
-        "train_batch_size": setting.micro * setting.world * setting.accumulation,
-        "train_micro_batch_size_per_gpu": setting.micro,
+        "train_batch_size": setting.shape.micro * setting.world * setting.accumulation,
+        "train_micro_batch_size_per_gpu": setting.shape.micro,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": setting.bf16},
         "zero_optimization": zero,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counters import begin_memory, resident_bytes
+from stock_systems import STOCK
 from torch import nn
 from training_model import GPT, Shape, batch
 from training_systems import SYSTEMS, Setting
@@ -50,7 +51,8 @@ def count(module: nn.Module) -> int:
 
 def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
     rank, accumulation = dist.get_rank(), task["accumulation"]
-    importlib.import_module(SYSTEMS[system].package)
+    systems = {**SYSTEMS, **STOCK}
+    importlib.import_module(systems[system].package)
     baseline = begin_memory()
     torch.manual_seed(0)
     shape = Shape(**task["shape"])
@@ -58,11 +60,11 @@ def measure(system: str, task: dict[str, Any]) -> dict[str, Any]:
     parameters, blocks = count(model), [count(block) for block in model.blocks]
     setting = Setting(
         nodes=tuple(task["nodes"]),
-        micro=shape.micro,
+        shape=shape,
         accumulation=accumulation,
         bf16=task["dtype"] == "bf16",
     )
-    step = SYSTEMS[system].make(model, setting)
+    step = systems[system].make(model, setting)
     steps: list[dict[str, float]] = []
     sent_before = dict.fromkeys(INTERFACES, 0)
     for number in range(task["warmup"] + task["steps"]):
