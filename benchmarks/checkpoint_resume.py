@@ -15,7 +15,8 @@ a first round is not counted. Printed are medians and ranges of
     read        bytes read by all ranks (not by the conversion), in sizes of the state
     peak        MB of memory of the largest rank above its imports, while resuming
 
-The loss of one batch after the load must be the one before the save, or the script fails.
+"ours" is zero_engine at stage 3, "protected" is FSDP2 under zero_torch, "DCP" is FSDP2 alone. The
+loss of one batch after the load must be the one before the save, or the script fails.
 """
 
 from __future__ import annotations
@@ -190,10 +191,11 @@ def show(trials: Mapping[str, Sequence[Took]], args: argparse.Namespace) -> None
     console = Console(width=150)
     console.print(table)
     for peer, target in TARGETS.items():
-        if peer in trials:
-            pairs = zip(trials["ours"], trials[peer], strict=True)
-            ratios = [own["first step"] / other["first step"] for own, other in pairs]
-            console.print(f"first step: {spread(ratios)} of {peer}'s, target {target}")
+        for own in ("ours", "protected"):
+            pairs = zip(trials.get(own, ()), trials.get(peer, ()), strict=False)
+            ratios = [mine["first step"] / other["first step"] for mine, other in pairs]
+            if ratios:
+                console.print(f"{own}, first step: {spread(ratios)} of {peer}'s, target {target}")
 
 
 def spread(values: Sequence[float]) -> str:

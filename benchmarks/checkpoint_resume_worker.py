@@ -94,17 +94,41 @@ def engine_step(engine: Any, shape: Shape) -> Callable[[], None]:
     return step
 
 
-def dcp(shape: Shape, root: Path, world: int) -> System:
-    """FSDP2, with torch's own state dictionaries."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+def sharded(shape: Shape, world: int) -> GPT:
+    """The model under FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = GPT(shape), init_device_mesh("cpu", (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def protected(shape: Shape, root: Path, world: int) -> System:
+    """FSDP2 under zero_torch."""
+    from stock_systems import Tokens
+
+    import zero_torch
+
+    model = sharded(shape, world)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **OPTIMIZER)
+    loader = torch.utils.data.DataLoader(Tokens(shape, world), batch_size=shape.micro)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=world)
+
+    def step() -> None:
+        run.backward(model(*next(iter(run.loader))))
+        run.step()
+
+    return System(module=model, step=step, save=lambda: run.save(root), load=lambda: run.load(root))
+
+
+def dcp(shape: Shape, root: Path, world: int) -> System:
+    """FSDP2, with torch's own state dictionaries."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = sharded(shape, world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
 
     def step() -> None:
@@ -134,11 +158,13 @@ def dcp(shape: Shape, root: Path, world: int) -> System:
 
 SYSTEMS: dict[str, Callable[[Shape, Path, int], System]] = {
     "ours": ours,
+    "protected": protected,
     "DCP": dcp,
     "DeepSpeed": deepspeed,
 }
 IMPORTS: dict[str, tuple[str, ...]] = {
     "ours": ("zero_deepspeed",),
+    "protected": ("zero_torch", "torch.distributed.fsdp"),
     "DCP": ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
     "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.stage3"),
 }

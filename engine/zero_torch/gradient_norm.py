@@ -7,7 +7,7 @@ lie in blocks of other ranks to those: `crossings` decides which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,8 +65,13 @@ def crossings(bounds: Sequence[Sequence[int]], world: int) -> list[Crossing]:
     return found
 
 
+Norm = Callable[[Sequence[Tensor], Tensor], tuple[float, Tensor]]
+"""From flat gradients, and this rank's notes [n] in fp32, to the norm and the notes of all ranks
+[world, n], on the CPU: one exchange for both."""
+
+
 class ShardNorm:
-    """The norm of tensors of which each rank holds some consecutive elements. Collective."""
+    """The norm of tensors of which each rank holds some consecutive elements: a `Norm`."""
 
     def __init__(
         self, bounds: Sequence[Sequence[int]], collectives: Collectives, device: torch.device
@@ -88,8 +93,8 @@ class ShardNorm:
         self._given = [each for each in every if each.holder == rank]
         self._taken = [each for each in every if each.target == rank]
 
-    def __call__(self, shards: Sequence[Tensor]) -> float:
-        """The norm; the shards are flat.
+    def __call__(self, shards: Sequence[Tensor], notes: Tensor) -> tuple[float, Tensor]:
+        """See `Norm`. Collective.
 
         Raises:
             PeerLost: A peer is lost.
@@ -118,14 +123,43 @@ class ShardNorm:
             begin, size, at = rank * self._shares[tensor], stop - start, read[holder]
             rows[tensor][start - begin : stop - begin] = received[holder][at : at + size]
             read[holder] += size
-        everybodys = self._group.everybodys(self._norm.of_own(rows), "gradient norms")
-        return total_norm(self._norm.in_order(everybodys))
+        return _exchanged(self._group, self._norm, self._norm.of_own(rows), notes)
 
 
-def whole_norm(gradients: Sequence[Tensor]) -> float:
-    """The same norm of gradients that this rank has whole."""
-    norms = [block_norms(gradient.reshape(-1).float()) for gradient in gradients]
-    return total_norm(torch.cat(norms))
+class WholeNorm:
+    """The same norm of tensors that every rank has whole, each for its share of them: a `Norm`."""
+
+    def __init__(
+        self, lengths: Sequence[int], collectives: Collectives, device: torch.device
+    ) -> None:
+        """Describe the tensors: their lengths, in their order."""
+        self._group = collectives
+        world = collectives.world
+        self._shares = [share_of(length, world) for length in lengths]
+        self._norm = BlockNorm(lengths, self._shares, range(world), device)
+
+    def __call__(self, gradients: Sequence[Tensor], notes: Tensor) -> tuple[float, Tensor]:
+        """See `Norm`. Collective.
+
+        Raises:
+            PeerLost: A peer is lost.
+        """
+        own = []
+        for gradient, share in zip(gradients, self._shares, strict=True):
+            begin = self._group.rank * share
+            norms = block_norms(gradient[begin : begin + share].float())
+            own += [norms, norms.new_zeros(share // NORM_BLOCK - norms.numel())]
+        return _exchanged(self._group, self._norm, torch.cat(own), notes)
+
+
+def _exchanged(
+    group: Collectives, norm: BlockNorm, own: Tensor, notes: Tensor
+) -> tuple[float, Tensor]:
+    """The norm, from that of this rank's blocks, and everybody's notes."""
+    blocks = own.numel()
+    everybodys = group.everybodys(torch.cat([own, notes.to(own)]), "gradient norms")
+    ordered = norm.in_order(everybodys[:, :blocks].contiguous())
+    return total_norm(ordered), everybodys[:, blocks:].cpu()
 
 
 def clip(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:

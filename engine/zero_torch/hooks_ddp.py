@@ -1,8 +1,11 @@
 """DDP: the ordered reduction in the place of its all-reduce, as its communication hook.
 
-Must always hold: a sum belongs to a parameter, never to a bucket, because DDP distributes the
-parameters over other buckets after the first backward, in the middle of a step. A rank owns the
-same interval of each parameter, whatever bucket that is in.
+Must always hold: where DDP may distribute the parameters over other buckets in the middle of a
+step, which it does after its first backward, a sum belongs to a parameter, never to a bucket. A
+rank owns one part of each sum; what is left because the parts are equal, less than one element for
+each rank, is summed by all ranks.
+
+DDP reads a bucket after the end of the backward's exchanges: its own end is announced later.
 
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
@@ -14,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_comm.collectives import Collectives, wait
-from zero_torch.ordered_gradients import Interval, OrderedGradients
+from zero_comm.collectives import Collectives
+from zero_torch.ordered_gradients import OrderedGradients
 
 
 class _Buckets:
@@ -27,43 +30,61 @@ class _Buckets:
         gradients: OrderedGradients,
         collectives: Collectives,
     ) -> None:
-        self.names = names
-        self._gradients = gradients
+        self._names = names
+        self.gradients = gradients
         self._collectives = collectives
+        self._settled = False
+        """Whether a step has ended, and so the buckets stay what they are."""
+        self._rests: dict[str, Tensor] = {}
+        """What is left of this backward's gradients."""
+        gradients.ends.append(self._reduce_rests)
 
-    def reduce(self, buffer: Tensor, parameters: list[tuple[str, int]]) -> None:
-        """Reduce consecutive gradients in place."""
+    def reduce(self, bucket: dist.GradBucket) -> None:
+        """Begin to reduce the gradients of a bucket in place."""
+        now = self.gradients.now
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        names = [self._names[parameter] for parameter in parameters]
+        if self._settled or (now is not None and now.number == 0 and now.last):
+            self._reduce(f"the bucket of {names[0]}", buffer)
+        else:
+            widths = [parameter.numel() for parameter in parameters]
+            for name, gradient in zip(names, buffer.split(widths), strict=True):
+                self._reduce(name, gradient)
+
+    def _reduce(self, name: str, gradient: Tensor) -> None:
         world = self._collectives.world
-        intervals = [Interval(name, -(-numel // world)) for name, numel in parameters]
-        widths = [interval.numel for interval in intervals]
-        each = buffer.split([numel for _, numel in parameters])
-        rows = buffer.new_zeros(world, sum(widths))
-        for gradient, columns in zip(each, rows.split(widths, dim=1), strict=True):
-            _scatter(gradient, columns)
-        full = torch.zeros_like(rows)
-        self._gradients.reduce(intervals, rows.view(-1), self._collectives.own(full.view(-1)))
-        assert self._gradients.now is not None
-        if not self._gradients.now.last:
-            buffer.zero_()
+        whole = gradient.numel() // world * world
+        self._rests[name] = gradient[whole:]
+        if whole:
+            divided = gradient[:whole]
+            own = self._collectives.own(divided)
+            self.gradients.reduce(name, divided, own, gather=True)
+
+    def _reduce_rests(self) -> None:
+        now = self.gradients.now
+        rests = [self._rests[name] for name in sorted(self._rests)]  # in one order for a step
+        self._rests.clear()
+        assert now is not None
+        self._settled = self._settled or now.last
+        mine = torch.cat(rests)
+        if not mine.numel():
             return
-        wait(self._collectives.all_gather(full.view(-1), f"sums of {intervals[0].name}"))
-        for gradient, columns in zip(each, full.split(widths, dim=1), strict=True):
-            gradient.copy_(columns.reshape(-1)[: gradient.numel()])
-
-
-def _scatter(gradient: Tensor, rows: Tensor) -> None:
-    """Put a flat gradient into rows [world, n], one after the other; what is left stays zero."""
-    whole, rest = divmod(gradient.numel(), rows.shape[1])
-    rows[:whole].copy_(gradient[: whole * rows.shape[1]].view(whole, -1))
-    if rest:
-        rows[whole, :rest].copy_(gradient[whole * rows.shape[1] :])
+        if not self.gradients.loss_is_weighted:
+            mine.mul_(now.weight)
+        everybodys = self._collectives.everybodys(mine, "the ends of gradients")
+        sums = self.gradients.add("the ends of gradients", everybodys)
+        if sums is not None:
+            torch._foreach_copy_(rests, sums.split([rest.numel() for rest in rests]))
 
 
 def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
-    buckets.reduce(buffer, [(buckets.names[p], p.numel()) for p in bucket.parameters()])
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices or None)
+    try:
+        buckets.reduce(bucket)
+    except Exception as error:  # DDP would make another one of it
+        buckets.gradients.hold(error)
     done.set_result(buffer)
     return done
 

@@ -1,8 +1,11 @@
 """FSDP2: the ordered reduction in the place of its reduce-scatter, through its public hooks.
 
-Must always hold: FSDP2 neither divides nor adds anything that is not zero. Each group of parameters
-that FSDP2 reduces together is one sum, of which a rank owns what FSDP2 gives it. FSDP2 calls no
-reduce-scatter at world 1, and the all-reduce hook at every world size.
+Must always hold: FSDP2 neither divides nor adds. Each group of parameters that FSDP2 reduces
+together is one sum, of which a rank owns what FSDP2 gives it. FSDP2 calls no reduce-scatter at
+world 1, and the all-reduce hook at every world size.
+
+What is given to FSDP2 as the result becomes `.grad`, and may be filled until the end of the
+backward, unless FSDP2 makes a copy of it: in another dtype, or on another device.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zero_contract.errors import ConfigError
-from zero_torch.ordered_gradients import Interval, OrderedGradients
+from zero_torch.ordered_gradients import OrderedGradients
 
 _HOOKS = (
     "set_custom_reduce_scatter",
@@ -44,7 +47,7 @@ def _attach(module: Any, name: str, gradients: OrderedGradients, world: int) -> 
             f"torch {torch.__version__} has no FSDPModule.{absent[0]}, through which gradients are "
             "summed in order; use torch 2.13 or newer, or DistributedDataParallel"
         )
-    unit = _ReduceScatter(name, gradients)
+    unit = _ReduceScatter(name, gradients, next(module.parameters()))
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -56,9 +59,10 @@ def _attach(module: Any, name: str, gradients: OrderedGradients, world: int) -> 
 class _ReduceScatter:
     """The communication of one FSDP2 module: `torch.distributed.fsdp`'s ReduceScatter."""
 
-    def __init__(self, name: str, gradients: OrderedGradients) -> None:
+    def __init__(self, name: str, gradients: OrderedGradients, example: Tensor) -> None:
         self._name = name
         self._gradients = gradients
+        self._example = example
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent, and for what it comes to."""
@@ -74,9 +78,13 @@ class _ReduceScatter:
     ) -> None:
         """Reduce `input_tensor` [world * n] into `output_tensor` [n]."""
         del group, op, async_op
-        interval = Interval(self._name, output_tensor.numel())
-        self._gradients.reduce((interval,), input_tensor, output_tensor)
+        of_grad = self._example.dtype, self._example.device
+        copied = (output_tensor.dtype, output_tensor.device) != of_grad
+        now = self._gradients.now
+        if now is None or not now.last:
+            output_tensor.zero_()
+        self._gradients.reduce(self._name, input_tensor, output_tensor, now=copied)
 
     def alone(self, reduced: Tensor) -> None:
         """The same at world 1, in place."""
-        self._gradients.reduce((Interval(self._name, reduced.numel()),), reduced, reduced)
+        self._gradients.reduce(self._name, reduced, reduced)

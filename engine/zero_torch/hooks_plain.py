@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from zero_contract.errors import ConfigError
-from zero_torch.ordered_gradients import Interval, OrderedGradients
+from zero_torch.ordered_gradients import OrderedGradients
 
 
 def attach(trained: Mapping[str, nn.Parameter], gradients: OrderedGradients) -> None:
@@ -23,6 +23,6 @@ def _reduce(name: str, gradients: OrderedGradients, parameter: Tensor) -> None:
     if gradient.is_sparse:
         raise ConfigError(f"the gradient of {name} is sparse; make its embedding with sparse=False")
     flat = gradient.reshape(-1)  # a copy, if the gradient is not contiguous
-    gradients.reduce((Interval(name, flat.numel()),), flat, flat)
+    gradients.reduce(name, flat, flat)
     if flat.data_ptr() != gradient.data_ptr():
         gradient.copy_(flat.view(gradient.shape))

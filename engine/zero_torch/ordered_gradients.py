@@ -2,32 +2,33 @@
 
 Owns the sums of a step, by name, and where in a step this rank is. Must always hold: every sum
 receives every micro-batch of the step, in the order of their numbers, so the sum depends on the
-micro-batches alone; what torch accumulates into `.grad` is zeros until the last micro-step, and
-then the sum.
+micro-batches alone; what torch has in `.grad` means nothing before the last micro-step, and is
+dropped, so torch adds nothing to a sum.
+
+The exchange of one gradient goes on while the next one's backward runs; all have ended when
+backward() returns. On a device with streams the stream waits, so each ends at once.
 
 `hooks_fsdp2`, `hooks_ddp` and `hooks_plain` bring torch's gradients here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
+from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
+from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
 
-
-class Interval(NamedTuple):
-    """The elements of one named sum that each rank owns."""
-
-    name: str
-    numel: int
+_ENDED = object()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,11 @@ class MicroStep:
     weight: float
     """The share of this rank's micro-batch in the mean loss of the step."""
 
+    @property
+    def turn(self) -> Turn:
+        """What it is to a sum."""
+        return Turn(live=self.live, first=self.number == 0, last=self.last)
+
 
 class OrderedGradients:
     """The sums of all gradients of a model.
@@ -50,114 +56,215 @@ class OrderedGradients:
         block: Micro-batches that are summed in a tree; it may change between two steps.
         loss_is_weighted: Whether the loss of this backward has the weight of its micro-batch
             already; otherwise the gradients get it here.
-        failure: What a reduction has raised: autograd may pass it on as another error.
+        ends: Called at the end of a backward, before its exchanges are completed.
     """
 
-    def __init__(self, collectives: Collectives, device: torch.device, block: int) -> None:
-        """Sum over a group, in blocks of `block` micro-batches."""
+    def __init__(
+        self,
+        collectives: Collectives,
+        parameters: Sequence[nn.Parameter],
+        block: int,
+        apart: Collectives | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Sum over a group.
+
+        Args:
+            collectives: The group.
+            parameters: Whose gradients are summed.
+            block: Micro-batches that are summed in a tree.
+            apart: The group in which sums begin inside of nodes; None: owners add everything.
+            guard: A context around the end of a backward, which may find that a peer is lost.
+        """
+        device = parameters[0].device
         self.now: MicroStep | None = None
         self.loss_is_weighted = False
-        self.failure: Exception | None = None
-        self._collectives = collectives
-        self._pool = BufferPool(device)
         self.block = block
+        self.ends: list[Callable[[], None]] = []
+        self._collectives = collectives
+        self._parameters = parameters
+        self._guard = guard
+        self._waits_at_once = device.type != "cpu"
+        self._pool = BufferPool(device)
+        self._reduction: OrderedReduction | NodeReduction
+        if apart is None:
+            self._reduction = OrderedReduction(collectives, self._pool)
+        else:
+            self._reduction = NodeReduction(apart, self._pool)
         self._sums: dict[str, OrderedSum] = {}
+        self._of_step: set[str] = set()
+        """The sums that have received a gradient in this step."""
         self._received: set[str] = set()
+        """Those that have received one in this micro-step."""
+        self._in_flight: deque[Iterator[None]] = deque()
+        self._in_backward = False
+        """Whether the end of the backward under way is announced to autograd."""
+        self._failure: Exception | None = None
+        """What a hook could not raise: raised at the end of the backward."""
 
     def begin(self, now: MicroStep) -> None:
         """Begin a micro-step."""
         if now.number == 0:
-            self._sums.clear()
+            self._of_step.clear()
         self._received.clear()
+        self._drop()
         self.now = now
 
     def end(self) -> None:
         """End the micro-step.
 
         Raises:
-            ZeroError: There was no backward in it, or some parameters got no gradient in it.
+            ZeroError: There was no backward in it, or it failed, or some parameters got no gradient
+                in it.
         """
         assert self.now is not None
+        if self._in_backward:
+            raise ZeroError(
+                f"the backward of micro-step {self.now.number} has failed half way, and what it "
+                "has added to the sums of its step cannot be taken back; continue from a "
+                "checkpoint in a new process"
+            )
         if not self._received:
             raise ZeroError(
                 f"no gradient was reduced in micro-step {self.now.number}: call run.backward(loss) "
                 "once for each batch of run.loader, and not within no_sync()"
             )
-        if absent := sorted(self._sums.keys() - self._received):
+        if absent := sorted(self._of_step - self._received):
             raise ZeroError(
                 f"{absent[0]} got no gradient in micro-step {self.now.number} and had one before: "
                 "every micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
+        if not self.now.last:
+            self._drop()
         self.now = None
 
-    def reduce(self, intervals: Sequence[Interval], gradient: Tensor, out: Tensor) -> None:
-        """Add the gradient of this rank's micro-batch, and those of the other ranks. Collective.
+    def reduce(
+        self, name: str, gradient: Tensor, out: Tensor, *, gather: bool = False, now: bool = False
+    ) -> None:
+        """Begin to add the gradients of the micro-batches of all ranks. Collective.
 
         Args:
-            intervals: What each rank owns of the gradient, in this order.
+            name: Of the sum.
             gradient: [world * n], n elements for each rank; used up.
-            out: [n]; filled with zeros, or in the last micro-step with the sums; may be the memory
-                of `gradient` at world 1.
+            out: [n]; in the last micro-step it is filled with the sums, until the end of the
+                backward. It may be this rank's part of `gradient`.
+            gather: In the last micro-step `gradient` is filled with the sums of all ranks, too.
+            now: Fill `out` at once.
 
         Raises:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.
             PeerLost: A peer is lost.
         """
-        try:
-            self._reduce(intervals, gradient, out)
-        except Exception as error:
-            self.failure = error
-            raise
+        micro_step = self._expect(name)
+        self._advance()
+        steps = self._steps(name, gradient, out, micro_step, gather=gather)
+        next(steps)
+        self._in_flight.append(steps)
+        while self._in_flight and (now or self._waits_at_once or self._collectives.world == 1):
+            self._advance()
 
-    def _reduce(self, intervals: Sequence[Interval], gradient: Tensor, out: Tensor) -> None:
-        now = self._expect(intervals)
+    def add(self, name: str, microbatches: Tensor) -> Tensor | None:
+        """Add the gradients [world, n] of a micro-batch of every rank, which all ranks have.
+
+        Returns:
+            [n] in fp32, in the last micro-step.
+        """
+        micro_step = self._expect(name)
+        total = microbatches.new_empty(microbatches.shape[1], dtype=torch.float32)
+        ordered = self._sum_of(name, total, micro_step)
+        turn = micro_step.turn
+        given = list(microbatches[: turn.live])
+        ordered.add(given, self._pool, first=turn.first, last=turn.last)
+        if not turn.last:
+            return None
+        ordered.settle()
+        return ordered.total
+
+    def hold(self, failure: Exception) -> None:
+        """Raise an error at the end of the backward: torch would replace what a hook raises."""
+        self._failure = self._failure or failure
+        self._announce_end()
+
+    def _steps(
+        self, name: str, gradient: Tensor, out: Tensor, now: MicroStep, *, gather: bool
+    ) -> Iterator[None]:
+        """One reduction: each step but the first one waits for what the one before has begun."""
         if not self.loss_is_weighted:
             gradient.mul_(now.weight)
-        group, world = self._collectives, self._collectives.world
-        received = self._pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
-        if world > 1:
-            what = f"gradients of {intervals[0].name}"
-            wait(group.exchange_gradients(gradient, received, what))
-        microbatches = group.in_microbatch_order(gradient, received)[: now.live]
-        begin = 0
-        for name, numel in intervals:
-            own = [each[begin : begin + numel] for each in microbatches]
-            self._add(name, own, out[begin : begin + numel], now)
-            begin += numel
-        self._pool.give(received)
-
-    def _add(self, name: str, microbatches: list[Tensor], out: Tensor, now: MicroStep) -> None:
-        first = name not in self._sums
-        if first:
-            total = torch.empty_like(microbatches[0], dtype=torch.float32)
-            self._sums[name] = OrderedSum(total, self.block)
-        ordered = self._sums[name]
-        ordered.add(microbatches, self._pool, first=first, last=now.last)
+        ordered = self._sum_of(name, out, now)
+        reducing = self._reduction.start(gradient, f"gradients of {name}", ordered, now.turn)
+        yield
+        while reducing.advance():
+            yield
         if not now.last:
-            out.zero_()
             return
         ordered.settle()
-        # torch adds the sum to zeros, unless the step has one micro-step: -0 + 0 is +0.
-        out.copy_(ordered.total.add_(0.0))
+        if ordered.total.data_ptr() != out.data_ptr():
+            out.copy_(ordered.total)
+        if gather:
+            pending = self._collectives.all_gather(gradient, f"sums of {name}")
+            yield
+            wait(pending)
 
-    def _expect(self, intervals: Sequence[Interval]) -> MicroStep:
+    def _sum_of(self, name: str, out: Tensor, now: MicroStep) -> OrderedSum:
+        """The sum of this step; where a step has one micro-step, it is made where it goes."""
+        if now.number == 0:
+            kept = self._sums.get(name)
+            if now.last and out.dtype == torch.float32:
+                return OrderedSum(out, self.block)
+            if kept is None or kept.total.numel() != out.numel():
+                total = torch.empty_like(out, dtype=torch.float32)
+                kept = self._sums[name] = OrderedSum(total, self.block)
+            kept.block = self.block
+        return self._sums[name]
+
+    def _advance(self) -> None:
+        """Do the next step of each reduction under way, in their order."""
+        for steps in tuple(self._in_flight):
+            if next(steps, _ENDED) is _ENDED:
+                self._in_flight.remove(steps)
+
+    def _finish(self) -> None:
+        """End the exchanges of a backward; autograd calls it at the end."""
+        with self._guard():
+            if (failure := self._failure) is not None:
+                self._failure, self._in_backward = None, bool(self._in_flight)
+                raise failure
+            for end in self.ends:
+                end()
+            while self._in_flight:
+                self._advance()
+        self._pool.free()  # the next forward needs the memory
+        self._in_backward = False
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _expect(self, name: str) -> MicroStep:
         if self.now is None:
             raise ZeroError(
                 "a backward() outside of a micro-batch: its gradients belong to no step; call it "
                 "once for each batch of run.loader"
             )
-        for name, _ in intervals:
-            if name in self._received:
-                raise ZeroError(
-                    f"{name} got a second gradient in micro-step {self.now.number}: call "
-                    "backward() once for each batch of run.loader, with the sum of its losses"
-                )
-            if self.now.number and name not in self._sums:
-                raise ZeroError(
-                    f"{name} got no gradient in the micro-steps before {self.now.number}: every "
-                    "micro-batch must use the same parameters; let the others contribute "
-                    "0 * parameter.sum() to the loss"
-                )
-            self._received.add(name)
+        if name in self._received:
+            raise ZeroError(
+                f"{name} got a second gradient in micro-step {self.now.number}: call "
+                "backward() once for each batch of run.loader, with the sum of its losses"
+            )
+        if self.now.number and name not in self._of_step:
+            raise ZeroError(
+                f"{name} got no gradient in the micro-steps before {self.now.number}: every "
+                "micro-batch must use the same parameters; let the others contribute "
+                "0 * parameter.sum() to the loss"
+            )
+        self._received.add(name)
+        self._of_step.add(name)
+        self._announce_end()
         return self.now
+
+    def _announce_end(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)

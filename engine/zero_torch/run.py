@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -25,6 +25,7 @@ from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
+from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_contract.errors import ConfigError, ZeroError
@@ -32,7 +33,7 @@ from zero_contract.worker import Progress
 from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
-from zero_torch.gradient_norm import ShardNorm, clip, row_bounds, whole_norm
+from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip, row_bounds
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 from zero_torch.state import TrainingState
@@ -133,7 +134,12 @@ class Run:
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(device)
         block = chosen.elastic.reduction_block
-        self._gradients = OrderedGradients(self._collectives, device, block or DEFAULT_BLOCK)
+        self._gradients = OrderedGradients(
+            self._collectives,
+            list(wrapped.trained().values()),
+            block or DEFAULT_BLOCK,
+            guard=partial(exit_on_peer_loss, self._link),
+        )
         self._acted = False
         """Whether the optimizer has acted in this micro-step."""
         self._skipped = False
@@ -142,6 +148,8 @@ class Run:
         """The learning rates with which the step has begun."""
         self._loss = 0.0
         """Of this rank's micro-batches of the step, weighted."""
+        self._everybodys: Tensor | None = None
+        """The notes of all ranks, if they have come with the norm of this step."""
         self._lent: Callable[[], object] | None = None
         """To be called before the state changes."""
         self._norm = self._norm_of(device)
@@ -167,6 +175,8 @@ class Run:
         self._persistence = Persistence(chosen.checkpoint, self._training, self._link)
         self._attach()
         self._hold()
+        if device.type == "cpu":
+            keep_freed_memory()
 
     def _attach(self) -> None:
         match self._wrapped.wrapper:
@@ -179,10 +189,11 @@ class Run:
             case Wrapper.PLAIN:
                 hooks_plain.attach(self._wrapped.trained(), self._gradients)
 
-    def _norm_of(self, device: torch.device) -> Callable[[list[Tensor]], float]:
+    def _norm_of(self, device: torch.device) -> Norm:
+        trained = self._wrapped.trained().values()
         if self._wrapped.wrapper is not Wrapper.FSDP2:
-            return whole_norm
-        bounds = [row_bounds(p.shape, self._world) for p in self._wrapped.trained().values()]
+            return WholeNorm([p.numel() for p in trained], self._collectives, device)
+        bounds = [row_bounds(p.shape, self._world) for p in trained]
         return ShardNorm(bounds, self._collectives, device)
 
     # ---- a step ----
@@ -212,17 +223,9 @@ class Run:
         self._gradients.loss_is_weighted = True
         try:
             with exit_on_peer_loss(self._link):
-                self._backward(loss)
+                loss.backward()
         finally:
             self._gradients.loss_is_weighted = False
-
-    def _backward(self, loss: Tensor) -> None:
-        try:
-            loss.backward()
-        except RuntimeError:
-            if self._gradients.failure is None:
-                raise
-            raise self._gradients.failure from None
 
     def step(self, max_norm: float | None = None) -> bool:
         """End the micro-batch; at the last one of the step, step optimizer and scheduler.
@@ -262,7 +265,8 @@ class Run:
         flat = [local(g).reshape(-1) for g in gradients if g is not None]
         if len(flat) < len(gradients):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
-        self.grad_norm = self._norm(flat)
+        with exit_on_peer_loss(self._link):
+            self.grad_norm, self._everybodys = self._norm(flat, self._notes())
         clip([local(g) for g in gradients if g is not None], self.grad_norm, max_norm)
         return self.grad_norm
 
@@ -444,10 +448,12 @@ class Run:
     def _end_step(self) -> None:
         """Tell the other ranks and the agent; save into memory, and leave, if that is due."""
         with exit_on_peer_loss(self._link):
-            notes = torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float64)
-            everybodys = self._collectives.everybodys(notes, "notes").tolist()
-            self._persistence.take_notes([row[:-1] for row in everybodys])
-            loss, self._loss = sum(row[-1] for row in everybodys), 0.0
+            everybodys, self._everybodys = self._everybodys, None
+            if everybodys is None:
+                everybodys = self._collectives.everybodys(self._notes(), "notes")
+            notes = everybodys.tolist()
+            self._persistence.take_notes([row[:-1] for row in notes])
+            loss, self._loss = sum(row[-1] for row in notes), 0.0
             cursor, self._stepped = self._cursor, True
             progress = Progress(
                 step=cursor.step,
@@ -459,6 +465,10 @@ class Run:
             self._link.progress(self._persistence.number, progress)
             self._persistence.keep_in_memory()
             self._persistence.depart_if_asked()
+
+    def _notes(self) -> Tensor:
+        """What all ranks are told at the end of a step."""
+        return torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float32)
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
